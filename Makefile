@@ -1,0 +1,31 @@
+# make bench KERNEL=k2    check and benchmark one stage (on a machine without a Hopper GPU: compile and inspect it)
+# make test               lint and test; needs no GPU
+PYTHON ?= python3
+KERNEL ?= k2
+READY := .venv/.ready
+
+.PHONY: bench test check report clean
+
+bench: $(READY)
+	.venv/bin/python bench.py $(KERNEL)
+
+test: $(READY)
+	.venv/bin/python -m ruff check .
+	.venv/bin/python -m pytest
+
+check: $(READY)
+	.venv/bin/python ref_check.py $(KERNEL)
+
+report: $(READY)
+	.venv/bin/python -m harness.report
+
+$(READY): requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "Python 3.10 or newer is needed; name one with PYTHON=/path/to/python3"; exit 2; }
+	@$(PYTHON) -m venv .venv || \
+		{ echo "$(PYTHON) cannot create a virtual environment; on Debian: apt-get install python3-venv"; exit 2; }
+	.venv/bin/python -m pip install --disable-pip-version-check -q -r requirements.txt
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache

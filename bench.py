@@ -1,0 +1,340 @@
+"""Check and benchmark stages of the ladder beside the peers.
+
+    python bench.py k2                    the sweep: seqlen 512…16384 × head_dim {64, 128} × causal {0, 1}
+    python bench.py k1 fa1 k2             several stages in one interleaved run; `all` for the ladder
+    CHECK=1 SEQLEN=512 HEADDIM=64 CAUSAL=0 python bench.py k1
+    python bench.py k1 --check --seqlen 512 --head-dim 64 --causal 0
+
+On a machine without a Hopper GPU the same command compiles the stage for sm_90a, reports what the machine code asks of
+the hardware, checks the stage's algorithm on the CPU, and says that no kernel was executed.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import os
+import platform
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import kernels
+import ref_check
+from harness import cases, machine_code, peers, results, timing
+from harness.attention import compile_stage, prepare, refuse
+from harness.inputs import allocate, random_inputs
+from harness.problem import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, Problem
+
+SUSTAINED_FROM = 16384  # sequence length from which the power cap, not the burst, is what a user sees
+STATIC_SEQLEN = 4096  # where the static report states its bound
+REPO = Path(__file__).resolve().parent
+
+
+class Usage(Exception):
+    """What the user asked for cannot be done; the message is one line and the exit status 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise Usage(message)
+
+
+def whole(text: str, name: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise Usage(f"{name} must be a positive whole number, not {text!r}")
+    return int(text)
+
+
+def truth(text: str, name: str) -> bool:
+    if text not in ("0", "1"):
+        raise Usage(f"{name} must be 0 or 1, not {text!r}")
+    return text == "1"
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Command line and environment; a flag wins over the environment variable of the same meaning."""
+    env = os.environ.get
+    parser = Parser(
+        prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("stages", nargs="+", help=f"{', '.join(kernels.LADDER)}, or all")
+    parser.add_argument("--check", action="store_true", help="check every row, not once per kernel (CHECK=1)")
+    parser.add_argument("--seqlen", default=env("SEQLEN"), help="one sequence length (SEQLEN)")
+    parser.add_argument("--head-dim", default=env("HEADDIM"), help="one head dimension (HEADDIM)")
+    parser.add_argument("--causal", default=env("CAUSAL"), help="0 or 1 (CAUSAL)")
+    parser.add_argument("--peers", default=",".join(peers.PEERS), help="comma-separated, or none")
+    parser.add_argument(
+        "--save", nargs="?", const=REPO / "results", type=Path, help="write results/<gpu>/<stage>.json"
+    )
+    args = parser.parse_args(arguments)
+    args.check = args.check or truth(env("CHECK", "0"), "CHECK")
+    args.seqlens = SEQLENS if args.seqlen is None else (whole(args.seqlen, "SEQLEN"),)
+    args.head_dims = HEAD_DIMS if args.head_dim is None else (whole(args.head_dim, "HEADDIM"),)
+    args.causals = (False, True) if args.causal is None else (truth(args.causal, "CAUSAL"),)
+    args.peers = [] if args.peers == "none" else args.peers.split(",")
+    if unknown := [name for name in args.peers if name not in peers.PEERS]:
+        raise Usage(f"unknown peer {unknown[0]!r}; there are {', '.join(peers.PEERS)}")
+    if args.stages == ["all"]:
+        args.stages = list(kernels.LADDER)
+    try:
+        args.problems = [
+            Problem.square(max(1, TOTAL_TOKENS // n), max(1, HIDDEN_SIZE // d), n, d, causal)
+            for d in args.head_dims
+            for causal in args.causals
+            for n in args.seqlens
+        ]
+        for stage_id in args.stages:
+            for problem in args.problems:
+                refuse(stage_id, problem)
+    except ValueError as error:
+        raise Usage(str(error)) from None
+    return args
+
+
+# ---- without a GPU -----------------------------------------------------------------------------------------------
+
+
+def static_report(stage_id: str, args: argparse.Namespace, console: Console) -> bool:
+    """Compile, inspect, run the model. Returns whether the model passed."""
+    stage, module = kernels.load(stage_id)
+    n = args.seqlens[0] if len(args.seqlens) == 1 else STATIC_SEQLEN
+    console.print(
+        f"[bold]{stage_id}[/] {stage.title}: compiled for sm_90a. No Hopper GPU here: no kernel was executed."
+    )
+    code = Table(title="machine code", title_justify="left")
+    for heading in (
+        "kernel",
+        "d",
+        "causal",
+        "registers",
+        "frame B",
+        "LDL/STL",
+        "shared B",
+        "main loop, instructions a thread",
+    ):
+        code.add_column(heading, overflow="fold")
+    units = Table(
+        title=f"one SM's cycles for one pass of the main loop; bound at N = {n}", title_justify="left"
+    )
+    for heading in (
+        "kernel",
+        "d",
+        "causal",
+        "one pass",
+        "tensor",
+        "MUFU",
+        "FP32",
+        "ALU",
+        "issue",
+        "shared",
+        "HBM",
+        "bound by",
+    ):
+        units.add_column(heading, overflow="fold")
+    lines = []
+    for d in args.head_dims:
+        for causal in args.causals:
+            problem = Problem.square(max(1, TOTAL_TOKENS // n), max(1, HIDDEN_SIZE // d), n, d, causal)
+            compiled = compile_stage(stage_id, problem)
+            demands = machine_code.inspect(compiled, module.work(problem))
+            for x in demands:
+                who = (x.work.kernel, str(d), str(int(causal)))
+                mix = ", ".join(f"{count} {kind}" for kind, count in x.mix.items())
+                spills = x.code.count("LDL|STL")
+                sizes = (x.code.registers, x.code.frame_bytes, spills, x.work.smem_bytes)
+                code.add_row(*who, *map(str, sizes), mix)
+                units.add_row(*who, x.work.unit, *(f"{c:.0f}" for c in x.cycles.values()), x.unit)
+            bound = machine_code.bound_tflops(problem, demands)
+            sha = machine_code.sha256(compiled)
+            lines.append(
+                f"d{d} {'causal' if causal else 'full':6} bound {bound:6.1f} TFLOP/s  cubin sha256 {sha}"
+            )
+    for item in (code, units, *lines):
+        console.print(item)
+    console.print(
+        "Shared-memory cycles assume that no two lanes read the same address; broadcasts cost less."
+    )
+    failures = cases.run_model(stage_id)
+    verdict = "FAILS" if failures else "agrees with float64 attention to 1e-12"
+    console.print(f"model {stage.model}: {verdict}\n")
+    for line in failures:
+        console.print(f"    {line}")
+    return not failures
+
+
+# ---- on a Hopper GPU ---------------------------------------------------------------------------------------------
+
+
+def environment(peer_names: list[str]) -> dict[str, object]:
+    """What the numbers depend on besides the code."""
+    import cutlass
+
+    sensors = timing.Sensors()
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "power_cap_w": sensors.power_cap_w(),
+        "driver": sensors.driver(),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "cutlass_dsl": cutlass.__version__,
+        "python": platform.python_version(),
+        "cudnn": torch.backends.cudnn.version(),
+        "peers": peers.versions(peer_names),
+        "host_us": {},
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def row_of(provider: str, problem: Problem, **measured: object) -> results.Row:
+    return results.Row(provider, **dataclasses.asdict(problem), **measured)
+
+
+def out_of_memory(error: torch.OutOfMemoryError) -> str:
+    """ "OOM: …" with what was held and what was asked for on top."""
+    asked = str(error).partition("Tried to allocate ")[2].partition(". ")[0] or "an unknown amount"
+    return f"OOM: needs {asked} more than the {torch.cuda.memory_allocated() / 2**30:.1f} GiB held"
+
+
+def bench_problem(problem: Problem, args: argparse.Namespace, checked: set, env: dict) -> list[results.Row]:
+    """One row per stage and peer on one problem, timed in one interleaved run."""
+    q, k, v = random_inputs(problem)
+    calls, fixed, rows = {}, {}, []
+
+    def attempt(name: str, build: object) -> None:
+        """Build a peer's call and run it once, so that one that cannot run does not stop the others."""
+        try:
+            call = build(problem, q, k, v)
+            call()
+            torch.cuda.synchronize()
+            calls[name] = call
+        except torch.OutOfMemoryError as error:
+            rows.append(row_of(name, problem, error=out_of_memory(error)))
+        except Exception as error:
+            rows.append(row_of(name, problem, error=f"unsupported: {str(error).splitlines()[0]:.100}"))
+
+    def measure() -> None:
+        for name, time in timing.interleaved(calls).items():
+            steady = None
+            if problem.seqlen_q >= SUSTAINED_FROM:
+                steady = timing.sustained(calls[name], time.ms_median)
+            rows.append(
+                row_of(
+                    name,
+                    problem,
+                    ms_median=time.ms_median,
+                    ms_iqr=time.ms_iqr,
+                    tflops=problem.flops / time.ms_median / 1e9,
+                    tflops_sustained=problem.flops / steady.ms_median / 1e9 if steady else None,
+                    clock_mhz=(steady or time).clock_mhz,
+                    power_w=(steady or time).power_w,
+                    **fixed.get(name, {}),
+                )
+            )
+        calls.clear()
+        torch.cuda.empty_cache()
+
+    # PyTorch's math path also materialises S. It goes first and alone, so that no stage's scratch is what it lacks.
+    if "math" in env["peers"]:
+        attempt("math", peers.PEERS["math"].build)
+        if calls:
+            measure()
+        torch.cuda.empty_cache()
+    for stage_id in args.stages:
+        stage, _ = kernels.load(stage_id)
+        try:
+            module, compiled, tensors = prepare(q, k, v, causal=problem.causal, stage=stage_id)
+        except MemoryError as error:
+            rows.append(row_of(stage_id, problem, error=f"OOM: {error}"))
+            continue
+        fixed[stage_id] = {"check": "pass", "max_error": None, "cubin_sha256": machine_code.sha256(compiled)}
+        kernel = (stage_id, problem.head_dim, problem.causal)
+        if args.check or kernel not in checked:
+            poisoned = allocate(module, problem, q, k, v, poison=True)
+            module.run_kernel(compiled, poisoned)
+            o, lse = poisoned.o, poisoned.lse
+            del poisoned
+            verdict = ref_check.check(q, k, v, problem.causal, o, lse, stage.rounds_p)
+            if not verdict.passed:
+                rows.append(row_of(stage_id, problem, check="fail", error="; ".join(verdict.failures)))
+                continue
+            checked.add(kernel)
+            fixed[stage_id]["max_error"] = verdict.max_error
+        if stage_id not in env["host_us"]:
+            small = prepare(*random_inputs(Problem.square(1, 1, 64, problem.head_dim, problem.causal)),
+                            causal=problem.causal, stage=stage_id)  # fmt: skip
+            env["host_us"][stage_id] = round(
+                timing.host_microseconds(lambda: module.run_kernel(compiled, small[2])), 2
+            )
+        calls[stage_id] = lambda m=module, c=compiled, t=tensors: m.run_kernel(c, t)
+    for name in env["peers"]:
+        if name != "math":
+            attempt(name, peers.PEERS[name].build)
+    measure()
+    return rows
+
+
+def line_of(stage_id: str, problem: Problem, rows: list[results.Row]) -> str:
+    """One row of the terminal's table."""
+    mine = next(row for row in rows if row.provider == stage_id)
+    if mine.tflops is None:
+        return f"{problem!s:38} {mine.check or '':5} {mine.error}"
+    others = [row for row in rows if row.provider in peers.PEERS and row.tflops]
+    best = max(others, key=lambda row: row.tflops, default=None)
+    of_bound = problem.roofline_seconds() * 1e3 / mine.ms_median
+    text = f"{problem!s:38} {'pass' if mine.max_error is not None else '':5} {mine.tflops:7.2f} TFLOP/s ± "
+    text += f"{mine.ms_iqr / mine.ms_median:5.1%} {of_bound:6.1%} of the hardware bound"
+    return text + (f"  {mine.tflops / best.tflops:6.3f} × {best.provider} {best.tflops:.0f}" if best else "")
+
+
+def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
+    """Run the sweep and, with --save, write its results. Returns whether every check passed."""
+    env, checked, found = environment(args.peers), set(), []
+    console.print(f"{env['gpu']}, driver {env['driver']}, CUDA {env['cuda']}, torch {env['torch']}, "
+                  f"DSL {env['cutlass_dsl']}, peers {env['peers']}", soft_wrap=True)  # fmt: skip
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        for problem in progress.track(args.problems, description="sweep"):
+            rows = bench_problem(problem, args, checked, env)
+            found += rows
+            for stage_id in args.stages:
+                console.print(
+                    f"{stage_id:5} {line_of(stage_id, problem, rows)}", soft_wrap=True, highlight=False
+                )
+    passed = not any(row.check == "fail" for row in found)
+    console.print(f"host time of run_kernel, µs: {env['host_us']}")
+    if args.save and not passed:
+        console.print("A check failed: nothing was written.")
+    elif args.save:
+        for stage_id in args.stages:
+            folder = args.save / results.gpu_folder(env["gpu"])
+            path, rows = (
+                folder / f"{stage_id}.json",
+                [row for row in found if row.provider in (stage_id, *peers.PEERS)],
+            )
+            new = results.Results(stage_id, env | {"host_us": {stage_id: env["host_us"].get(stage_id)}}, rows)
+            if path.exists():
+                new = results.merge(results.load(path), new)
+            new.save(path)
+            console.print(f"wrote {path}")
+    return passed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    warnings.filterwarnings("ignore", message=".*flash_attn.*|.*deprecated.*")
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    try:
+        args = parse(arguments)
+    except Usage as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        return 2
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        return 0 if gpu_bench(args, console) else 1
+    return 0 if all([static_report(stage_id, args, console) for stage_id in args.stages]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

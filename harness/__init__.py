@@ -1,0 +1,1 @@
+"""The one harness every stage runs through: problems, inputs, timing, peers, machine code, models, results."""

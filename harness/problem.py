@@ -1,0 +1,97 @@
+"""The attention problem: its shape, its FLOPs, its bytes, and the roofline they imply."""
+
+from dataclasses import dataclass, replace
+
+DTYPES = ("bfloat16", "float16")
+BYTES_PER_ELEMENT = 2
+HIDDEN_SIZE = 2048
+TOTAL_TOKENS = 16384
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+HEAD_DIMS = (64, 128)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peak rates of one GPU; per-SM figures are per clock."""
+
+    name: str
+    sms: int
+    clock_ghz: float
+    hbm_bytes_per_s: float
+    tensor_flops_per_clock: int = 4096  # dense bf16, per SM
+    fp32_lanes: int = 128
+    alu_lanes: int = 64
+    mufu_lanes: int = 16
+    issue_slots: int = 4
+    smem_bytes_per_clock: int = 128
+
+    @property
+    def tensor_flops(self) -> float:
+        """Dense bf16 FLOP/s of the whole chip."""
+        return self.tensor_flops_per_clock * self.sms * self.clock_ghz * 1e9
+
+
+# Rates per SM and clock: NVIDIA H100 white paper and the CUDA programming guide's throughput table for cc 9.0.
+# 1.755 GHz is the boost clock our card runs short kernels at; 3.35 TB/s the HBM3 peak.
+H100_SXM = Gpu("NVIDIA H100 SXM", sms=132, clock_ghz=1.755, hbm_bytes_per_s=3.35e12)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention problem. Tensors are (batch, heads, seqlen, head_dim) with a unit last stride."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_kv: int
+    head_dim: int
+    causal: bool
+    dtype: str = "bfloat16"
+    direction: str = "fwd"
+
+    @staticmethod
+    def square(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool, **rest: object) -> "Problem":
+        """A self-attention problem: as many keys as queries, as many key heads as query heads."""
+        return Problem(batch, heads, heads, seqlen, seqlen, head_dim, causal, **rest)
+
+    @property
+    def flops(self) -> float:
+        """4·B·H·Nq·Nkv·d, half when causal, × 2.5 for the backward pass (FlashAttention's convention)."""
+        forward = 4.0 * self.batch * self.heads * self.seqlen_q * self.seqlen_kv * self.head_dim
+        return forward * (0.5 if self.causal else 1.0) * (2.5 if self.direction == "bwd" else 1.0)
+
+    @property
+    def min_bytes(self) -> int:
+        """Bytes of device memory that must move: every input read once, every output written once."""
+        rows_q = self.batch * self.heads * self.seqlen_q
+        rows_kv = self.batch * self.kv_heads * self.seqlen_kv
+        q = rows_q * self.head_dim * BYTES_PER_ELEMENT
+        kv = 2 * rows_kv * self.head_dim * BYTES_PER_ELEMENT
+        lse = 4 * rows_q
+        if self.direction == "bwd":  # read q, k, v, o, dO, lse; write dq, dk, dv
+            return 4 * q + 2 * kv + lse
+        return 2 * q + kv + lse
+
+    def roofline_seconds(self, gpu: Gpu = H100_SXM) -> float:
+        """The larger of FLOPs over the tensor-core rate and bytes over the memory rate, in seconds."""
+        return max(self.flops / gpu.tensor_flops, self.min_bytes / gpu.hbm_bytes_per_s)
+
+    def with_(self, **changes: object) -> "Problem":
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        causal = "causal" if self.causal else "full"
+        heads = f"h{self.heads}" if self.heads == self.kv_heads else f"h{self.heads}:{self.kv_heads}"
+        n = f"n{self.seqlen_q}" if self.seqlen_q == self.seqlen_kv else f"n{self.seqlen_q}:{self.seqlen_kv}"
+        return f"b{self.batch} {heads} {n} d{self.head_dim} {causal} {self.dtype}"
+
+
+def sweep(direction: str = "fwd") -> list[Problem]:
+    """The benchmark's 24 problems: 16384 tokens and hidden size 2048 whatever the sequence length."""
+    return [
+        Problem.square(TOTAL_TOKENS // n, HIDDEN_SIZE // d, n, d, causal, direction=direction)
+        for d in HEAD_DIMS
+        for causal in (False, True)
+        for n in SEQLENS
+    ]

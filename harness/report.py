@@ -1,0 +1,373 @@
+"""The generated parts of README.md and notes/*.md, and the figures, from the committed results alone.
+
+`python -m harness.report` rewrites what stands between `<!-- results:begin NAME -->` and
+`<!-- results:end NAME -->`, each on a line of its own, and draws every figure. With `--check` it writes
+nothing and exits 1, with a line for each stale item. Of a figure it checks only that the file exists: its
+bytes depend on the versions of matplotlib and its font renderer, so comparing them would fail where nothing
+is wrong.
+
+Blocks: `ladder`, `environment`, `sustained`, and `stage-<id>` for every stage.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import kernels
+from harness import plots
+from harness.plots import format_rate, label
+from harness.problem import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, Problem
+from harness.results import PEER_LABELS, Results, Row, bound_gpu, load_all, repository, write_atomically
+from harness.stage import Stage
+
+MARKER = re.compile(r"^<!-- results:(begin|end) (\S+) -->[ \t]*$", re.MULTILINE)
+LADDER_HEAD_DIM, LADDER_SEQLEN = 128, 4096
+NOT_MEASURED = "not measured"
+NOTHING = "Nothing is measured yet."
+DIRECTION_WORDS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}
+
+
+def ladder_table(
+    stages: Sequence[Stage], measured: Mapping[str, Results], files: Mapping[str, str], notes: str = "notes/"
+) -> str:
+    """One row per stage, in order: what it adds, and its rate at d = 128, N = 4096, full and causal.
+
+    `files` maps a stage id to the name of its kernel file, which is also its note's; `notes` is the path from
+    the document to the notes.
+    """
+    lines = []
+    for stage in stages:
+        results = measured.get(stage.id)
+        cells = [f"[`{stage.id}`]({notes}{files[stage.id]}.md)", _cell(stage.adds)]
+        for causal in (False, True):
+            problem = _sweep_problem(LADDER_SEQLEN, LADDER_HEAD_DIM, causal, stage.direction)
+            row = results.at(problem) if results else None
+            if row is None or row.tflops is None:
+                cells += [_reason(row), "", ""]
+            else:
+                rate = f"**{format_rate(row.tflops)}**"
+                cells += [rate, _percent_of_bound(row, results), _ratio(row, results)]
+        lines.append(cells)
+    columns = ["TFLOP/s", "of bound", "to best peer"]
+    header = ["stage", "adds", *(f"{mask}: {name}" for mask in ("full", "causal") for name in columns)]
+    point = f"head_dim {LADDER_HEAD_DIM}, N = {LADDER_SEQLEN}"
+    where = _join(dict.fromkeys(results.gpu for results in measured.values()))
+    caption = f"Measured at {point} on {where}. {_bound_sentence(measured)}" if measured else NOTHING
+    return f"{_table(header, lines, 'llrrlrrl')}\n\n{caption}"
+
+
+def stage_table(results: Results) -> str:
+    """One stage's sweep: head_dim and mask by sequence length; then, if any, its rows outside the sweep."""
+    own = [row for row in results.rows if row.provider == results.stage]
+    swept = [row for row in results.sweep_rows() if row.provider == results.stage]
+    parts = []
+    for direction in dict.fromkeys(row.direction for row in swept):
+        lines = []
+        seqlens = [n for n in SEQLENS if any(row.seqlen_q == n for row in swept)]
+        for head_dim in HEAD_DIMS:
+            for causal in (False, True):
+                name = f"**{head_dim}**, {'causal' if causal else 'full'}"
+                problems = [_sweep_problem(n, head_dim, causal, direction) for n in seqlens]
+                lines.append([name, *(_stage_cell(results.at(problem), results) for problem in problems)])
+        parts.append(_table([f"head_dim, {direction}", *map(str, seqlens)], lines, "l" + "r" * len(seqlens)))
+    others = [row for row in own if row not in swept]
+    if others:
+        lines = [[str(row.problem), _stage_cell(row, results)] for row in others]
+        parts.append(_table(["problem", results.stage], lines, "lr"))
+    if not own:
+        return NOTHING
+    columns = f"A column is a sequence length, at {TOTAL_TOKENS} tokens and hidden size {HIDDEN_SIZE}. "
+    parts.append(
+        f"In a cell: TFLOP/s, share of the hardware bound, ratio to the fastest peer and its TFLOP/s. "
+        f"{columns if swept else ''}{_bound_sentence({results.stage: results})}"
+    )
+    parts.append(environment_line({results.stage: results}))
+    return "\n\n".join(parts)
+
+
+def environment_line(measured: Mapping[str, Results]) -> str:
+    """What the results were measured on and with, in one line; where stages differ, every value."""
+    if not measured:
+        return NOTHING
+    environments = [results.environment for results in measured.values()]
+
+    def values(key: str, unit: str = "") -> str:
+        found = dict.fromkeys(e[key] for e in environments if e.get(key) is not None)
+        return _join(f"{value:g}{unit}" if unit else str(value) for value in found) or "not recorded"
+
+    versions: dict[str, list[str]] = {}  # providers that share a version share a mention
+    for peer in sorted({peer for e in environments for peer in e.get("peers") or {}}, key=_peer_order):
+        found = dict.fromkeys(str(e["peers"][peer]) for e in environments if peer in (e.get("peers") or {}))
+        versions.setdefault(_join(found), []).append(label(peer))
+    peers = "; ".join(f"{', '.join(names)} {version}" for version, names in versions.items())
+    parts = [
+        values("gpu"),
+        f"power cap {values('power_cap_w', ' W')}",
+        f"driver {values('driver')}",
+        f"CUDA {values('cuda')}",
+        f"PyTorch {values('torch')}",
+        f"CuTe DSL {values('cutlass_dsl')}",
+        f"Python {values('python')}",
+        f"cuDNN {values('cudnn')}",
+        f"peers: {peers or 'none'}",
+        f"measured {values('date')}",
+    ]
+    return _cell(" · ".join(parts))
+
+
+def sustained_table(measured: Mapping[str, Results]) -> str:
+    """Burst and sustained rates per provider, at the longest sequence that has sustained ones.
+
+    Stages in the mapping's order, then peers, each as measured beside the last stage that ran it.
+    """
+    parts = []
+    for direction, kind in DIRECTION_WORDS.items():
+        swept = [
+            (results.stage, row)
+            for results in measured.values()
+            for row in results.sweep_rows()
+            if row.direction == direction
+        ]
+        timed = [(stage, row) for stage, row in swept if row.tflops_sustained is not None]
+        if not timed:
+            continue
+        seqlen = max(row.seqlen_q for _, row in timed)
+        points = [_sweep_problem(seqlen, d, causal, direction) for d in HEAD_DIMS for causal in (False, True)]
+        latest = {row.key: row for _, row in swept}
+        stages = dict.fromkeys(stage for stage, row in timed if row.provider == stage)
+        peers = sorted({row.provider for stage, row in timed if row.provider != stage}, key=_peer_order)
+        lines = [
+            [label(p), *(_sustained_cell(latest.get((p, at))) for at in points)] for p in [*stages, *peers]
+        ]
+        header = ["provider", *(f"d={at.head_dim}, {'causal' if at.causal else 'full'}" for at in points)]
+        parts.append(_table(header, lines, "lrrrr"))
+        parts.append(
+            f"Attention {kind} at N = {seqlen}, TFLOP/s: one launch at a time → launches back to back for "
+            f"seconds, where the power limit sets the clock."
+        )
+    return "\n\n".join(parts) or "No sustained rate is measured yet."
+
+
+def replace_blocks(text: str, blocks: Mapping[str, str], where: str) -> str:
+    """A document with the content of its marked blocks replaced.
+
+    Raises ValueError, naming the document and the block, for a block that is not in `blocks` and for markers
+    that do not pair up.
+    """
+    pieces, done = [], 0
+    for name, start, end in _marked(text, blocks, where):
+        pieces += [text[done:start], _framed(blocks[name])]
+        done = end
+    return "".join(pieces) + text[done:]
+
+
+def stale_blocks(text: str, blocks: Mapping[str, str], where: str) -> list[str]:
+    """The names of a document's blocks whose content `replace_blocks` would change."""
+    marked = _marked(text, blocks, where)
+    return [name for name, start, end in marked if text[start:end] != _framed(blocks[name])]
+
+
+def make_blocks(
+    stages: Sequence[Stage], measured: Mapping[str, Results], files: Mapping[str, str], notes: str = "notes/"
+) -> dict[str, str]:
+    """Every block's content. `measured` holds one GPU's results, in the ladder's order."""
+    blocks = {
+        "ladder": ladder_table(stages, measured, files, notes),
+        "environment": environment_line(measured),
+        "sustained": sustained_table(measured),
+    }
+    for stage in stages:
+        results = measured.get(stage.id)
+        blocks[f"stage-{stage.id}"] = stage_table(results) if results else f"`{stage.id}` is {NOT_MEASURED}."
+    return blocks
+
+
+def documents(root: Path) -> Iterator[tuple[Path, str]]:
+    """The files that may hold blocks, each with the path from its folder to the notes."""
+    if (root / "README.md").exists():
+        yield root / "README.md", "notes/"
+    for path in sorted((root / "notes").glob("*.md")):
+        yield path, ""
+
+
+def figures(
+    root: Path, everything: Mapping[str, Mapping[str, Results]]
+) -> dict[Path, Callable[[Path], None]]:
+    """Every figure's path, and what draws it there. Stages without a row of the sweep have no figure."""
+    found: dict[Path, Callable[[Path], None]] = {}
+    for folder, measured in everything.items():
+        swept = {stage: results for stage, results in measured.items() if results.sweep_rows()}
+        for stage, results in swept.items():
+            found[root / "results" / folder / f"{stage}.png"] = partial(plots.plot_stage, results)
+        directions = {row.direction for results in swept.values() for row in results.sweep_rows()}
+        for direction, name in (("fwd", "progress.png"), ("bwd", "progress_bwd.png")):
+            if direction in directions:
+                draw = partial(plots.plot_progress, swept, direction=direction)
+                found[root / "results" / folder / name] = draw
+    return found
+
+
+def load_ladder(root: Path) -> dict[str, dict[str, Results]]:
+    """Every GPU's results in the ladder's order. Raises ValueError for a stage the ladder lacks."""
+    everything = load_all(root / "results")
+    for folder, measured in everything.items():
+        for stage in measured:
+            if stage not in kernels.LADDER:
+                raise ValueError(f"{root / 'results' / folder / stage}.json: the ladder has no stage {stage}")
+        everything[folder] = {stage: measured[stage] for stage in kernels.LADDER if stage in measured}
+    return everything
+
+
+def find_stale(root: Path, stages: Sequence[Stage]) -> list[str]:
+    """A line for each block that regenerating would change, and for each figure that does not exist."""
+    everything = load_ladder(root)
+    measured = next(iter(everything.values()), {})
+    lines = []
+    for path, notes in documents(root):
+        name = str(path.relative_to(root))
+        blocks = make_blocks(stages, measured, kernels.LADDER, notes)
+        stale = stale_blocks(path.read_text(encoding="utf-8"), blocks, name)
+        lines += [f"{name}: block {block} is not what the results say" for block in stale]
+    missing = [path for path in figures(root, everything) if not path.exists()]
+    return lines + [f"{path.relative_to(root)}: not drawn" for path in missing]
+
+
+def regenerate(root: Path, stages: Sequence[Stage]) -> list[str]:
+    """Rewrite every document whose blocks changed and draw every figure; a line for each file written."""
+    everything = load_ladder(root)
+    measured = next(iter(everything.values()), {})
+    new_texts = {}
+    for path, notes in documents(root):
+        text = path.read_text(encoding="utf-8")
+        blocks = make_blocks(stages, measured, kernels.LADDER, notes)
+        new_text = replace_blocks(text, blocks, str(path.relative_to(root)))
+        if new_text != text:
+            new_texts[path] = new_text
+    for path, text in new_texts.items():  # only now: a fault in one document leaves all as they were
+        write_atomically(path, text.encode())
+    drawn = figures(root, everything)
+    for path, draw in drawn.items():
+        draw(path)
+    return [f"wrote {path.relative_to(root)}" for path in (*new_texts, *drawn)]
+
+
+def main(
+    argv: Sequence[str] | None = None, root: Path | None = None, stages: Sequence[Stage] | None = None
+) -> int:
+    """Regenerate, or with --check compare. Returns 1 when something is stale, 2 when an input is at fault."""
+    parser = argparse.ArgumentParser(prog="python -m harness.report", description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something is stale")
+    check, root = parser.parse_args(argv).check, root or repository()
+    try:
+        stages = stages or [kernels.load(stage_id)[0] for stage_id in kernels.LADDER]
+        lines = find_stale(root, stages) if check else regenerate(root, stages)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines) or "everything generated is up to date")
+    return 1 if check and lines else 0
+
+
+def _marked(text: str, known: Iterable[str], where: str) -> list[tuple[str, int, int]]:
+    """The blocks of a document: name, and start and end of what stands between the markers."""
+    found, opened = [], None
+    for marker in MARKER.finditer(text):
+        kind, name = marker.groups()
+        if name not in known:
+            raise ValueError(f"{where}: unknown block {name}; there are {', '.join(known)}")
+        if kind == "begin":
+            if opened:
+                raise ValueError(f"{where}: block {name} begins inside block {opened[0]}")
+            opened = name, marker.end()
+        elif opened is None or opened[0] != name:
+            raise ValueError(f"{where}: block {name} ends without a begin")
+        else:
+            found.append((*opened, marker.start()))
+            opened = None
+    if opened:
+        raise ValueError(f"{where}: block {opened[0]} has no end")
+    return found
+
+
+def _framed(content: str) -> str:
+    return f"\n\n{content}\n\n"  # without the empty lines a table after a comment is not a table
+
+
+def _sweep_problem(seqlen: int, head_dim: int, causal: bool, direction: str) -> Problem:
+    shape = (TOTAL_TOKENS // seqlen, HIDDEN_SIZE // head_dim, seqlen, head_dim, causal)
+    return Problem.square(*shape, direction=direction)
+
+
+def _stage_cell(row: Row | None, results: Results) -> str:
+    if row is None or row.tflops is None:
+        return _reason(row)
+    return "<br>".join(
+        (f"**{format_rate(row.tflops)}**", _percent_of_bound(row, results), _ratio(row, results, True))
+    )
+
+
+def _sustained_cell(row: Row | None) -> str:
+    if row is None or row.tflops_sustained is None:
+        return _reason(row)
+    change = 100 * (row.tflops_sustained / row.tflops - 1)
+    return f"{format_rate(row.tflops)} → {format_rate(row.tflops_sustained)} ({change:+.0f}%)".replace(
+        "-", "−"
+    )
+
+
+def _reason(row: Row | None) -> str:
+    return NOT_MEASURED if row is None else _cell(row.error or NOT_MEASURED)
+
+
+def _percent_of_bound(row: Row, results: Results) -> str:
+    gpu = bound_gpu(results.gpu)
+    if gpu is None:
+        return "–"
+    return f"{_digits(100 * row.problem.roofline_seconds(gpu) / (row.ms_median * 1e-3))}%"
+
+
+def _ratio(row: Row, results: Results, with_rate: bool = False) -> str:
+    peer = results.best_peer(row.problem)
+    if peer is None:
+        return "no peer"
+    rate = f" ({format_rate(peer.tflops)})" if with_rate else ""
+    return f"{_digits(row.tflops / peer.tflops)}× {label(peer.provider)}{rate}"
+
+
+def _digits(value: float) -> str:
+    """Ratios and percentages: two decimals near one, two significant digits when small, none from ten on."""
+    if value >= 9.95:
+        return f"{value:.0f}"
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
+def _bound_sentence(measured: Mapping[str, Results]) -> str:
+    gpu = bound_gpu(next(iter(measured.values())).gpu)
+    if gpu is None:
+        return "The hardware bound is left out: this GPU's peak rates are not known here."
+    return (
+        f"The hardware bound is the longer of the FLOPs at {gpu.tensor_flops / 1e12:.0f} TFLOP/s "
+        f"({gpu.sms} SMs, {gpu.clock_ghz} GHz) and the least bytes at {gpu.hbm_bytes_per_s / 1e12} TB/s."
+    )
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]], align: str) -> str:
+    rules = [{"l": "---", "r": "---:"}[side] for side in align]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rules, *lines))
+
+
+def _cell(text: str) -> str:
+    """Text that cannot break out of its table cell."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _join(values: Iterable[str]) -> str:
+    return " and ".join(values)
+
+
+def _peer_order(peer: str) -> tuple[int, str]:
+    order = list(PEER_LABELS)
+    return (order.index(peer) if peer in order else len(order), peer)

@@ -1,0 +1,289 @@
+"""Measurements on disk: what a row holds, when it may be written, and how a new run joins an older one.
+
+A file that loads can be trusted: a stage's time always comes with a passed check and the hash of the machine
+code that ran. Writing is all or nothing, so a run that fails leaves the committed file as it was.
+"""
+
+import json
+import math
+import os
+import re
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from harness.problem import H100_SXM, Gpu, Problem, sweep
+
+SCHEMA = 1
+DIRECTIONS = ("fwd", "bwd", "decode")
+FILE_KEYS = ("schema", "stage", "environment", "rows")
+# Rows measured under different values of these do not belong in one table.
+ENVIRONMENT_IDENTITY = ("gpu", "driver", "torch", "cutlass_dsl")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+# Every peer a stage is measured beside, in the order tables and legends list them.
+PEER_LABELS = {
+    "math": "PyTorch math",
+    "efficient": "CUTLASS memory-efficient",
+    "flex": "FlexAttention",
+    "fa2": "FlashAttention-2",
+    "cudnn": "cuDNN",
+    "fa4": "FlashAttention-4",
+}
+
+
+@dataclass
+class Row:
+    """One provider (a stage or a peer) on one problem: its time, or in `error` the reason there is none.
+
+    Times are milliseconds, rates TFLOP/s by `Problem.flops`. `check` is "pass" for a stage, None for a peer.
+    """
+
+    provider: str
+    direction: str
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_kv: int
+    head_dim: int
+    causal: bool
+    dtype: str
+    ms_median: float | None = None
+    ms_iqr: float | None = None
+    tflops: float | None = None
+    tflops_sustained: float | None = None
+    check: str | None = None
+    max_error: float | None = None
+    cubin_sha256: str | None = None
+    clock_mhz: float | None = None
+    power_w: float | None = None
+    error: str | None = None
+
+    @property
+    def problem(self) -> Problem:
+        """The problem this row is about."""
+        return Problem(**{f.name: getattr(self, f.name) for f in fields(Problem)})
+
+    @property
+    def key(self) -> tuple[str, Problem]:
+        """What identifies a row: no file holds two rows with the same key."""
+        return self.provider, self.problem
+
+
+ROW_TYPES = get_type_hints(Row)
+TIMING_FIELDS = ("ms_median", "ms_iqr", "tflops", "tflops_sustained")
+
+
+@dataclass
+class Results:
+    """One stage's measurements on one GPU, its peers' beside them, and the environment they were taken in."""
+
+    stage: str
+    environment: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def gpu(self) -> str:
+        """The GPU's name, as the driver gives it."""
+        return self.environment["gpu"]
+
+    def find(self, provider: str, problem: Problem) -> Row | None:
+        """The provider's row for a problem, or None."""
+        return next((row for row in self.rows if row.key == (provider, problem)), None)
+
+    def at(self, problem: Problem) -> Row | None:
+        """The stage's own row for a problem; failing that dtype, its row for the same shape in another."""
+        own = (row for row in self.rows if row.provider == self.stage)
+        same = [row for row in own if row.problem.with_(dtype=problem.dtype) == problem]
+        return min(same, key=lambda row: row.dtype != problem.dtype, default=None)
+
+    def best_peer(self, problem: Problem) -> Row | None:
+        """The fastest timed row of another provider for a problem, or None."""
+        peers = [row for row in self.rows if row.provider != self.stage and row.problem == problem]
+        return max((row for row in peers if row.tflops is not None), key=lambda row: row.tflops, default=None)
+
+    def sweep_rows(self) -> list[Row]:
+        """The rows, of every provider, whose shape is one of the benchmark's sweep."""
+        shapes = {problem for direction in ("fwd", "bwd") for problem in sweep(direction)}
+        return [row for row in self.rows if row.problem.with_(dtype="bfloat16") in shapes]
+
+    def save(self, path: Path | str) -> None:
+        """Write the file, rows sorted, one a line. Raises ValueError before writing if a row is at fault."""
+        path = Path(path)
+        if defect := _defect(self):
+            raise ValueError(f"{path}: {defect}; nothing was written")
+        rows = sorted(self.rows, key=lambda row: _order(row, self.stage))
+        write = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+        pairs = sorted(self.environment.items())
+        environment = ",\n  ".join(f"{write(key)}: {write(value)}" for key, value in pairs)
+        lines = ",\n  ".join(write(asdict(row)) for row in rows)
+        text = (
+            f'{{\n"schema": {SCHEMA},\n"stage": {write(self.stage)},\n'
+            f'"environment": {{\n  {environment}\n}},\n"rows": [\n  {lines}\n]\n}}\n'
+        )
+        write_atomically(path, text.encode())
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Results":
+        """Read and validate a file. Raises ValueError that names the file and what is wrong with it."""
+        path = Path(path)
+        try:
+            results = _parse(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:  # a JSONDecodeError is one
+            raise ValueError(f"{path}: {error}") from None
+        if defect := _defect(results):
+            raise ValueError(f"{path}: {defect}")
+        return results
+
+
+def merge(old: Results, new: Results) -> Results:
+    """`old` with `new`'s rows in place of its own for the same provider and problem; the rest is kept.
+
+    A new row without a time never replaces one that has a time: a run that failed takes nothing away. Raises
+    ValueError when the environments differ in what makes rows comparable, a kept peer's version included.
+    """
+    if old.stage != new.stage:
+        raise ValueError(f"cannot merge results of {new.stage} into those of {old.stage}")
+    rows = {row.key: row for row in old.rows}
+    for row in new.rows:
+        if row.key not in rows or row.error is None or rows[row.key].ms_median is None:
+            rows[row.key] = row
+
+    before, after = old.environment.get("peers", {}), new.environment.get("peers", {})
+    kept = {row.provider for row in old.rows if rows[row.key] is row and row.ms_median is not None}
+    pairs = [(key, old.environment.get(key), new.environment.get(key)) for key in ENVIRONMENT_IDENTITY]
+    in_both = sorted(kept & before.keys() & after.keys())
+    pairs += [(f"peers.{peer}", before[peer], after[peer]) for peer in in_both]
+    differing = [f"{key} was {was!r} and is {now!r}" for key, was, now in pairs if was != now]
+    if differing:
+        raise ValueError(
+            f"the results of {old.stage} were measured in another environment: {'; '.join(differing)}. "
+            f"Go back to that one, or remove the old file and measure the whole sweep again"
+        )
+    environment = old.environment | new.environment
+    for key in ("peers", "host_us"):
+        if key in environment:
+            environment[key] = old.environment.get(key, {}) | new.environment.get(key, {})
+    return Results(old.stage, environment, list(rows.values()))
+
+
+def gpu_folder(gpu_name: str) -> str:
+    """A GPU's folder of results: "NVIDIA H100 80GB HBM3" gives "h100-80gb-hbm3"."""
+    words = [word for word in re.split(r"[^a-z0-9]+", gpu_name.lower()) if word and word != "nvidia"]
+    if not words:
+        raise ValueError(f"no folder name can be made of the GPU name {gpu_name!r}")
+    return "-".join(words)
+
+
+def bound_gpu(gpu_name: str) -> Gpu | None:
+    """The peak rates to hold a GPU against, or None when they are not known for it."""
+    words = gpu_folder(gpu_name).split("-")
+    return H100_SXM if "h100" in words and not {"pcie", "nvl"} & set(words) else None
+
+
+def repository() -> Path:
+    """The repository's root."""
+    return Path(__file__).resolve().parent.parent
+
+
+def results_dir() -> Path:
+    """The folder of committed measurements."""
+    return repository() / "results"
+
+
+def load_all(folder: Path | None = None) -> dict[str, dict[str, Results]]:
+    """Every committed measurement: GPU folder -> stage id -> Results, both sorted by name."""
+    everything: dict[str, dict[str, Results]] = {}
+    for path in sorted((folder or results_dir()).glob("*/*.json")):
+        results = Results.load(path)
+        if results.stage != path.stem:
+            raise ValueError(f"{path}: holds results of {results.stage}; the file's name is its stage")
+        everything.setdefault(path.parent.name, {})[results.stage] = results
+    return everything
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file in one step, creating its folder: a reader finds the old content or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, since os.replace may not leave a file system.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _order(row: Row, stage: str) -> tuple:
+    """Rows in a file: by problem, and for one problem the stage first."""
+    kind = (row.direction, row.dtype, row.head_dim, row.causal)
+    shape = (row.seqlen_q, row.seqlen_kv, row.batch, row.heads, row.kv_heads)
+    return *kind, *shape, row.provider != stage, row.provider
+
+
+def _parse(data: object) -> Results:
+    _require(isinstance(data, dict), "not a JSON object")
+    _require(data.get("schema") == SCHEMA, f"schema {data.get('schema')!r}; this code reads {SCHEMA}")
+    _exactly(data, FILE_KEYS, "the file")
+    for key, kind in (("stage", str), ("environment", dict), ("rows", list)):
+        _require(isinstance(data[key], kind), f"{key} is not a {kind.__name__}")
+    for number, row in enumerate(data["rows"], start=1):
+        _require(isinstance(row, dict), f"row {number} is not an object")
+        _exactly(row, tuple(ROW_TYPES), f"row {number}")
+    return Results(data["stage"], data["environment"], [Row(**row) for row in data["rows"]])
+
+
+def _require(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise ValueError(otherwise)
+
+
+def _exactly(found: dict[str, Any], expected: tuple[str, ...], where: str) -> None:
+    missing = [key for key in expected if key not in found]
+    unknown = [key for key in found if key not in expected]
+    _require(not missing, f"{where} lacks {', '.join(missing)}")
+    _require(not unknown, f"{where} has unknown {', '.join(unknown)}")
+
+
+def _defect(results: Results) -> str | None:
+    """The first reason why these results may not be trusted, or None."""
+    for key in ENVIRONMENT_IDENTITY:
+        if not results.environment.get(key):
+            return f"the environment does not name {key}"
+    seen = set()
+    for number, row in enumerate(results.rows, start=1):
+        if reason := _row_defect(row, results.stage):
+            return f"row {number} ({row.provider}, d={row.head_dim}, N={row.seqlen_kv}): {reason}"
+        if row.key in seen:
+            return f"row {number}: {row.provider} has two rows for {row.problem}"
+        seen.add(row.key)
+    return None
+
+
+def _row_defect(row: Row, stage: str) -> str | None:
+    for name, hint in ROW_TYPES.items():
+        value, allowed = getattr(row, name), get_args(hint) or (hint,)
+        fits = isinstance(value, allowed) or (float in allowed and isinstance(value, int))
+        if not fits or (isinstance(value, bool) and bool not in allowed):
+            return f"{name} is {value!r}"
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"{name} is {value!r}, not a finite number"
+    if row.direction not in DIRECTIONS:
+        return f"direction is {row.direction!r}; it is one of {', '.join(DIRECTIONS)}"
+    if row.check not in ("pass", None):
+        return f"check is {row.check!r}; it is 'pass' or nothing"
+    timed = [name for name in TIMING_FIELDS if getattr(row, name) is not None]
+    if row.error is not None and timed:
+        return f"has an error and {', '.join(timed)}"
+    if row.error is None and (row.ms_median is None or row.tflops is None):
+        return "has no ms_median and tflops, and no error that says why"
+    if row.provider == stage and timed:
+        if row.check != "pass":
+            return "a time without a passed check"
+        if not SHA256.fullmatch(row.cubin_sha256 or ""):
+            return "a time without the cubin_sha256 of the machine code it belongs to"
+    return None

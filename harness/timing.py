@@ -1,0 +1,142 @@
+"""Time kernels side by side: CUDA events, L2 flushed, every provider's launches interleaved with the others'."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+FLUSH_BYTES = 256 * 2**20  # five times the H100's L2
+SLEEP_CYCLES = 500_000  # ≈ 0.28 ms on the GPU: longer than any provider's host time, so that none is measured
+MIN_REPEATS, MAX_REPEATS = 3, 60
+SUSTAINED_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call, and the state of the GPU while it ran."""
+
+    ms_median: float
+    ms_iqr: float
+    clock_mhz: float | None
+    power_w: float | None
+
+
+class Sensors:
+    """Clock, power and temperature of the current GPU through NVML; None where NVML does not answer."""
+
+    def __init__(self) -> None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+            self._gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            self._nvml = pynvml
+        except Exception:  # no NVML, or no right to it: timings are as good without
+            self._nvml = None
+
+    def _read(self, query: Callable[[object], float]) -> float | None:
+        if self._nvml is None:
+            return None
+        try:
+            return query(self._nvml)
+        except self._nvml.NVMLError:
+            return None
+
+    def clock_mhz(self) -> float | None:
+        """SM clock now."""
+        return self._read(lambda n: float(n.nvmlDeviceGetClockInfo(self._gpu, n.NVML_CLOCK_SM)))
+
+    def power_w(self) -> float | None:
+        """Power drawn, averaged by the driver over about a second."""
+        return self._read(lambda n: n.nvmlDeviceGetPowerUsage(self._gpu) / 1e3)
+
+    def power_cap_w(self) -> float | None:
+        return self._read(lambda n: n.nvmlDeviceGetEnforcedPowerLimit(self._gpu) / 1e3)
+
+    def temperature_c(self) -> float | None:
+        return self._read(lambda n: float(n.nvmlDeviceGetTemperature(self._gpu, n.NVML_TEMPERATURE_GPU)))
+
+    def driver(self) -> str | None:
+        return self._read(lambda n: n.nvmlSystemGetDriverVersion())
+
+
+def interleaved(calls: dict[str, Callable[[], object]], seconds: float = 0.15) -> dict[str, Timing]:
+    """Median and interquartile range of each call in milliseconds, all calls taking turns.
+
+    Each call runs about `seconds` in all, between MIN_REPEATS and MAX_REPEATS times. Before each measured launch L2 is
+    flushed and the GPU sleeps long enough for the host to have enqueued it.
+    """
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    sensors = Sensors()
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    repeats, clock = dict.fromkeys(calls, 1), dict.fromkeys(calls)
+    turn = 0
+    while waiting := [name for name in calls if turn < repeats[name]]:
+        events = {}
+        for name in waiting:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            torch.cuda._sleep(SLEEP_CYCLES)
+            start.record()
+            calls[name]()
+            end.record()
+            events[name] = (start, end)
+            if turn == repeats[name] - 1:
+                start.synchronize()  # the GPU is inside the call now, or just past a short one
+                clock[name] = sensors.clock_mhz()
+        torch.cuda.synchronize()
+        for name, (start, end) in events.items():
+            ms = start.elapsed_time(end)
+            if turn == 0:  # the first turn warms up and sets how often; a call this slow needs no warming
+                repeats[name] = 1 + min(MAX_REPEATS, max(MIN_REPEATS, int(seconds * 1e3 / ms)))
+            if turn > 0 or ms > 1e3 * seconds:
+                samples[name].append(ms)
+        turn += 1
+    power = sensors.power_w()
+    timings = {}
+    for name, ms in samples.items():
+        low, _, high = statistics.quantiles(ms, n=4, method="inclusive")
+        timings[name] = Timing(statistics.median(ms), high - low, clock[name], power)
+    return timings
+
+
+def sustained(call: Callable[[], object], ms: float, seconds: float = SUSTAINED_SECONDS) -> Timing:
+    """Mean milliseconds of back-to-back launches over at least `seconds`, as `ms_median`, given one call takes `ms`.
+
+    Launches are queued in bursts of about 50 ms; clock and power are read while they run and reported as medians. The
+    first half second is not counted: the GPU takes that long to settle at its power cap.
+    """
+    sensors = Sensors()
+    burst = max(1, int(50 / ms))
+
+    def run_for(limit: float) -> tuple[int, float, list[tuple[float | None, float | None]]]:
+        count, readings, begin = 0, [], time.perf_counter()
+        while time.perf_counter() - begin < limit:
+            for _ in range(burst):
+                call()
+            readings.append((sensors.clock_mhz(), sensors.power_w()))
+            torch.cuda.synchronize()
+            count += burst
+        return count, time.perf_counter() - begin, readings
+
+    run_for(0.5)
+    count, elapsed, readings = run_for(seconds)
+    clocks, powers = ([x for x in column if x is not None] for column in zip(*readings))
+    middle = lambda values: statistics.median(values) if values else None
+    return Timing(1e3 * elapsed / count, 0.0, middle(clocks), middle(powers))
+
+
+def host_microseconds(call: Callable[[], object], calls: int = 500, rounds: int = 7) -> float:
+    """Host time of one asynchronous call in µs: the least mean of several rounds short enough not to fill the queue."""
+    best = float("inf")
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, time.perf_counter() - begin)
+        torch.cuda.synchronize()
+    return 1e6 * best / calls

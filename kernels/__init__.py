@@ -1,0 +1,23 @@
+"""The ladder, in order: each stage's id and the file of this folder that holds it. The only list of stages."""
+
+import importlib
+import os
+from types import ModuleType
+
+# Every kernel here targets Hopper. Named before the DSL is imported, so that a machine without a GPU, or with
+# another one, compiles the same machine code.
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+
+LADDER: dict[str, str] = {
+    "k1": "k1",
+    "fa1": "fa1",
+    "k2": "k2",
+}
+
+
+def load(stage_id: str) -> tuple[object, ModuleType]:
+    """The `Stage` and the module of a stage. Raises ValueError for an id the ladder does not have."""
+    if stage_id not in LADDER:
+        raise ValueError(f"unknown stage {stage_id!r}; the ladder has {', '.join(LADDER)}")
+    module = importlib.import_module(f"kernels.{LADDER[stage_id]}")
+    return next(stage for stage in module.STAGES if stage.id == stage_id), module

@@ -1,0 +1,125 @@
+"""The vocabulary kernel files share: how a kernel is compiled and fed, never what it computes.
+
+Each helper names the stage that introduced it. Main loop, softmax and schedule stay in the kernel files.
+"""
+
+import math
+import tempfile
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32, range_constexpr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from harness.problem import Problem
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+VECTOR = 8  # 16-bit elements in one 16-byte access, the widest a thread can make
+GRID_YZ_MAX = 65535  # CUDA's limit on gridDim.y and gridDim.z
+ROWS_MAX = 2**31 - 1  # row indices are 32-bit; addresses are 64-bit
+
+
+# ---- introduced by k1: compiling and launching without tensors -------------------------------------------------
+
+
+def refuse_unless_plain(problem: Problem) -> str | None:
+    """Why a stage without GQA, unequal lengths, other types and other head dims refuses `problem`, or None."""
+    if problem.direction != "fwd":
+        return f"computes the forward pass, not {problem.direction!r}"
+    if problem.dtype != "bfloat16":
+        return f"takes bfloat16, not {problem.dtype}"
+    if problem.head_dim not in (64, 128):
+        return f"takes head_dim 64 or 128, not {problem.head_dim}"
+    if problem.kv_heads != problem.heads:
+        return f"takes as many key/value heads as query heads, not {problem.kv_heads} for {problem.heads}"
+    if problem.seqlen_q != problem.seqlen_kv:
+        return f"takes equal query and key lengths, not {problem.seqlen_q} and {problem.seqlen_kv}"
+    if problem.batch * problem.heads * problem.seqlen_q > ROWS_MAX:
+        return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
+    return None
+
+
+def fake_qkvo(head_dim: int) -> tuple[object, ...]:
+    """Stand-ins for q, k, v, o: (batch, heads, seqlen, head_dim) bf16, 16-byte aligned, any strides but the last.
+
+    The launcher checks a real tensor against its stand-in: type, device, extents, the divisibility of the strides
+    and the alignment of the pointer. Reusing a symbol makes it check that the extents agree.
+    """
+    batch, heads, seqlen = cute.sym_int(), cute.sym_int(), cute.sym_int()
+
+    def stand_in() -> object:
+        strides = tuple(cute.sym_int64(divisibility=VECTOR) for _ in range(3))
+        return make_fake_tensor(
+            cutlass.BFloat16, (batch, heads, seqlen, head_dim), (*strides, 1), assumed_align=2 * VECTOR
+        )
+
+    return tuple(stand_in() for _ in range(4))
+
+
+def fake_fp32(like: object, *trailing: object, vector: int = 1) -> object:
+    """A stand-in for an fp32 tensor (batch, heads, seqlen, *trailing) beside q, k, v, o with a unit last stride.
+
+    `vector` elements are read or written at once: strides and address must allow it.
+    """
+    shape = (*like.shape[:3], *trailing)
+    strides = tuple(cute.sym_int64(divisibility=vector) for _ in shape[:-1])
+    return make_fake_tensor(Float32, shape, (*strides, 1), assumed_align=4 * vector)
+
+
+def compile_for_torch(kernel: object, *stand_ins: object) -> object:
+    """Compile `kernel(*stand_ins, stream)` for sm_90a. Needs no GPU; the cubin is kept on the result.
+
+    The result is called with torch tensors and enqueues on PyTorch's current stream.
+    """
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    with tempfile.TemporaryDirectory() as scratch:  # the keep flags also write files
+        options = f"--enable-tvm-ffi --keep-cubin --dump-dir={scratch}"
+        return cute.compile(kernel, *stand_ins, stream, options=options)
+
+
+# ---- introduced by fa1: 16-byte tiles in shared memory -----------------------------------------------------------
+
+
+def tile_layout(rows: int, head_dim: int) -> cute.Layout:
+    """(row, chunk, element): a row-major bf16 tile seen as 16-byte chunks."""
+    return cute.make_layout((rows, head_dim // VECTOR, VECTOR), stride=(head_dim, VECTOR, 1))
+
+
+@cute.jit
+def swizzle(row: cutlass.Int32, chunk: cutlass.Int32):
+    """Where chunk `chunk` of row `row` is kept. Without it the rows a warp reads together share 4 of 32 banks."""
+    return chunk ^ (row & 7)
+
+
+@cute.jit
+def load_tile(mX: cute.Tensor, sX: cute.Tensor, block: cutlass.Int32, threads: cutlass.Constexpr):
+    """Copy rows [block·R, block·R + R) of mX (seqlen, head_dim) into sX (R, chunk, 8); rows past the end are zero.
+
+    Zeros, not leftovers: what lies past the sequence may be NaN, and 0·NaN in P·V is NaN.
+    """
+    tidx, _, _ = cute.arch.thread_idx()
+    rows, chunks, _ = sX.shape
+    rX = cute.make_rmem_tensor(cute.make_layout(VECTOR), mX.element_type)
+    for i in range_constexpr(rows * chunks // threads):
+        row, chunk = (tidx + i * threads) // chunks, (tidx + i * threads) % chunks
+        rX.fill(0)
+        if block * rows + row < mX.shape[0]:
+            gX = cute.local_tile(mX[block * rows + row, None], (VECTOR,), (chunk,))
+            cute.autovec_copy(gX, rX)
+        cute.autovec_copy(rX, sX[row, swizzle(row, chunk), None])
+
+
+@cute.jit
+def widen(x: cute.TensorSSA):
+    """8 bf16 to 8 fp32 at one integer instruction each: a bf16 is the upper half of an fp32.
+
+    The DSL's `.to(Float32)` takes three for every two elements, and these kernels spend half their time on it.
+    """
+    words = x.bitcast(Uint32)
+    low, high = (words << 16).bitcast(Float32), (words & 0xFFFF0000).bitcast(Float32)
+    wide = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
+    for i in range_constexpr(VECTOR // 2):
+        wide[2 * i] = low[i]
+        wide[2 * i + 1] = high[i]
+    return wide
