@@ -5,15 +5,14 @@
     CHECK=1 SEQLEN=512 HEADDIM=64 CAUSAL=0 python bench.py k1
     python bench.py k1 --check --seqlen 512 --head-dim 64 --causal 0
 
-On a machine without a Hopper GPU the same command compiles the stage for sm_90a, reports what the machine code asks of
-the hardware, checks the stage's algorithm on the CPU, and says that no kernel was executed.
+On a machine without a Hopper GPU the same command compiles the stage for sm_90a, reports what the machine
+code asks of the hardware, checks the stage's algorithm on the CPU, and says that no kernel was executed.
 """
 
 import argparse
 import dataclasses
-import datetime
+import functools
 import os
-import platform
 import sys
 import warnings
 from pathlib import Path
@@ -27,7 +26,7 @@ import kernels
 import ref_check
 from harness import cases, machine_code, peers, results, timing
 from harness.attention import compile_stage, prepare, refuse
-from harness.inputs import allocate, random_inputs
+from harness.inputs import poison, random_inputs
 from harness.problem import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, Problem
 
 SUSTAINED_FROM = 16384  # sequence length from which the power cap, not the burst, is what a user sees
@@ -96,7 +95,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-# ---- without a GPU -----------------------------------------------------------------------------------------------
+# ---- without a GPU -----------------------------------------------------------------------------------------
 
 
 def static_report(stage_id: str, args: argparse.Namespace, console: Console) -> bool:
@@ -167,27 +166,7 @@ def static_report(stage_id: str, args: argparse.Namespace, console: Console) -> 
     return not failures
 
 
-# ---- on a Hopper GPU ---------------------------------------------------------------------------------------------
-
-
-def environment(peer_names: list[str]) -> dict[str, object]:
-    """What the numbers depend on besides the code."""
-    import cutlass
-
-    sensors = timing.Sensors()
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "power_cap_w": sensors.power_cap_w(),
-        "driver": sensors.driver(),
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "cutlass_dsl": cutlass.__version__,
-        "python": platform.python_version(),
-        "cudnn": torch.backends.cudnn.version(),
-        "peers": peers.versions(peer_names),
-        "host_us": {},
-        "date": datetime.date.today().isoformat(),
-    }
+# ---- on a Hopper GPU ---------------------------------------------------------------------------------------
 
 
 def row_of(provider: str, problem: Problem, **measured: object) -> results.Row:
@@ -204,6 +183,7 @@ def bench_problem(problem: Problem, args: argparse.Namespace, checked: set, env:
     """One row per stage and peer on one problem, timed in one interleaved run."""
     q, k, v = random_inputs(problem)
     calls, fixed, rows = {}, {}, []
+    exact = functools.cache(lambda: ref_check.reference(q, k, v, problem.causal))
 
     def attempt(name: str, build: object) -> None:
         """Build a peer's call and run it once, so that one that cannot run does not stop the others."""
@@ -238,7 +218,8 @@ def bench_problem(problem: Problem, args: argparse.Namespace, checked: set, env:
         calls.clear()
         torch.cuda.empty_cache()
 
-    # PyTorch's math path also materialises S. It goes first and alone, so that no stage's scratch is what it lacks.
+    # PyTorch's math path also materialises S. It goes first and alone, so that no stage's scratch is what it
+    # lacks.
     if "math" in env["peers"]:
         attempt("math", peers.PEERS["math"].build)
         if calls:
@@ -254,22 +235,19 @@ def bench_problem(problem: Problem, args: argparse.Namespace, checked: set, env:
         fixed[stage_id] = {"check": "pass", "max_error": None, "cubin_sha256": machine_code.sha256(compiled)}
         kernel = (stage_id, problem.head_dim, problem.causal)
         if args.check or kernel not in checked:
-            poisoned = allocate(module, problem, q, k, v, poison=True)
-            module.run_kernel(compiled, poisoned)
-            o, lse = poisoned.o, poisoned.lse
-            del poisoned
-            verdict = ref_check.check(q, k, v, problem.causal, o, lse, stage.rounds_p)
+            module.run_kernel(compiled, poison(tensors))
+            yard = ref_check.yardstick(q, k, v, problem.causal, stage.rounds_p)
+            verdict = ref_check.judge(tensors.o, exact()[0], yard, tensors.lse, exact()[1])
             if not verdict.passed:
                 rows.append(row_of(stage_id, problem, check="fail", error="; ".join(verdict.failures)))
                 continue
             checked.add(kernel)
             fixed[stage_id]["max_error"] = verdict.max_error
         if stage_id not in env["host_us"]:
-            small = prepare(*random_inputs(Problem.square(1, 1, 64, problem.head_dim, problem.causal)),
-                            causal=problem.causal, stage=stage_id)  # fmt: skip
-            env["host_us"][stage_id] = round(
-                timing.host_microseconds(lambda: module.run_kernel(compiled, small[2])), 2
-            )
+            tiny = random_inputs(Problem.square(1, 1, 64, problem.head_dim, problem.causal))
+            _, _, small = prepare(*tiny, causal=problem.causal, stage=stage_id)
+            host_us = timing.host_microseconds(lambda: module.run_kernel(compiled, small))
+            env["host_us"][stage_id] = round(host_us, 2)
         calls[stage_id] = lambda m=module, c=compiled, t=tensors: m.run_kernel(c, t)
     for name in env["peers"]:
         if name != "math":
@@ -293,7 +271,7 @@ def line_of(stage_id: str, problem: Problem, rows: list[results.Row]) -> str:
 
 def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
     """Run the sweep and, with --save, write its results. Returns whether every check passed."""
-    env, checked, found = environment(args.peers), set(), []
+    env, checked, found = timing.environment(peers.versions(args.peers)), set(), []
     console.print(f"{env['gpu']}, driver {env['driver']}, CUDA {env['cuda']}, torch {env['torch']}, "
                   f"DSL {env['cutlass_dsl']}, peers {env['peers']}", soft_wrap=True)  # fmt: skip
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
@@ -333,7 +311,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         return 0 if gpu_bench(args, console) else 1
-    return 0 if all([static_report(stage_id, args, console) for stage_id in args.stages]) else 1
+    passed = [static_report(stage_id, args, console) for stage_id in args.stages]  # all, also after a failure
+    return 0 if all(passed) else 1
 
 
 if __name__ == "__main__":

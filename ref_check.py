@@ -4,8 +4,8 @@
     python ref_check.py --mutations   every mutation on every shape of the sweep: each must be caught
 
 A kernel passes when it is no further from float64 attention than the same computation with the kernel's own
-roundings and no others (the yardstick) explains. A fixed tolerance cannot do this: at N = 16384 a dropped key moves
-the output by less than 1e-3.
+roundings and no others (the yardstick) explains. A fixed tolerance cannot do this: at N = 16384 a dropped key
+moves the output by less than 1e-3.
 """
 
 import argparse
@@ -27,7 +27,7 @@ LSE_TOLERANCE = 1e-5
 CHUNK_ELEMENTS = 2**27  # scores held at once
 
 
-# ---- the reference and the yardstick -------------------------------------------------------------------------
+# ---- the reference and the yardstick -----------------------------------------------------------------------
 
 
 def _attention(q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dtype, rounds_p: bool):
@@ -63,17 +63,18 @@ def _attention(q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dt
 
 
 def reference(q, k, v, causal: bool, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention in float64 from the rounded inputs, never downcast: O (B, H, rows, d) and LSE (B, H, rows)."""
+    """Attention in float64 from the rounded inputs, never downcast: O (B, H, rows, d) and LSE (B, H,
+    rows)."""
     return _attention(q, k, v, causal, rows, torch.float64, rounds_p=False)
 
 
 def yardstick(q, k, v, causal: bool, rounds_p: bool, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Attention with the kernel's roundings and no others: fp32 scores, softmax and sums, output to q's type, and P to
-    q's type where the kernel's P·V multiplies rounded P (`Stage.rounds_p`)."""
+    """Attention with the kernel's roundings and no others: fp32 scores, softmax and sums, output to q's type,
+    and P to q's type where the kernel's P·V multiplies rounded P (`Stage.rounds_p`)."""
     return _attention(q, k, v, causal, rows, torch.float32, rounds_p)[0].to(q.dtype)
 
 
-# ---- the pass rule -----------------------------------------------------------------------------------------------
+# ---- the pass rule -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ def judge(
     block_ratio = torch.where(block == 0, zero, block / block_yard)
     worst = torch.unravel_index(error.abs().argmax(), error.shape)
     at = tuple(int(x) for x in worst)
-    here = f"worst at (b, h, row, x) = {at}: kernel {out[at]:.6g}, reference {ref[at]:.6g}, yardstick {yard[at]:.6g}"
+    values = f"kernel {out[at]:.6g}, reference {ref[at]:.6g}, yardstick {yard[at]:.6g}"
+    here = f"worst at (b, h, row, x) = {at}: {values}"
     if not max_error <= MAX_FACTOR * max_yard:
         failures.append(
             f"max error {max_error:.3g} exceeds {MAX_FACTOR} × the yardstick's {max_yard:.3g}; {here}"
@@ -190,16 +192,16 @@ def check(q, k, v, causal: bool, o, lse=None, rounds_p: bool = False) -> Verdict
     return judge(o, ref, yardstick(q, k, v, causal, rounds_p), lse, ref_lse)
 
 
-# ---- the needle test ---------------------------------------------------------------------------------------------
+# ---- the needle test ---------------------------------------------------------------------------------------
 
 
 def needle_inputs(problem: Problem, device: str, amplitude: float = 32.0, seed: int = 0):
     """q, k, v and the key index (N,) that each query row must return exactly.
 
-    Keys are random ±1 words and a query is `amplitude` times the word of its target, so that every other key's weight
-    underflows. Targets are the first and last keys of every 16-key tile, hence of any tile that is a multiple of 16:
-    a tile that is dropped or read in another's place shows in some row, at any length; one that is counted twice shows
-    in the LSE.
+    Keys are random ±1 words and a query is `amplitude` times the word of its target, so that every other
+    key's weight underflows. Targets are the first and last keys of every 16-key tile, hence of any tile that
+    is a multiple of 16: a tile that is dropped or read in another's place shows in some row, at any length;
+    one that is counted twice shows in the LSE.
     """
     generator = torch.Generator(device).manual_seed(seed)
     shape = (problem.batch, problem.heads, problem.seqlen_kv, problem.head_dim)
@@ -213,13 +215,14 @@ def needle_inputs(problem: Problem, device: str, amplitude: float = 32.0, seed: 
         if problem.causal
         else torch.full_like(rows, len(needles))
     )
-    # Odd rows take the latest needle they may see, so that causal tiles near the diagonal are hit; even rows cycle.
+    # Odd rows take the latest needle they may see, so that causal tiles near the diagonal are hit; even rows
+    # cycle.
     choice = torch.where(rows % 2 == 1, visible - 1, (rows // 2) % visible)
     target = needles[choice]
     return k[:, :, target] * amplitude, k, v, target
 
 
-# ---- mutations: the rule must catch each ---------------------------------------------------------------------------
+# ---- mutations: the rule must catch each -------------------------------------------------------------------
 
 
 def _drop(keys: Callable[[int], tuple[int, int]]):
@@ -311,7 +314,8 @@ def sampled_rows(n: int, device: str, blocks: int = 12) -> torch.Tensor:
 
 
 def survivors(problem: Problem, device: str, all_rows: bool, seed: int = 0) -> list[str]:
-    """The mutations that the rule misses on one head of `problem`'s shape, and "none" if it fails the honest model."""
+    """The mutations that the rule misses on one head of `problem`'s shape, and "none" if it fails the honest
+    model."""
     from harness.inputs import random_inputs
 
     n = problem.seqlen_q

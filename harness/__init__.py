@@ -1,1 +1,2 @@
-"""The one harness every stage runs through: problems, inputs, timing, peers, machine code, models, results."""
+"""The one harness every stage runs through: problems, inputs, timing, peers, machine code, models,
+results."""

@@ -1,4 +1,5 @@
-"""`attention(q, k, v)`: any forward stage as a PyTorch call, with every wrong input refused before a launch."""
+"""`attention(q, k, v)`: any forward stage as a PyTorch call, with every wrong input refused before a
+launch."""
 
 import functools
 
@@ -14,7 +15,8 @@ VECTOR_BYTES = 16  # every stage reads rows in 16-byte accesses or by TMA, which
 def problem_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> Problem:
     """The `Problem` of tensors (batch, heads, seqlen, head_dim).
 
-    Raises TypeError for what is not a tensor or has another dtype, ValueError for shapes that do not belong together.
+    Raises TypeError for what is not a tensor or has another dtype, ValueError for shapes that do not belong
+    together.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
@@ -50,7 +52,8 @@ def problem_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool =
 
 
 def check_layout(name: str, x: torch.Tensor, written: bool = False) -> None:
-    """Raise ValueError unless rows of `x` are contiguous, 16-byte aligned, and, if `written`, do not overlap."""
+    """Raise ValueError unless rows of `x` are contiguous, 16-byte aligned, and, if `written`, do not
+    overlap."""
     vector = VECTOR_BYTES // x.element_size()
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise ValueError(
@@ -76,7 +79,8 @@ def refuse(stage_id: str, problem: Problem) -> None:
 
 
 def compile_stage(stage_id: str, problem: Problem) -> object:
-    """The stage compiled for `problem`'s head_dim, causal flag and dtype; one compile serves every other extent."""
+    """The stage compiled for `problem`'s head_dim, causal flag and dtype; one compile serves every other
+    extent."""
     return _compile(stage_id, problem.head_dim, problem.causal, problem.dtype)
 
 
@@ -98,7 +102,8 @@ def prepare(
 ) -> tuple[object, object, Tensors]:
     """Check everything, compile and allocate: (module, compiled, tensors), ready for `module.run_kernel`.
 
-    Raises TypeError or ValueError for inputs the stage does not take, MemoryError when its scratch does not fit.
+    Raises TypeError or ValueError for inputs the stage does not take, MemoryError when its scratch does not
+    fit.
     """
     problem = problem_of(q, k, v, causal)
     refuse(stage, problem)
@@ -137,9 +142,10 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q·kᵀ/√d)·v by the kernel of `stage`, on PyTorch's current stream.
 
-    q, k, v: (batch, heads, seqlen, head_dim), rows 16-byte aligned and contiguous, any other strides. Returns o like q,
-    with `return_lse` also the natural-log logsumexp of each row's scaled scores, fp32 (batch, heads, seqlen). `out`
-    receives o instead of a new tensor. Raises TypeError, ValueError or MemoryError before anything is launched.
+    q, k, v: (batch, heads, seqlen, head_dim), rows 16-byte aligned and contiguous, any other strides. Returns
+    o like q, with `return_lse` also the natural-log logsumexp of each row's scaled scores, fp32 (batch,
+    heads, seqlen). `out` receives o instead of a new tensor. Raises TypeError, ValueError or MemoryError
+    before anything is launched.
     """
     module, compiled, tensors = prepare(q, k, v, causal=causal, stage=stage, out=out)
     with torch.cuda.device(q.device):

@@ -1,7 +1,8 @@
-"""The cases every forward stage must compute correctly or refuse by name; run by `python ref_check.py <stage>`.
+"""The cases every forward stage must compute correctly or refuse by name; run by `python ref_check.py
+<stage>`.
 
-A case is a generator of messages, one for each thing that went wrong. Without a GPU the stage's NumPy model stands in
-and no kernel is executed.
+A case is a generator of messages, one for each thing that went wrong. Without a GPU the stage's NumPy model
+stands in and no kernel is executed.
 """
 
 import math
@@ -17,7 +18,7 @@ import kernels
 import ref_check
 from harness import models
 from harness.attention import attention, prepare
-from harness.inputs import allocate, random_inputs
+from harness.inputs import poison, random_inputs
 from harness.problem import HEAD_DIMS, Problem
 
 LENGTHS = (1, 3, 63, 64, 65, 113, 127, 128, 129, 203, 255, 257, 1023, 1025, 4097)
@@ -35,9 +36,7 @@ def case(function: Callable) -> Callable:
 def run_poisoned(stage_id: str, q, k, v, causal: bool):
     """O and LSE of the stage, into outputs and scratch filled with NaN."""
     module, compiled, tensors = prepare(q, k, v, causal=causal, stage=stage_id)
-    problem = Problem(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], causal)
-    tensors = allocate(module, problem, q, k, v, poison=True)
-    module.run_kernel(compiled, tensors)
+    module.run_kernel(compiled, poison(tensors))
     return tensors.o, tensors.lse
 
 
@@ -66,7 +65,7 @@ def refused(call: Callable[[], object], error: type[Exception], words: str) -> I
         yield f"not refused, expected {error.__name__} with {words!r}"
 
 
-# ---- 1 to 4: the values ------------------------------------------------------------------------------------------
+# ---- 1 to 4: the values ------------------------------------------------------------------------------------
 
 
 @case
@@ -89,10 +88,12 @@ def needle(stage_id, args):
                 wrong = (o != v[:, :, target]).any(-1).nonzero()
                 if len(wrong):
                     row = wrong[0, 2].item()
-                    yield f"{problem}: {len(wrong)} rows miss their key, first row {row} (key {target[row].item()})"
+                    key = target[row].item()
+                    yield f"{problem}: {len(wrong)} rows miss their key, first row {row} (key {key})"
                 ref_lse = ref_check.reference(q, k, v, causal)[1]
                 if not ((lse - ref_lse).abs() <= ref_check.LSE_TOLERANCE * ref_lse.abs()).all():
-                    yield f"{problem}: LSE off by {(lse - ref_lse).abs().max().item():.3g}: a tile counted twice?"
+                    off = (lse - ref_lse).abs().max().item()
+                    yield f"{problem}: LSE off by {off:.3g}: a tile counted twice?"
 
 
 @case
@@ -140,7 +141,7 @@ def constant_values(stage_id, args):
                 yield f"{problem}: V = {name} gives O up to {(o - constant).abs().max().item():.3g} away"
 
 
-# ---- 5 and 6: masking and extreme logits -------------------------------------------------------------------------
+# ---- 5 and 6: masking and extreme logits -------------------------------------------------------------------
 
 
 @case
@@ -173,7 +174,7 @@ def extreme_logits(stage_id, args):
         yield from judged(stage_id, torch.zeros_like(q), k, v, problem.causal, f"{problem}, q = 0")
 
 
-# ---- 7 to 9: layouts and wrong inputs ----------------------------------------------------------------------------
+# ---- 7 to 9: layouts and wrong inputs ----------------------------------------------------------------------
 
 
 @case
@@ -230,7 +231,8 @@ def wrong_input(stage_id, args):
     for d in (4, 59, 96, 288):
         x = torch.randn(1, 1, 16, d, device="cuda", dtype=torch.bfloat16)
         yield from refused(lambda: run(x, x, x), ValueError, "head_dim")
-    # The raw launch, which the front end's checks do not precede, must not run on what it was not compiled for.
+    # The raw launch, which the front end's checks do not precede, must not run on what it was not compiled
+    # for.
     module, compiled, tensors = prepare(q, k, v, stage=stage_id)
     tensors.q = torch.empty(q.numel() + 1, device="cuda", dtype=q.dtype)[1:].view_as(q)
     yield from refused(lambda: module.run_kernel(compiled, tensors), Exception, "align")
@@ -248,7 +250,7 @@ def empty(stage_id, args):
     torch.cuda.synchronize()
 
 
-# ---- 10 to 12: streams, graphs, repeats, sanitizers --------------------------------------------------------------
+# ---- 10 to 12: streams, graphs, repeats, sanitizers --------------------------------------------------------
 
 
 @case
@@ -329,7 +331,7 @@ def one_launch(stage_id: str) -> int:
     return 0
 
 
-# ---- running them ------------------------------------------------------------------------------------------------
+# ---- running them ------------------------------------------------------------------------------------------
 
 
 def run_model(stage_id: str) -> list[str]:
@@ -366,9 +368,8 @@ def run_stages(names: list[str], args: object) -> int:
     for stage_id in stage_ids:
         if not on_gpu:
             failures = run_model(stage_id)
-            print(
-                f"{stage_id}: no Hopper GPU, no kernel was executed; its model {'fails' if failures else 'passes'}"
-            )
+            verdict = "fails" if failures else "passes"
+            print(f"{stage_id}: no Hopper GPU, no kernel was executed; its model {verdict}")
             print("".join(f"    {line}\n" for line in failures), end="")
             failed += bool(failures)
             continue

@@ -1,4 +1,5 @@
-"""The tensors of a problem: random inputs, poisoned outputs, and the checks every tensor passes before a launch."""
+"""The tensors of a problem: random inputs, poisoned outputs, and the checks every tensor passes before a
+launch."""
 
 import math
 from dataclasses import dataclass, field
@@ -38,6 +39,14 @@ def workspace_bytes(spec: dict[str, tuple[tuple[int, ...], str]]) -> int:
     return sum(math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in spec.values())
 
 
+def poison(tensors: Tensors) -> Tensors:
+    """Fill outputs and scratch with NaN, so that an element the kernel leaves unwritten, or a scratch it reads
+    before writing, cannot pass a check."""
+    for x in (tensors.o, tensors.lse, *tensors.workspace.values()):
+        x.fill_(math.nan)
+    return tensors
+
+
 def allocate(
     module: object,
     problem: Problem,
@@ -45,17 +54,11 @@ def allocate(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor | None = None,
-    poison: bool = False,
 ) -> Tensors:
-    """Outputs and the stage's scratch for inputs q, k, v. `poison` fills both with NaN, so that an element the kernel
-    leaves unwritten, or a scratch it reads before writing, cannot pass a check."""
-
-    def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        x = torch.empty(shape, dtype=dtype, device=q.device)
-        return x.fill_(math.nan) if poison else x
-
+    """Uninitialised outputs and scratch of the stage in `module` for inputs q, k, v; `out` is used for O."""
     scratch = {
-        name: make(shape, getattr(torch, dtype)) for name, (shape, dtype) in module.workspace(problem).items()
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device=q.device)
+        for name, (shape, dtype) in module.workspace(problem).items()
     }
-    o = make(q.shape, q.dtype) if out is None else out
-    return Tensors(q, k, v, o, make(q.shape[:3], torch.float32), scratch)
+    o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    return Tensors(q, k, v, o, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device), scratch)

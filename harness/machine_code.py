@@ -2,8 +2,9 @@
 
     cubin → nvdisasm → registers, stack frame, instruction mix of the main loop → cycles per unit → bound
 
-Rates are those of `harness.problem.Gpu`. Cycles are lower bounds of one SM: they assume that every unit overlaps
-perfectly with every other one. Every instruction of the loop body counts as executed, masking included.
+Rates are those of `harness.problem.Gpu`. Cycles are lower bounds of one SM: they assume that every unit
+overlaps perfectly with every other one. Every instruction of the loop body counts as executed, masking
+included.
 """
 
 import hashlib
@@ -20,8 +21,8 @@ from harness.problem import H100_SXM, Gpu, Problem
 from harness.stage import Work
 
 WARP = 32
-# First match wins. Pipes as in the CUDA programming guide's throughput table for compute capability 9.0: IMAD runs on
-# half of the FMA lanes, compares, selects, logic and shifts on the ALU's 64.
+# First match wins. Pipes as in the CUDA programming guide's throughput table for compute capability 9.0: IMAD
+# runs on half of the FMA lanes, compares, selects, logic and shifts on the ALU's 64.
 CLASSES = (
     ("tensor", r"[HQI]GMMA"),
     ("mufu", r"MUFU"),
@@ -106,7 +107,8 @@ def sha256(compiled: object) -> str:
 
 
 def disassemble(cubin: bytes) -> list[KernelCode]:
-    """Every kernel in the cubin. Raises RuntimeError when nvdisasm (nvidia-cuda-nvdisasm) is missing or fails."""
+    """Every kernel in the cubin. Raises RuntimeError when nvdisasm (nvidia-cuda-nvdisasm) is missing or
+    fails."""
     programs = sorted(Path(sysconfig.get_paths()["purelib"], "nvidia").glob("*/bin/nvdisasm"))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -166,7 +168,8 @@ def main_loop(code: KernelCode) -> Loop:
 
 
 def demand(code: KernelCode, work: Work, gpu: Gpu = H100_SXM) -> Demand:
-    """Instructions and cycles of one pass. Raises ValueError when `work` does not describe this machine code."""
+    """Instructions and cycles of one pass. Raises ValueError when `work` does not describe this machine
+    code."""
     body = main_loop(code)
     nest = [k for k in code.loops if k == body or body.holds(k)]
     innermost = sorted((k for k in nest if not any(k.holds(o) for o in nest)), key=lambda k: k.first)
@@ -219,5 +222,6 @@ def inspect(compiled: object, works: list[Work]) -> list[Demand]:
 
 
 def bound_tflops(problem: Problem, demands: list[Demand], gpu: Gpu = H100_SXM) -> float:
-    """TFLOP/s of `problem` if every kernel ran at its busiest unit's peak rate, one kernel after the other."""
+    """TFLOP/s of `problem` if every kernel ran at its busiest unit's peak rate, one kernel after the
+    other."""
     return problem.flops / sum(d.seconds(gpu) for d in demands) / 1e12

@@ -13,7 +13,8 @@ from harness.problem import Problem
 
 @dataclass(frozen=True)
 class Peer:
-    """A provider (its label is in `harness.results`): its version, and how to make a call that runs it once on given inputs."""
+    """A provider (its label is in `harness.results`): its version, and how to make a call that runs it once
+    on given inputs."""
 
     version: Callable[[], str]
     build: Callable[[Problem, torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], object]]

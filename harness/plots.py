@@ -204,7 +204,7 @@ def _draw_ladder(axes: Axes, ladder: list[Results], problem: Problem) -> None:
 
 
 def progress_problem(ladder: list[Results], head_dim: int, direction: str) -> Problem:
-    """Where `plot_progress` compares: N = 4096, or else the longest N timed in every stage, if there is one."""
+    """Where `plot_progress` compares: N = 4096, or else the longest N that every stage has a time for."""
 
     def at(n: int) -> Problem:
         shape = (TOTAL_TOKENS // n, HIDDEN_SIZE // head_dim, n, head_dim, False)

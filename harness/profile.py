@@ -48,7 +48,8 @@ METRICS = {
 
 
 def launch(stage_id: str, seqlen: int, head_dim: int, causal: bool, options: dict[str, object]) -> None:
-    """One launch on the sweep's problem of this shape, with the outputs it needs and nothing else on the GPU."""
+    """One launch on the sweep's problem of this shape, with the outputs it needs and nothing else on the
+    GPU."""
     import torch
 
     from harness.inputs import allocate, random_inputs

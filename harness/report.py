@@ -151,6 +151,28 @@ def sustained_table(measured: Mapping[str, Results]) -> str:
     return "\n\n".join(parts) or "No sustained rate is measured yet."
 
 
+def ablation_table(results: Results, variants: Sequence[str]) -> str:
+    """`variants` of one kernel file side by side: TFLOP/s, and in brackets the ratio to the first of them."""
+    problems = sorted({row.problem for row in results.rows}, key=lambda p: (p.head_dim, p.causal, p.seqlen_q))
+    parts = []
+    for head_dim in sorted({p.head_dim for p in problems}):
+        for causal in (False, True):
+            columns = [p for p in problems if (p.head_dim, p.causal) == (head_dim, causal)]
+            lines = []
+            for variant in variants:
+                cells = []
+                for problem in columns:
+                    row, first = results.find(variant, problem), results.find(variants[0], problem)
+                    cells.append(f"{_digits(row.tflops)} ({row.tflops / first.tflops:.2f}×)")
+                lines.append([variant, *cells])
+            header = [
+                f"d = {head_dim}, {'causal' if causal else 'full'}",
+                *(f"N = {p.seqlen_q}" for p in columns),
+            ]
+            parts.append(_table(header, lines, "l" + "r" * len(columns)))
+    return "\n\n".join(parts)
+
+
 def replace_blocks(text: str, blocks: Mapping[str, str], where: str) -> str:
     """A document with the content of its marked blocks replaced.
 
@@ -171,9 +193,14 @@ def stale_blocks(text: str, blocks: Mapping[str, str], where: str) -> list[str]:
 
 
 def make_blocks(
-    stages: Sequence[Stage], measured: Mapping[str, Results], files: Mapping[str, str], notes: str = "notes/"
+    stages: Sequence[Stage],
+    measured: Mapping[str, Results],
+    files: Mapping[str, str],
+    notes: str = "notes/",
+    ablations: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Every block's content. `measured` holds one GPU's results, in the ladder's order."""
+    """Every block's content. `measured` holds one GPU's results, in the ladder's order, `ablations` the
+    tables of kernel files' variants, by file."""
     blocks = {
         "ladder": ladder_table(stages, measured, files, notes),
         "environment": environment_line(measured),
@@ -182,6 +209,9 @@ def make_blocks(
     for stage in stages:
         results = measured.get(stage.id)
         blocks[f"stage-{stage.id}"] = stage_table(results) if results else f"`{stage.id}` is {NOT_MEASURED}."
+    for file in files.values():
+        unmeasured = f"The variants of `{file}` are {NOT_MEASURED}."
+        blocks[f"ablation-{file}"] = (ablations or {}).get(file, unmeasured)
     return blocks
 
 
@@ -221,14 +251,28 @@ def load_ladder(root: Path) -> dict[str, dict[str, Results]]:
     return everything
 
 
+def ablation_tables(root: Path, folder: str | None) -> dict[str, str]:
+    """The tables of one GPU's measured variants, by kernel file."""
+    tables = {}
+    for path in sorted((root / "results" / (folder or "") / "ablations").glob("*.json")) if folder else []:
+        results = Results.load(path)
+        tables[path.stem] = ablation_table(results, list(kernels.load(results.stage)[1].VARIANTS))
+    return tables
+
+
+def _blocks_of(root: Path, everything: Mapping[str, dict[str, Results]], stages: Sequence[Stage], notes: str):
+    folder = next(iter(everything), None)
+    measured = everything.get(folder, {})
+    return make_blocks(stages, measured, kernels.LADDER, notes, ablation_tables(root, folder))
+
+
 def find_stale(root: Path, stages: Sequence[Stage]) -> list[str]:
     """A line for each block that regenerating would change, and for each figure that does not exist."""
     everything = load_ladder(root)
-    measured = next(iter(everything.values()), {})
     lines = []
     for path, notes in documents(root):
         name = str(path.relative_to(root))
-        blocks = make_blocks(stages, measured, kernels.LADDER, notes)
+        blocks = _blocks_of(root, everything, stages, notes)
         stale = stale_blocks(path.read_text(encoding="utf-8"), blocks, name)
         lines += [f"{name}: block {block} is not what the results say" for block in stale]
     missing = [path for path in figures(root, everything) if not path.exists()]
@@ -238,11 +282,10 @@ def find_stale(root: Path, stages: Sequence[Stage]) -> list[str]:
 def regenerate(root: Path, stages: Sequence[Stage]) -> list[str]:
     """Rewrite every document whose blocks changed and draw every figure; a line for each file written."""
     everything = load_ladder(root)
-    measured = next(iter(everything.values()), {})
     new_texts = {}
     for path, notes in documents(root):
         text = path.read_text(encoding="utf-8")
-        blocks = make_blocks(stages, measured, kernels.LADDER, notes)
+        blocks = _blocks_of(root, everything, stages, notes)
         new_text = replace_blocks(text, blocks, str(path.relative_to(root)))
         if new_text != text:
             new_texts[path] = new_text

@@ -137,6 +137,9 @@ class Results:
         return results
 
 
+load = Results.load
+
+
 def merge(old: Results, new: Results) -> Results:
     """`old` with `new`'s rows in place of its own for the same provider and problem; the rest is kept.
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 class Stage:
     """One rung of the ladder: identity, what it adds, and what the harness must know to judge it.
 
-    `options` are the keyword arguments of the kernel file's `compile_kernel` that make this stage; the same file
-    may serve several stages, and an ablation is the same call with other options.
+    `options` are the keyword arguments of the kernel file's `compile_kernel` that make this stage; the same
+    file may serve several stages, and an ablation is the same call with other options.
     """
 
     id: str
@@ -17,9 +17,7 @@ class Stage:
     before: str | None
     direction: str = "fwd"
     model: str = "flash_attention_2"  # the function of harness.models that follows this kernel's algorithm
-    rounds_p: bool = (
-        False  # whether P is rounded to the input type before P·V; sets the yardstick's roundings
-    )
+    rounds_p: bool = False  # whether P is rounded to the input type before P·V, as the yardstick then does
     options: dict[str, object] = field(default_factory=dict)
 
 
@@ -27,9 +25,9 @@ class Stage:
 class Work:
     """How often one kernel runs its main loop on a problem: the link from machine code to a hardware bound.
 
-    What one pass of the loop costs is read from the disassembly, which does not know how often a loop inside the
-    main loop runs: `trips` names that for each innermost loop, in program order. `ffma` is the number of products a
-    thread forms on CUDA cores in one pass; the disassembly must show as many, or `trips` is wrong.
+    What one pass of the loop costs is read from the disassembly, which does not know how often a loop inside
+    the main loop runs: `trips` names that for each innermost loop, in program order. `ffma` is the number of
+    products a thread forms on CUDA cores in one pass; the disassembly must show as many, or `trips` is wrong.
     """
 
     kernel: str  # substring of the kernel's symbol

@@ -1,5 +1,8 @@
-"""Time kernels side by side: CUDA events, L2 flushed, every provider's launches interleaved with the others'."""
+"""Time kernels side by side: CUDA events, L2 flushed, every provider's launches interleaved with the
+others'."""
 
+import datetime
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -63,11 +66,33 @@ class Sensors:
         return self._read(lambda n: n.nvmlSystemGetDriverVersion())
 
 
+def environment(peers: dict[str, str]) -> dict[str, object]:
+    """What numbers taken here depend on besides the code; `peers` are the versions of those timed beside
+    it."""
+    import cutlass
+
+    sensors = Sensors()
+    cudnn = torch.backends.cudnn.version()
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "power_cap_w": sensors.power_cap_w(),
+        "driver": sensors.driver(),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "cutlass_dsl": cutlass.__version__,
+        "python": platform.python_version(),
+        "cudnn": f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" if cudnn else None,
+        "peers": peers,
+        "host_us": {},
+        "date": datetime.date.today().isoformat(),
+    }
+
+
 def interleaved(calls: dict[str, Callable[[], object]], seconds: float = 0.15) -> dict[str, Timing]:
     """Median and interquartile range of each call in milliseconds, all calls taking turns.
 
-    Each call runs about `seconds` in all, between MIN_REPEATS and MAX_REPEATS times. Before each measured launch L2 is
-    flushed and the GPU sleeps long enough for the host to have enqueued it.
+    Each call runs about `seconds` in all, between MIN_REPEATS and MAX_REPEATS times. Before each measured
+    launch L2 is flushed and the GPU sleeps long enough for the host to have enqueued it.
     """
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     sensors = Sensors()
@@ -104,10 +129,11 @@ def interleaved(calls: dict[str, Callable[[], object]], seconds: float = 0.15) -
 
 
 def sustained(call: Callable[[], object], ms: float, seconds: float = SUSTAINED_SECONDS) -> Timing:
-    """Mean milliseconds of back-to-back launches over at least `seconds`, as `ms_median`, given one call takes `ms`.
+    """Mean milliseconds of back-to-back launches over at least `seconds`, as `ms_median`, given one call
+    takes `ms`.
 
-    Launches are queued in bursts of about 50 ms; clock and power are read while they run and reported as medians. The
-    first half second is not counted: the GPU takes that long to settle at its power cap.
+    Launches are queued in bursts of about 50 ms; clock and power are read while they run and reported as
+    medians. The first half second is not counted: the GPU takes that long to settle at its power cap.
     """
     sensors = Sensors()
     burst = max(1, int(50 / ms))
@@ -130,7 +156,8 @@ def sustained(call: Callable[[], object], ms: float, seconds: float = SUSTAINED_
 
 
 def host_microseconds(call: Callable[[], object], calls: int = 500, rounds: int = 7) -> float:
-    """Host time of one asynchronous call in µs: the least mean of several rounds short enough not to fill the queue."""
+    """Host time of one asynchronous call in µs: the least mean of several rounds short enough not to fill the
+    queue."""
     best = float("inf")
     for _ in range(rounds):
         torch.cuda.synchronize()

@@ -1,4 +1,5 @@
-"""The ladder, in order: each stage's id and the file of this folder that holds it. The only list of stages."""
+"""The ladder, in order: each stage's id and the file of this folder that holds it. The only list of
+stages."""
 
 import importlib
 import os

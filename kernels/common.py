@@ -8,7 +8,7 @@ import tempfile
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32, range_constexpr
+from cutlass import Float32, Int32, range_constexpr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from harness.problem import Problem
@@ -20,11 +20,12 @@ GRID_YZ_MAX = 65535  # CUDA's limit on gridDim.y and gridDim.z
 ROWS_MAX = 2**31 - 1  # row indices are 32-bit; addresses are 64-bit
 
 
-# ---- introduced by k1: compiling and launching without tensors -------------------------------------------------
+# ---- introduced by k1: compiling and launching without tensors ---------------------------------------------
 
 
 def refuse_unless_plain(problem: Problem) -> str | None:
-    """Why a stage without GQA, unequal lengths, other types and other head dims refuses `problem`, or None."""
+    """Why a stage without GQA, unequal lengths, other types and other head dims refuses `problem`, or
+    None."""
     if problem.direction != "fwd":
         return f"computes the forward pass, not {problem.direction!r}"
     if problem.dtype != "bfloat16":
@@ -41,10 +42,11 @@ def refuse_unless_plain(problem: Problem) -> str | None:
 
 
 def fake_qkvo(head_dim: int) -> tuple[object, ...]:
-    """Stand-ins for q, k, v, o: (batch, heads, seqlen, head_dim) bf16, 16-byte aligned, any strides but the last.
+    """Stand-ins for q, k, v, o: (batch, heads, seqlen, head_dim) bf16, 16-byte aligned, any strides but the
+    last.
 
-    The launcher checks a real tensor against its stand-in: type, device, extents, the divisibility of the strides
-    and the alignment of the pointer. Reusing a symbol makes it check that the extents agree.
+    The launcher checks a real tensor against its stand-in: type, device, extents, the divisibility of the
+    strides and the alignment of the pointer. Reusing a symbol makes it check that the extents agree.
     """
     batch, heads, seqlen = cute.sym_int(), cute.sym_int(), cute.sym_int()
 
@@ -58,7 +60,8 @@ def fake_qkvo(head_dim: int) -> tuple[object, ...]:
 
 
 def fake_fp32(like: object, *trailing: object, vector: int = 1) -> object:
-    """A stand-in for an fp32 tensor (batch, heads, seqlen, *trailing) beside q, k, v, o with a unit last stride.
+    """A stand-in for an fp32 tensor (batch, heads, seqlen, *trailing) beside q, k, v, o with a unit last
+    stride.
 
     `vector` elements are read or written at once: strides and address must allow it.
     """
@@ -78,7 +81,7 @@ def compile_for_torch(kernel: object, *stand_ins: object) -> object:
         return cute.compile(kernel, *stand_ins, stream, options=options)
 
 
-# ---- introduced by fa1: 16-byte tiles in shared memory -----------------------------------------------------------
+# ---- introduced by fa1: 16-byte tiles in shared memory -----------------------------------------------------
 
 
 def tile_layout(rows: int, head_dim: int) -> cute.Layout:
@@ -87,14 +90,16 @@ def tile_layout(rows: int, head_dim: int) -> cute.Layout:
 
 
 @cute.jit
-def swizzle(row: cutlass.Int32, chunk: cutlass.Int32):
-    """Where chunk `chunk` of row `row` is kept. Without it the rows a warp reads together share 4 of 32 banks."""
+def swizzle(row: Int32, chunk: Int32):
+    """Where chunk `chunk` of row `row` is kept. Without it the rows a warp reads together share 4 of 32
+    banks."""
     return chunk ^ (row & 7)
 
 
 @cute.jit
-def load_tile(mX: cute.Tensor, sX: cute.Tensor, block: cutlass.Int32, threads: cutlass.Constexpr):
-    """Copy rows [block·R, block·R + R) of mX (seqlen, head_dim) into sX (R, chunk, 8); rows past the end are zero.
+def load_tile(mX: cute.Tensor, sX: cute.Tensor, block: Int32, threads: cutlass.Constexpr):
+    """Copy rows [block·R, block·R + R) of mX (seqlen, head_dim) into sX (R, chunk, 8); rows past the end are
+    zero.
 
     Zeros, not leftovers: what lies past the sequence may be NaN, and 0·NaN in P·V is NaN.
     """
@@ -114,10 +119,13 @@ def load_tile(mX: cute.Tensor, sX: cute.Tensor, block: cutlass.Int32, threads: c
 def widen(x: cute.TensorSSA):
     """8 bf16 to 8 fp32 at one integer instruction each: a bf16 is the upper half of an fp32.
 
-    The DSL's `.to(Float32)` takes three for every two elements, and these kernels spend half their time on it.
+    The DSL's `.to(Float32)` takes three for every two elements, and these kernels spend half their time on
+    it.
     """
-    words = x.bitcast(Uint32)
-    low, high = (words << 16).bitcast(Float32), (words & 0xFFFF0000).bitcast(Float32)
+    words = x.bitcast(Int32)
+    # The mask is written as an Int32: 0xFFFF0000 would make the words 64-bit, and bitcast then spreads each
+    # over two.
+    low, high = (words << 16).bitcast(Float32), (words & -0x10000).bitcast(Float32)
     wide = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
     for i in range_constexpr(VECTOR // 2):
         wide[2 * i] = low[i]

@@ -3,15 +3,16 @@
 The idea          Tiles of S live in shared memory and registers only; O, the row maxima and the row sums are
                   corrected tile by tile. As FlashAttention-1 arranged it:
                     one CTA per (batch, head), keys in the outer loop, so O travels through global memory;
-                    split-K: each warp takes 8 of the tile's 64 keys and all of its rows, and the eight partial
+                    split-K: each warp takes 8 of the tile's 64 keys and all of its rows, and the eight
+                    partial
                       products are combined through shared memory;
                     O is normalised at every step.
 What changes      against k1: S is gone from global memory, one kernel instead of three.
 What does not     fp32 FMA on widened bf16, everyone waits for every load.
 Supports          bf16, head_dim 64 and 128, any length, equal for queries and keys; no GQA.
 
-`row_parallel`, `split_q` and `deferred` switch the three properties to FlashAttention-2's, one at a time; with all
-three this is k2, but for K and V having a buffer each.
+`row_parallel`, `split_q` and `deferred` switch the three properties to FlashAttention-2's, one at a time;
+with all three this is k2, but for K and V having a buffer each.
 """
 
 import math
@@ -48,6 +49,16 @@ STAGES = (
     ),
 )
 
+# FlashAttention-2's three changes, one at a time: what `python -m harness.ablation fa1` measures.
+VARIANTS: dict[str, dict[str, bool]] = {
+    "FlashAttention-1": {},
+    "normalise once": {"deferred": True},
+    "row blocks on all SMs": {"row_parallel": True},
+    "split-Q": {"split_q": True},
+    "row blocks + split-Q": {"row_parallel": True, "split_q": True},
+    "all three: FlashAttention-2": {"row_parallel": True, "split_q": True, "deferred": True},
+}
+
 TILE = 64  # B_r = B_c: query rows and keys of a tile
 LANES = 4  # threads that own a query row's output
 WARP = 32
@@ -76,46 +87,39 @@ class FlashAttention1:
         tiles = 3 * self.tile * self.head_dim * 2  # Q, K, V
         if self.split_q:
             return tiles + self.tile * self.tile * 4  # P
-        return (
-            tiles + self.warps * self.tile * (SLAB + 2) * 4
-        )  # partial O, and each warp's row maxima and sums
+        return tiles + self.warps * self.tile * (SLAB + 2) * 4  # partial O, each warp's row maxima and sums
 
     @cute.jit
-    def __call__(self, mQ, mK, mV, mO, mLSE, mAcc, mMax, mSum, stream):
+    def __call__(self, mQ, mK, mV, mO, mLSE, mAcc, mStats, stream):
         batch, heads, seqlen, _ = mQ.shape
         row_ctas = cute.ceil_div(seqlen, self.tile) if const_expr(self.row_parallel) else 1
-        self.kernel(mQ, mK, mV, mO, mLSE, mAcc, mMax, mSum).launch(
+        self.kernel(mQ, mK, mV, mO, mLSE, mAcc, mStats).launch(
             grid=(row_ctas, heads, batch), block=(self.threads, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, mQ, mK, mV, mO, mLSE, mAcc, mMax, mSum):
+    def kernel(self, mQ, mK, mV, mO, mLSE, mAcc, mStats):
         tidx, _, _ = cute.arch.thread_idx()
         row_cta, head, batch = cute.arch.block_idx()
         row, lane = tidx // LANES, tidx % LANES
         seqlen = mQ.shape[2]
-        mQ, mK, mV, mO, mAcc = [
-            mX[batch, head, None, None] for mX in (mQ, mK, mV, mO, mAcc)
-        ]  # (seqlen, head_dim)
-        mLSE, mMax, mSum = [mX[batch, head, None] for mX in (mLSE, mMax, mSum)]  # (seqlen,)
+        # (seqlen, head_dim), but for mStats: (seqlen, 2) and mLSE: (seqlen,)
+        mQ, mK, mV, mO, mAcc, mStats = [mX[batch, head, None, None] for mX in (mQ, mK, mV, mO, mAcc, mStats)]
+        mLSE = mLSE[batch, head, None]
 
         smem = SmemAllocator()
         layout = tile_layout(self.tile, self.head_dim)
         sQ, sK, sV = [smem.allocate_tensor(mQ.element_type, layout, 16) for _ in range(3)]  # (row, chunk, 8)
         if const_expr(self.split_q):
             sP_layout = cute.make_layout((self.tile, self.tile // LANES, LANES), stride=(self.tile, LANES, 1))
-            exchange = (smem.allocate_tensor(Float32, sP_layout, 16),)  # P: (row, key // 4, key % 4)
+            exchange = [smem.allocate_tensor(Float32, sP_layout, 16)]  # P: (row, key // 4, key % 4)
         else:
-            slab = cute.make_layout(
-                (self.warps, self.tile, SLAB // 4, 4), stride=(self.tile * SLAB, SLAB, 4, 1)
-            )
-            sSlab = smem.allocate_tensor(Float32, slab, 16)  # partial O: (warp, row, column // 4, column % 4)
+            slab = cute.make_layout((self.warps, self.tile, 8, 4), stride=(self.tile * SLAB, SLAB, 4, 1))
             stats = cute.make_layout((self.warps, self.tile), stride=(self.tile, 1))
-            exchange = (sSlab, *(smem.allocate_tensor(Float32, stats, 16) for _ in range(2)))  # maxima, sums
+            # partial O: (warp, row, column // 4, column % 4); maxima and sums: (warp, row)
+            exchange = [smem.allocate_tensor(Float32, layout, 16) for layout in (slab, stats, stats)]
         rO = cute.make_rmem_tensor(cute.make_layout((VECTOR, self.chunks_per_thread)), Float32)
-        row_stats = cute.make_rmem_tensor(
-            cute.make_layout(2), Float32
-        )  # running maximum (unscaled), running sum
+        row_stats = cute.make_rmem_tensor(cute.make_layout(2), Float32)  # running maximum (unscaled) and sum
         blocks = cute.ceil_div(seqlen, self.tile)
 
         if const_expr(self.row_parallel):
@@ -128,12 +132,11 @@ class FlashAttention1:
                 load_tile(mK, sK, kv_block, self.threads)
                 load_tile(mV, sV, kv_block, self.threads)
                 cute.arch.sync_threads()
-                self.step(
-                    sQ, sK, sV, exchange, rO, row_stats, row_cta, kv_block, kv_block == kv_blocks - 1, seqlen
-                )
+                last = kv_block == kv_blocks - 1
+                self.step(sQ, sK, sV, exchange, rO, row_stats, row_cta, kv_block, last, seqlen)
             self.finish_row(mO, mLSE, rO, row_stats, row_cta * self.tile + row, lane, seqlen)
         else:
-            # keys outside, queries inside: O and its statistics come from global memory and go back at every step
+            # keys outside, queries inside: O and its statistics pass through global memory at every step
             for kv_block in range(blocks, unroll=1):
                 cute.arch.sync_threads()
                 load_tile(mK, sK, kv_block, self.threads)
@@ -145,10 +148,9 @@ class FlashAttention1:
                     load_tile(mQ, sQ, row_block, self.threads)
                     self.start_row(rO, row_stats)
                     if kv_block > 0 and q_row < seqlen:
-                        row_stats[0], row_stats[1] = mMax[q_row], mSum[q_row]
+                        cute.autovec_copy(mStats[q_row, None], row_stats)
                         for c in range_constexpr(self.chunks_per_thread):
-                            gAcc = cute.local_tile(mAcc[q_row, None], (VECTOR,), (lane + LANES * c,))
-                            cute.autovec_copy(gAcc, rO[None, c])
+                            cute.autovec_copy(self.chunk_of(mAcc, q_row, lane, c), rO[None, c])
                     cute.arch.sync_threads()
                     last = kv_block == (row_block if const_expr(self.causal) else blocks - 1)
                     self.step(sQ, sK, sV, exchange, rO, row_stats, row_block, kv_block, last, seqlen)
@@ -156,10 +158,14 @@ class FlashAttention1:
                         self.finish_row(mO, mLSE, rO, row_stats, q_row, lane, seqlen)
                     elif q_row < seqlen:
                         for c in range_constexpr(self.chunks_per_thread):
-                            gAcc = cute.local_tile(mAcc[q_row, None], (VECTOR,), (lane + LANES * c,))
-                            cute.autovec_copy(rO[None, c], gAcc)
+                            cute.autovec_copy(rO[None, c], self.chunk_of(mAcc, q_row, lane, c))
                         if lane == 0:
-                            mMax[q_row], mSum[q_row] = row_stats[0], row_stats[1]
+                            cute.autovec_copy(row_stats, mStats[q_row, None])
+
+    @cute.jit
+    def chunk_of(self, mX, q_row, lane, c):
+        """The c-th of the chunks of row q_row that thread `lane` of the row owns."""
+        return cute.local_tile(mX[q_row, None], (VECTOR,), (lane + LANES * c,))
 
     @cute.jit
     def start_row(self, rO, row_stats):
@@ -171,7 +177,7 @@ class FlashAttention1:
         if q_row < seqlen:
             inverse = cute.arch.rcp_approx(row_stats[1]) if const_expr(self.deferred) else Float32(1.0)
             for c in range_constexpr(self.chunks_per_thread):
-                gO = cute.local_tile(mO[q_row, None], (VECTOR,), (lane + LANES * c,))
+                gO = self.chunk_of(mO, q_row, lane, c)
                 gO.store((rO[None, c].load() * inverse).to(mO.element_type))
             if lane == 0:
                 lse_log2 = row_stats[0] * self.exp_scale + cute.math.log2(row_stats[1], fastmath=True)
@@ -256,7 +262,8 @@ class FlashAttention1:
 
     @cute.jit
     def step_split_k(self, sQ, sK, sV, exchange, rO, row_stats, row_block, kv_block, last, seqlen):
-        """A warp owns 8 keys and sees all rows: maxima, sums and products all combine through shared memory."""
+        """A warp owns 8 keys and sees all rows: maxima, sums and products all combine through shared
+        memory."""
         sSlab, sMax, sSum = exchange
         tidx, _, _ = cute.arch.thread_idx()
         row, lane = tidx // LANES, tidx % LANES
@@ -276,7 +283,7 @@ class FlashAttention1:
             sMax[warp, rows[r]] = partial
         cute.arch.sync_threads()
         for r in range_constexpr(len(rows)):
-            # Relative to this tile's maximum, which every warp can see; the running one is known to the row's owner.
+            # Relative to the tile's maximum, which every warp can see; the running one is its owner's.
             tile_max = sMax[0, rows[r]]
             for w in range_constexpr(1, self.warps):
                 tile_max = cute.arch.fmax(tile_max, sMax[w, rows[r]])
@@ -324,7 +331,7 @@ def supports(problem: Problem) -> str | None:
 
 def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
     rows = (problem.batch, problem.heads, problem.seqlen_q)
-    return {"acc": ((*rows, problem.head_dim), "float32"), "max": (rows, "float32"), "sum": (rows, "float32")}
+    return {"acc": ((*rows, problem.head_dim), "float32"), "stats": ((*rows, 2), "float32")}
 
 
 def work(problem: Problem) -> list[Work]:
@@ -349,10 +356,10 @@ def work(problem: Problem) -> list[Work]:
 def compile_kernel(problem: Problem, **options: object) -> object:
     q, k, v, o = fake_qkvo(problem.head_dim)
     kernel = FlashAttention1(problem.head_dim, problem.causal, **options)
-    scratch = (fake_fp32(q, problem.head_dim, vector=4), fake_fp32(q), fake_fp32(q))
+    scratch = (fake_fp32(q, problem.head_dim, vector=4), fake_fp32(q, 2, vector=2))
     return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), *scratch)
 
 
 def run_kernel(compiled: object, t: Tensors) -> None:
     if t.o.numel():
-        compiled(t.q, t.k, t.v, t.o, t.lse, t.workspace["acc"], t.workspace["max"], t.workspace["sum"])
+        compiled(t.q, t.k, t.v, t.o, t.lse, t.workspace["acc"], t.workspace["stats"])
