@@ -71,7 +71,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--save", nargs="?", const=REPO / "results", type=Path, help="write results/<gpu>/<stage>.json"
     )
     args = parser.parse_args(arguments)
-    args.check = args.check or truth(env("CHECK", "0"), "CHECK")
+    # What is committed is checked row by row: a fault may show at one length only.
+    args.check = args.check or truth(env("CHECK", "0"), "CHECK") or args.save is not None
     args.seqlens = SEQLENS if args.seqlen is None else (whole(args.seqlen, "SEQLEN"),)
     args.head_dims = HEAD_DIMS if args.head_dim is None else (whole(args.head_dim, "HEADDIM"),)
     args.causals = (False, True) if args.causal is None else (truth(args.causal, "CAUSAL"),)
@@ -198,7 +199,12 @@ def bench_problem(problem: Problem, args: argparse.Namespace, checked: set, env:
             rows.append(row_of(name, problem, error=f"unsupported: {str(error).splitlines()[0]:.100}"))
 
     def measure() -> None:
-        for name, time in timing.interleaved(calls).items():
+        try:
+            times = timing.interleaved(calls)
+        except torch.OutOfMemoryError as error:
+            rows.extend(row_of(name, problem, error=out_of_memory(error)) for name in calls)
+            times = {}
+        for name, time in times.items():
             steady = None
             if problem.seqlen_q >= SUSTAINED_FROM:
                 steady = timing.sustained(calls[name], time.ms_median)
@@ -229,8 +235,9 @@ def bench_problem(problem: Problem, args: argparse.Namespace, checked: set, env:
         stage, _ = kernels.load(stage_id)
         try:
             module, compiled, tensors = prepare(q, k, v, causal=problem.causal, stage=stage_id)
-        except MemoryError as error:
-            rows.append(row_of(stage_id, problem, error=f"OOM: {error}"))
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            text = f"OOM: {error}" if isinstance(error, MemoryError) else out_of_memory(error)
+            rows.append(row_of(stage_id, problem, error=text))
             continue
         fixed[stage_id] = {"check": "pass", "max_error": None, "cubin_sha256": machine_code.sha256(compiled)}
         kernel = (stage_id, problem.head_dim, problem.causal)
@@ -269,11 +276,23 @@ def line_of(stage_id: str, problem: Problem, rows: list[results.Row]) -> str:
     return text + (f"  {mine.tflops / best.tflops:6.3f} × {best.provider} {best.tflops:.0f}" if best else "")
 
 
+def merged(path: Path, new: results.Results) -> results.Results:
+    """`new` over what `path` holds, if anything. Raises Usage when the two do not belong together."""
+    try:
+        return results.merge(results.load(path), new) if path.exists() else new
+    except ValueError as error:
+        raise Usage(str(error)) from None
+
+
 def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
     """Run the sweep and, with --save, write its results. Returns whether every check passed."""
     env, checked, found = timing.environment(peers.versions(args.peers)), set(), []
     console.print(f"{env['gpu']}, driver {env['driver']}, CUDA {env['cuda']}, torch {env['torch']}, "
                   f"DSL {env['cutlass_dsl']}, peers {env['peers']}", soft_wrap=True)  # fmt: skip
+    if args.save:  # a file that would refuse these rows refuses them now, not after they were measured
+        for stage_id in args.stages:
+            path = args.save / results.gpu_folder(env["gpu"]) / f"{stage_id}.json"
+            merged(path, results.Results(stage_id, env, []))
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         for problem in progress.track(args.problems, description="sweep"):
             rows = bench_problem(problem, args, checked, env)
@@ -288,15 +307,10 @@ def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
         console.print("A check failed: nothing was written.")
     elif args.save:
         for stage_id in args.stages:
-            folder = args.save / results.gpu_folder(env["gpu"])
-            path, rows = (
-                folder / f"{stage_id}.json",
-                [row for row in found if row.provider in (stage_id, *peers.PEERS)],
-            )
-            new = results.Results(stage_id, env | {"host_us": {stage_id: env["host_us"].get(stage_id)}}, rows)
-            if path.exists():
-                new = results.merge(results.load(path), new)
-            new.save(path)
+            own_env = env | {"host_us": {stage_id: env["host_us"].get(stage_id)}}
+            rows = [row for row in found if row.provider in (stage_id, *peers.PEERS)]
+            path = args.save / results.gpu_folder(env["gpu"]) / f"{stage_id}.json"
+            merged(path, results.Results(stage_id, own_env, rows)).save(path)
             console.print(f"wrote {path}")
     return passed
 
@@ -306,11 +320,13 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     try:
         args = parse(arguments)
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+            return 0 if gpu_bench(args, console) else 1
+        if args.save:
+            raise Usage("nothing to save without a Hopper GPU: no kernel would be executed")
     except Usage as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        return 0 if gpu_bench(args, console) else 1
     passed = [static_report(stage_id, args, console) for stage_id in args.stages]  # all, also after a failure
     return 0 if all(passed) else 1
 

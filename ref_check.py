@@ -126,7 +126,7 @@ def judge(
         at = tuple(where[0].tolist())
         failures.append(
             f"{len(where)} elements finite in one and not in the other, first at (b, h, row, x) = {at}: "
-            f"kernel {out[at]:.6g}, reference {ref[at]:.6g}"
+            f"kernel {out[at]:.6g}, reference {ref[at]:.6g}, yardstick {yard[at]:.6g}"
         )
     zero = torch.zeros((), dtype=torch.float64, device=o.device)
     error = torch.where(finite & ref_finite, out - ref, zero)
@@ -215,9 +215,10 @@ def needle_inputs(problem: Problem, device: str, amplitude: float = 32.0, seed: 
         if problem.causal
         else torch.full_like(rows, len(needles))
     )
-    # Odd rows take the latest needle they may see, so that causal tiles near the diagonal are hit; even rows
-    # cycle.
-    choice = torch.where(rows % 2 == 1, visible - 1, (rows // 2) % visible)
+    # Odd rows and the last one take the latest needle they may see, so that tiles near the diagonal are hit;
+    # the others cycle.
+    latest = (rows % 2 == 1) | (rows == problem.seqlen_q - 1)
+    choice = torch.where(latest, visible - 1, (rows // 2) % visible)
     target = needles[choice]
     return k[:, :, target] * amplitude, k, v, target
 

@@ -1,2 +1,1 @@
-"""The one harness every stage runs through: problems, inputs, timing, peers, machine code, models,
-results."""
+"""The harness every stage runs through, up to the contract in `harness.stage`."""

@@ -52,8 +52,8 @@ def problem_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool =
 
 
 def check_layout(name: str, x: torch.Tensor, written: bool = False) -> None:
-    """Raise ValueError unless rows of `x` are contiguous, 16-byte aligned, and, if `written`, do not
-    overlap."""
+    """Raise ValueError unless the rows of `x` are contiguous and 16-byte aligned, and, if `written`, no two
+    elements share memory."""
     vector = VECTOR_BYTES // x.element_size()
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise ValueError(
@@ -67,8 +67,11 @@ def check_layout(name: str, x: torch.Tensor, written: bool = False) -> None:
         raise ValueError(
             f"{name} starts {x.data_ptr() % VECTOR_BYTES} bytes past a 16-byte boundary: align it"
         )
-    if written and any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape)):
-        raise ValueError(f"{name} is written and must not be an expanded (stride 0) tensor")
+    reach = 1  # elements spanned by the dimensions of smaller stride
+    for stride, extent in sorted(zip(x.stride(), x.shape)) if written else ():
+        if extent > 1 and stride < reach:
+            raise ValueError(f"{name} is written and must not overlap itself, as with stride {stride} here")
+        reach = max(reach, stride * (extent - 1) + 1)
 
 
 def refuse(stage_id: str, problem: Problem) -> None:
@@ -116,6 +119,8 @@ def prepare(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_layout(name, x)
     if out is not None:
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(f"out must be a torch.Tensor, not {type(out).__name__}")
         if (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device):
             raise ValueError(f"out must be like q: {tuple(q.shape)} {q.dtype} on {q.device}")
         check_layout("out", out, written=True)

@@ -20,6 +20,7 @@ from harness import models
 from harness.attention import attention, prepare
 from harness.inputs import poison, random_inputs
 from harness.problem import HEAD_DIMS, Problem
+from harness.results import repository
 
 LENGTHS = (1, 3, 63, 64, 65, 113, 127, 128, 129, 203, 255, 257, 1023, 1025, 4097)
 NEEDLE_LENGTHS = (16, 64, 65, 257, 1024, 4097)
@@ -211,7 +212,9 @@ def strided_views(stage_id, args):
             yield from refused(lambda: run(q, odd, v), ValueError, "multiples of 8 elements")
         out = torch.empty(1, h, n, d, device="cuda", dtype=q.dtype).expand(b, h, n, d)
         yield from refused(
-            lambda: attention(q, k, v, causal=problem.causal, stage=stage_id, out=out), ValueError, "stride 0"
+            lambda: attention(q, k, v, causal=problem.causal, stage=stage_id, out=out),
+            ValueError,
+            "overlap itself",
         )
 
 
@@ -318,7 +321,8 @@ def sanitizer(stage_id, args):
         return
     for tool in ("memcheck", "synccheck"):
         command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "ref_check.py", stage_id]
-        run = subprocess.run([*command, "--one-launch"], capture_output=True, text=True, timeout=300)
+        command = [*command, "--one-launch"]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=repository())
         if run.returncode or "ERROR SUMMARY: 0 errors" not in run.stdout:
             yield f"{tool}: " + (run.stdout + run.stderr)[-1500:]
 

@@ -40,8 +40,8 @@ def workspace_bytes(spec: dict[str, tuple[tuple[int, ...], str]]) -> int:
 
 
 def poison(tensors: Tensors) -> Tensors:
-    """Fill outputs and scratch with NaN, so that an element the kernel leaves unwritten, or a scratch it reads
-    before writing, cannot pass a check."""
+    """Fill outputs and scratch with NaN, so that an element the kernel leaves unwritten, or scratch it reads
+    before writing it, cannot pass a check."""
     for x in (tensors.o, tensors.lse, *tensors.workspace.values()):
         x.fill_(math.nan)
     return tensors

@@ -41,6 +41,7 @@ def _flex(problem, q, k, v):
         mask = create_block_mask(
             lambda b, h, i, j: i >= j, None, None, problem.seqlen_q, problem.seqlen_kv, device=q.device
         )
+    torch._dynamo.reset()  # past its limit of recompilations it would run uncompiled, without failing
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=problem.heads != problem.kv_heads)
 

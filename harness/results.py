@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -169,6 +170,16 @@ def merge(old: Results, new: Results) -> Results:
         if key in environment:
             environment[key] = old.environment.get(key, {}) | new.environment.get(key, {})
     return Results(old.stage, environment, list(rows.values()))
+
+
+def stale_rows(results: Results, sha_of: Callable[[Row], str]) -> list[str]:
+    """A line for each timed row with a hash whose machine code is not what `sha_of` says it is now."""
+    return [
+        f"{row.provider} {row.problem}: measured on {row.cubin_sha256:.12}, the source compiles to {now:.12}"
+        for row in results.rows
+        if row.cubin_sha256 is not None and row.ms_median is not None
+        if (now := sha_of(row)) != row.cubin_sha256
+    ]
 
 
 def gpu_folder(gpu_name: str) -> str:

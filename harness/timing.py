@@ -155,7 +155,7 @@ def sustained(call: Callable[[], object], ms: float, seconds: float = SUSTAINED_
     return Timing(1e3 * elapsed / count, 0.0, middle(clocks), middle(powers))
 
 
-def host_microseconds(call: Callable[[], object], calls: int = 500, rounds: int = 7) -> float:
+def host_microseconds(call: Callable[[], object], calls: int = 500, rounds: int = 20) -> float:
     """Host time of one asynchronous call in µs: the least mean of several rounds short enough not to fill the
     queue."""
     best = float("inf")

@@ -1,5 +1,4 @@
-"""The ladder, in order: each stage's id and the file of this folder that holds it. The only list of
-stages."""
+"""The ladder, in order: each stage's id and the file that holds it. The only list of stages."""
 
 import importlib
 import os
@@ -7,7 +6,7 @@ from types import ModuleType
 
 # Every kernel here targets Hopper. Named before the DSL is imported, so that a machine without a GPU, or with
 # another one, compiles the same machine code.
-os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+os.environ["CUTE_DSL_ARCH"] = "sm_90a"
 
 LADDER: dict[str, str] = {
     "k1": "k1",

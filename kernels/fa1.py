@@ -4,8 +4,7 @@ The idea          Tiles of S live in shared memory and registers only; O, the ro
                   corrected tile by tile. As FlashAttention-1 arranged it:
                     one CTA per (batch, head), keys in the outer loop, so O travels through global memory;
                     split-K: each warp takes 8 of the tile's 64 keys and all of its rows, and the eight
-                    partial
-                      products are combined through shared memory;
+                    partial products are combined through shared memory;
                     O is normalised at every step.
 What changes      against k1: S is gone from global memory, one kernel instead of three.
 What does not     fp32 FMA on widened bf16, everyone waits for every load.

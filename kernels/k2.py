@@ -1,12 +1,9 @@
 """K2: FlashAttention-2's forward, fused, on CUDA cores.
 
 The idea          One CTA owns 64 query rows and walks the keys in tiles of 64. S never leaves the SM: a
-running maximum
-                  and sum per row make the softmax a single pass, and O is normalised once, after the last
-                  tile.
+                  running maximum and sum per row make the softmax a single pass; O is normalised once, last.
 What changes      against fa1: rows are spread over CTAs, each warp owns 8 whole rows (split-Q: nothing to
-combine
-                  across warps), and the division by the row sum leaves the loop.
+                  combine across warps), and the division by the row sum leaves the loop.
 What does not     the arithmetic: fp32 FMA on widened bf16, four threads a row, loads that everyone waits for.
 Supports          bf16, head_dim 64 and 128, any length, equal for queries and keys; no GQA.
 """

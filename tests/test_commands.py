@@ -1,0 +1,505 @@
+"""The command lines: what they print and where they stop, without a GPU; and every command of the README.
+
+Where a benchmark needs a GPU, stand-ins take the place of the kernel, the timer and the peers, and `bench.py`
+itself is what is tested.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bench
+import kernels
+import ref_check
+from harness import machine_code, peers, results, timing
+from harness.attention import compile_stage
+from harness.inputs import Tensors, allocate, random_inputs
+from harness.problem import Problem
+from harness.results import Results, repository
+
+ROOT = repository()
+NO_KERNEL = "no kernel was executed"
+SHA_LINE = re.compile(r"^d(\d+) (\w+) .* cubin sha256 ([0-9a-f]{64})$", re.M)
+
+
+def run(command: str, **environment: str) -> subprocess.CompletedProcess:
+    """A shell line `[NAME=value ...] python ...` from the repository's root, with no GPU in sight."""
+    words = shlex.split(command)
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+    env |= {"CUDA_VISIBLE_DEVICES": ""} | environment
+    while re.match(r"[A-Z_]+=", words[0]):
+        name, _, env[name] = words.pop(0).partition("=")
+    assert words[0] == "python"
+    return subprocess.run(
+        [sys.executable, *words[1:]], cwd=ROOT, env=env, capture_output=True, text=True, timeout=400
+    )
+
+
+# Without a GPU
+
+
+def test_bench_without_a_gpu() -> None:
+    done = run("python bench.py k2 --seqlen 512 --head-dim 64 --causal 0")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert NO_KERNEL in done.stdout
+    assert "bound at N = 512" in done.stdout
+    assert "model flash_attention_2: agrees with float64 attention" in done.stdout
+    assert "TFLOP/s ±" not in done.stdout
+    # Another process, the same machine code.
+    sha = machine_code.sha256(compile_stage("k2", Problem.square(32, 32, 512, 64, False)))
+    assert SHA_LINE.findall(done.stdout) == [("64", "full", sha)]
+
+
+def test_bench_with_pins_in_the_environment() -> None:
+    done = run("CHECK=1 SEQLEN=512 HEADDIM=64 CAUSAL=0 python bench.py k1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert NO_KERNEL in done.stdout
+    assert re.findall(r"^d(\d+) (\w+) ", done.stdout, re.M) == [("64", "full")]
+
+
+def test_bench_compiles_for_hopper_whatever_the_environment_says() -> None:
+    done = run("CUTE_DSL_ARCH=sm_80 python bench.py k1 --seqlen 512 --head-dim 64 --causal 0")
+    assert done.returncode == 0
+    assert "compiled for sm_90a" in done.stdout
+    sha = machine_code.sha256(compile_stage("k1", Problem.square(32, 32, 512, 64, False)))
+    assert SHA_LINE.findall(done.stdout) == [("64", "full", sha)]
+
+
+def test_bench_of_a_whole_stage() -> None:
+    done = run("python bench.py k2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert NO_KERNEL in done.stdout
+    found = {(d, mask): sha for d, mask, sha in SHA_LINE.findall(done.stdout)}
+    assert list(found) == [("64", "full"), ("64", "causal"), ("128", "full"), ("128", "causal")]
+    assert len(set(found.values())) == 4
+
+
+def test_bench_fails_when_a_model_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All stages are reported on, also after one whose model fails."""
+    reported = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench.cases, "run_model", lambda stage_id: ["n1: off"] if stage_id == "k1" else [])
+    monkeypatch.setattr(bench.machine_code, "inspect", lambda *_: reported.append(1) or [])
+    monkeypatch.setattr(bench.machine_code, "bound_tflops", lambda *_: 1.0)
+    monkeypatch.setattr(bench.machine_code, "sha256", lambda *_: "a" * 64)
+    monkeypatch.setattr(bench, "compile_stage", lambda *_: None)
+    assert bench.main(["k1", "k2", "--seqlen", "512", "--head-dim", "64", "--causal", "0"]) == 1
+    out = capsys.readouterr().out
+    assert len(reported) == 2
+    assert "model safe_softmax_attention: FAILS" in out
+    assert "n1: off" in out
+    assert "model flash_attention_2: agrees" in out
+    assert bench.main(["k2", "--seqlen", "512", "--head-dim", "64", "--causal", "0"]) == 0
+
+
+def test_ref_check_without_a_gpu() -> None:
+    done = run("python ref_check.py k2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"k2: no Hopper GPU, {NO_KERNEL}; its model passes\n"
+
+
+def test_ref_check_fails_when_a_model_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(bench.cases.models.MODELS, "flash_attention_2", lambda q, k, v, causal: (v, q[:, 0]))
+    assert ref_check.main(["k1", "k2"]) == 1
+    out = capsys.readouterr().out
+    assert f"k1: no Hopper GPU, {NO_KERNEL}; its model passes" in out
+    assert f"k2: no Hopper GPU, {NO_KERNEL}; its model fails\n    n" in out
+
+
+def test_ref_check_reports_a_mutation_that_survives(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ref_check, "sweep", lambda: [Problem.square(1, 1, 512, 64, False)])
+    assert ref_check.main(["--mutations"]) == 0
+    assert f"all {len(ref_check.MUTATIONS)} mutations caught" in capsys.readouterr().out
+    monkeypatch.setattr(ref_check, "survivors", lambda *_, **__: ["drop a key: passed the rule"])
+    assert ref_check.main(["--mutations"]) == 1
+    assert "MISSED ['drop a key: passed the rule']" in capsys.readouterr().out
+
+
+def test_everything_imports_without_a_gpu() -> None:
+    modules = ["bench", "ref_check"]
+    for folder in ("harness", "kernels"):
+        modules += [f"{folder}.{path.stem}" for path in sorted((ROOT / folder).glob("*.py"))]
+    code = f"import {', '.join(modules)}; import torch; assert not torch.cuda.is_initialized()"
+    done = run(f"python -c {shlex.quote(code)}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# What cannot be done: one line and exit status 2
+
+
+WRONG_BENCH = {
+    "": "required: stages",
+    "k99": "unknown stage 'k99'; the ladder has k1, ",
+    "k2 k99": "unknown stage 'k99'",
+    "k2 --head-dim 96": "k2 takes head_dim 64 or 128, not 96",
+    "k2 --head-dim 0": "HEADDIM must be a positive whole number, not '0'",
+    "k2 --seqlen 0": "SEQLEN must be a positive whole number, not '0'",
+    "k2 --seqlen -1": "SEQLEN|expected one argument",
+    "k2 --seqlen 1e3": "SEQLEN must be a positive whole number, not '1e3'",
+    "k2 --seqlen ٣": "SEQLEN must be a positive whole number",
+    "k2 --causal 2": "CAUSAL must be 0 or 1, not '2'",
+    "k2 --causal": "expected one argument",
+    "k2 --peers fa2,fa9": "unknown peer 'fa9'; there are math, ",
+    "k2 --peers ''": "unknown peer ''",
+    "k2 --fast": "unrecognized arguments: --fast",
+    "SEQLEN=x k2": "SEQLEN must be a positive whole number, not 'x'",
+    "SEQLEN= k2": "SEQLEN must be a positive whole number, not ''",
+    "HEADDIM=59 k2": "k2 takes head_dim 64 or 128, not 59",
+    "CAUSAL=yes k2": "CAUSAL must be 0 or 1, not 'yes'",
+    "CHECK=true k2": "CHECK must be 0 or 1, not 'true'",
+}
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG_BENCH.items())
+def test_bench_refuses(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = shlex.split(words)
+    while arguments and "=" in arguments[0]:
+        monkeypatch.setenv(*arguments.pop(0).split("="))
+    assert bench.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(rf"bench\.py: .*(?:{message}).*\n", err)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("python bench.py k99", "bench.py: unknown stage 'k99'"),
+        ("SEQLEN=no python bench.py k2", "bench.py: SEQLEN must be"),
+        ("python ref_check.py k99", "ref_check.py: unknown stage 'k99'"),
+        ("python -m harness.profile k99", "harness.profile: unknown stage 'k99'"),
+        ("python -m harness.ablation k99", "harness.ablation: unknown stage 'k99'"),
+        ("python -m harness.ablation k2", "harness.ablation: k2 declares no VARIANTS"),
+        ("python -m harness.ablation fa1", "harness.ablation: timing variants needs a Hopper GPU"),
+    ],
+)
+def test_commands_stop_with_one_line(command: str, message: str) -> None:
+    done = run(command)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SEQLEN": "1024", "HEADDIM": "64", "CAUSAL": "1", "CHECK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    args = bench.parse(["k2"])
+    assert args.problems == [Problem.square(16, 32, 1024, 64, True)]
+    assert args.check
+    args = bench.parse(["k2", "--seqlen", "512", "--head-dim", "128", "--causal", "0"])
+    assert args.problems == [Problem.square(32, 16, 512, 128, False)]
+
+
+def test_bench_sweeps_everything_by_default() -> None:
+    args = bench.parse(["all"])
+    assert args.stages == list(kernels.LADDER)
+    assert set(args.problems) == set(bench.ref_check.sweep())
+    assert len(args.problems) == 24
+    assert not args.check
+    assert args.peers == list(peers.PEERS)
+    assert bench.parse(["k2", "--peers", "none"]).peers == []
+    assert bench.parse(["k2", "--save"]).save == ROOT / "results"
+    assert bench.parse(["k2"]).save is None
+
+
+# With a GPU, as far as one is not needed
+
+
+class ToyKernel:
+    """In place of a kernel file: the reference, at fault from a sequence length on, or nothing written."""
+
+    def __init__(self, fails_from: int | None = None, writes: bool = True):
+        self.fails_from, self.writes, self.launches = fails_from, writes, 0
+
+    def workspace(self, problem: Problem) -> dict:
+        return {}
+
+    def run_kernel(self, compiled: SimpleNamespace, t: Tensors) -> None:
+        self.launches += 1
+        if not self.writes:
+            return
+        o, lse = ref_check.reference(t.q, t.k, t.v, compiled.causal)
+        t.o.copy_(o)
+        t.lse.copy_(lse)
+        if self.fails_from is not None and t.q.shape[2] >= self.fails_from:
+            t.o[..., 3, 5] += 0.1
+
+
+@pytest.fixture
+def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
+    """A stage's stand-in by its id; what is an exception is raised while preparing the launch."""
+    stand_ins: dict[str, ToyKernel | Exception] = {stage_id: ToyKernel() for stage_id in kernels.LADDER}
+
+    def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, stage: str) -> tuple:
+        toy = stand_ins[stage]
+        if isinstance(toy, Exception):
+            raise toy
+        compiled = SimpleNamespace(__cubin__=b"\x7fELF" + stage.encode(), causal=causal)
+        problem = Problem.square(*q.shape[:3], q.shape[3], causal)
+        tensors = allocate(toy, problem, q, k, v)  # in memory that an earlier run left its result in
+        for x, left in zip((tensors.o, tensors.lse), ref_check.reference(q, k, v, causal)):
+            x.copy_(left)
+        return toy, compiled, tensors
+
+    def peer(error: Exception | None = None) -> peers.Peer:
+        def build(problem: Problem, *_: torch.Tensor) -> Callable[[], None]:
+            def call() -> None:
+                if error:
+                    raise error
+
+            return call
+
+        return peers.Peer(lambda: "1.0", build)
+
+    def interleaved(calls: dict[str, Callable]) -> dict[str, timing.Timing]:
+        for call in calls.values():
+            call()
+        return {name: timing.Timing(0.25, 0.01, 1700.0, None) for name in calls}
+
+    environment = {"gpu": "NVIDIA H100 80GB HBM3", "driver": "1", "cuda": "2", "torch": "3"}
+    environment["cutlass_dsl"] = "4"
+    lacking = torch.OutOfMemoryError("Out of memory. Tried to allocate 2.00 GiB. GPU 0 has 9 GiB.")
+    monkeypatch.setattr(bench, "TOTAL_TOKENS", 256)
+    monkeypatch.setattr(bench, "HIDDEN_SIZE", 128)
+    monkeypatch.setattr(bench, "random_inputs", lambda problem: random_inputs(problem, "cpu"))
+    monkeypatch.setattr(bench, "prepare", prepare)
+    monkeypatch.setattr(timing, "environment", lambda found: environment | {"peers": found, "host_us": {}})
+    monkeypatch.setattr(timing, "interleaved", interleaved)
+    monkeypatch.setattr(timing, "sustained", lambda call, ms: timing.Timing(2 * ms, 0.0, 1400.0, 690.0))
+    monkeypatch.setattr(timing, "host_microseconds", lambda call: call() or 4.321)
+    table = {"math": peer(lacking), "fa2": peer(), "flex": peer(RuntimeError("no such mask\nat line 3"))}
+    monkeypatch.setattr(peers, "PEERS", table)
+    for name, answer in {"is_available": True, "get_device_capability": (9, 0), "synchronize": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return stand_ins
+
+
+SMALL = ["--head-dim", "64", "--causal", "1"]
+
+
+def load(folder: Path, stage_id: str) -> Results:
+    return Results.load(folder / "h100-80gb-hbm3" / f"{stage_id}.json")
+
+
+def test_a_passing_run_is_saved(toys: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["k1", "k2", *SMALL, "--seqlen", "64", "--save", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("of the hardware bound") == 2
+    assert re.search(r"^k2 +b4 h2 n64 d64 causal bfloat16 +pass +0\.0\d TFLOP/s", out, re.M)
+    assert "1.000 × fa2" in out
+    for stage_id in ("k1", "k2"):
+        saved = load(tmp_path, stage_id)
+        assert {row.provider for row in saved.rows} == {stage_id, *peers.PEERS}
+        (row,) = (row for row in saved.rows if row.provider == stage_id)
+        assert row.problem == Problem.square(4, 2, 64, 64, True)
+        assert (row.check, row.ms_median, row.tflops_sustained) == ("pass", 0.25, None)
+        assert row.tflops == row.problem.flops / 0.25e-3 / 1e12
+        assert 0 < row.max_error < 0.02
+        compiled = SimpleNamespace(__cubin__=b"\x7fELF" + stage_id.encode())
+        assert row.cubin_sha256 == machine_code.sha256(compiled)
+        assert saved.environment["host_us"] == {stage_id: 4.32}
+        errors = {row.provider: row.error for row in saved.rows if row.error}
+        assert errors == {
+            "math": "OOM: needs 2.00 GiB more than the 0.0 GiB held",
+            "flex": "unsupported: no such mask",
+        }
+
+
+def test_a_second_run_joins_the_first(toys: dict, tmp_path: Path) -> None:
+    for seqlen in ("64", "128", "64"):
+        assert bench.main(["k2", *SMALL, "--seqlen", seqlen, "--peers", "none", "--save", str(tmp_path)]) == 0
+    assert [row.seqlen_q for row in load(tmp_path, "k2").rows] == [64, 128]
+
+
+def test_long_rows_have_a_sustained_rate(toys: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SUSTAINED_FROM", 128)
+    monkeypatch.setattr(bench, "SEQLENS", (64, 128))
+    assert bench.main(["k2", *SMALL, "--peers", "none", "--save", str(tmp_path)]) == 0
+    short, long = load(tmp_path, "k2").rows
+    assert (short.tflops_sustained, short.clock_mhz) == (None, 1700.0)
+    assert (long.tflops_sustained, long.clock_mhz, long.power_w) == (long.tflops / 2, 1400.0, 690.0)
+
+
+def test_a_failed_check_has_no_number_and_saves_nothing(
+    toys: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toys["k1"] = ToyKernel(fails_from=0)
+    assert bench.main(["k1", *SMALL, "--seqlen", "64", "--peers", "none", "--save", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"^k1 +b4 h2 n64 d64 causal bfloat16 +fail +max error .* worst at \(", out, re.M)
+    assert "TFLOP/s" not in out
+    assert "A check failed: nothing was written." in out
+    assert toys["k1"].launches == 1  # the check's: it was not timed
+    assert list(tmp_path.iterdir()) == []
+
+    assert bench.main(["k1", "k2", *SMALL, "--seqlen", "64", "--save", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.count("of the hardware bound") == 1  # k2's
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_earlier_result_in_memory_passes_no_check(
+    toys: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toys["k2"] = ToyKernel(writes=False)
+    command = ["k2", *SMALL, "--seqlen", "64", "--peers", "none", "--save", str(tmp_path)]
+    assert bench.main(command) == 1
+    assert "elements finite in one and not in the other" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_check_leaves_what_was_saved(toys: dict, tmp_path: Path) -> None:
+    command = ["k1", *SMALL, "--seqlen", "64", "--save", str(tmp_path)]
+    assert bench.main(command) == 0
+    before = load(tmp_path, "k1")
+    toys["k1"] = ToyKernel(fails_from=0)
+    assert bench.main(command) == 1
+    assert load(tmp_path, "k1") == before
+
+
+@pytest.mark.parametrize("how", ["flag", "environment"])
+def test_check_of_every_row(how: str, toys: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each kernel compiled; with CHECK=1 each row, where a fault of long sequences shows."""
+    monkeypatch.setattr(bench, "SEQLENS", (64, 128))
+    toys["k2"] = ToyKernel(fails_from=128)
+    command = ["k2", *SMALL, "--peers", "none"]
+    assert bench.main(command) == 0
+    if how == "flag":
+        command.append("--check")
+    else:
+        monkeypatch.setenv("CHECK", "1")
+    assert bench.main(command) == 1
+
+
+def test_rows_after_a_failed_one_are_checked_again(toys: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SEQLENS", (128, 64))
+    toys["k2"] = ToyKernel(fails_from=128)
+    args = bench.parse(["k2", *SMALL, "--peers", "none"])
+    env, checked = timing.environment({}), set()
+    first, second = (bench.bench_problem(problem, args, checked, env)[0] for problem in args.problems)
+    assert (first.check, first.tflops, first.cubin_sha256) == ("fail", None, None)
+    assert (second.check, second.max_error is None) == ("pass", False)
+
+
+def test_scratch_that_does_not_fit_becomes_a_row(
+    toys: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toys["k1"] = MemoryError("k1 needs 34.4 GB of scratch")
+    assert bench.main(["k1", "k2", *SMALL, "--seqlen", "64", "--save", str(tmp_path)]) == 0
+    assert re.search(r"^k1 .* OOM: k1 needs 34\.4 GB of scratch$", capsys.readouterr().out, re.M)
+    (row,) = (row for row in load(tmp_path, "k1").rows if row.provider == "k1")
+    assert (row.error, row.tflops, row.check) == ("OOM: k1 needs 34.4 GB of scratch", None, None)
+    assert any(row.tflops for row in load(tmp_path, "k2").rows if row.provider == "k2")
+
+
+# The README
+
+
+README = ROOT / "README.md"
+COMMAND = re.compile(r"(?:[A-Z_]+=\S+\s+)*(?:python3?|make)\s")
+# How each command a reader is told to type is tested.
+RUN_HERE = "a test of this file runs it"
+PARSED = "long: test_long_commands_are_understood gives it to its parser"
+EXPANDED = "test_make_runs_the_right_program reads what it would run"
+ELSEWHERE = "another file's tests call its main"
+ITSELF = "it runs these tests"
+TESTED = {
+    "python bench.py k2": RUN_HERE,
+    "python bench.py k2 --seqlen 512 --head-dim 64 --causal 0": RUN_HERE,
+    "CHECK=1 SEQLEN=512 HEADDIM=64 CAUSAL=0 python bench.py k1": RUN_HERE,
+    "python ref_check.py k2": RUN_HERE,
+    "python bench.py all": PARSED,
+    "python bench.py all --save": PARSED,
+    "python bench.py k1 fa1 k2": PARSED,
+    "python bench.py k2 --save": PARSED,
+    "python ref_check.py --mutations": RUN_HERE,
+    "python -m harness.ablation fa1": RUN_HERE,
+    "python -m harness.report": ELSEWHERE,
+    "python -m harness.report --check": ELSEWHERE,
+    "make bench": EXPANDED,
+    "make bench KERNEL=k2": EXPANDED,
+    "make check": EXPANDED,
+    "make check KERNEL=k2": EXPANDED,
+    "make report": EXPANDED,
+    "make test": ITSELF,
+}
+
+
+def commands(markdown: str) -> list[str]:
+    """The python and make lines of a document's sh and bash blocks, without prompts and comments."""
+    blocks = re.findall(r"^```(?:sh|bash|shell|console)[^\n]*\n(.*?)^```", markdown, re.M | re.S)
+    lines = [line.strip().removeprefix("$ ") for line in "".join(blocks).replace("\\\n", " ").splitlines()]
+    found = [shlex.split(line, comments=True) for line in lines if COMMAND.match(f"{line} ")]
+    return list(dict.fromkeys(map(" ".join, found)))
+
+
+def test_commands_are_found() -> None:
+    text = (
+        "# Title\n\n```sh\npython bench.py k2   # comment\n$ CHECK=1 A=b python bench.py \\\n k1\nls\n```\n"
+        "text `make nothing`\n```python\nmake = 1\n```\n```bash\nmake test\nmake test\nmaker x\n```\n"
+    )
+    assert commands(text) == ["python bench.py k2", "CHECK=1 A=b python bench.py k1", "make test"]
+
+
+@pytest.mark.skipif(not README.exists(), reason="there is no README.md yet")
+def test_every_command_of_the_readme_is_tested() -> None:
+    found = commands(README.read_text(encoding="utf-8"))
+    assert found
+    assert [command for command in found if command not in TESTED] == []
+
+
+@pytest.mark.parametrize("command", [command for command, how in TESTED.items() if how == PARSED])
+def test_long_commands_are_understood(command: str) -> None:
+    program, *arguments = shlex.split(command)[1:]
+    assert program == "bench.py"
+    assert bench.parse(arguments).problems
+
+
+@pytest.mark.parametrize(
+    ("command", "runs"),
+    [
+        ("make bench", "bench.py k2"),
+        ("make bench KERNEL=k2", "bench.py k2"),
+        ("make bench KERNEL=fa1", "bench.py fa1"),
+        ("make check", "ref_check.py k2"),
+        ("make check KERNEL=k2", "ref_check.py k2"),
+        ("make report", "-m harness.report"),
+        ("make test", "-m ruff check ."),
+        ("make test", "-m pytest"),
+    ],
+)
+def test_make_runs_the_right_program(command: str, runs: str) -> None:
+    # Outside of the make that may run this test, whose flags would be taken over.
+    env = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MFLAGS", "KERNEL")}
+    make, *arguments = shlex.split(command)
+    done = subprocess.run([make, "-n", *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f".venv/bin/python {runs}" in done.stdout.splitlines()
+
+
+def test_make_commands_are_all_expanded() -> None:
+    (mark,) = (m for m in test_make_runs_the_right_program.pytestmark if m.name == "parametrize")
+    expanded = {command for command, _ in mark.args[1]}
+    assert {command for command, how in TESTED.items() if how == EXPANDED} <= expanded
+
+
+def test_every_peer_has_a_label() -> None:
+    assert set(results.PEER_LABELS) == set(bench.parse(["k2"]).peers)

@@ -1,0 +1,134 @@
+"""Committed measurements belong to the source beside them: the same machine code, the same tables."""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+import kernels
+from harness import machine_code, report
+from harness.attention import compile_stage, refuse
+from harness.problem import Problem
+from harness.results import Results, Row, load_all, repository, stale_rows
+
+FILES = [(folder, stage_id) for folder, stages in load_all().items() for stage_id in stages]
+every_file = pytest.mark.parametrize(
+    ("folder", "stage_id"),
+    FILES or [pytest.param("", "", marks=pytest.mark.skip(reason="no results are committed yet"))],
+)
+
+
+def committed(folder: str, stage_id: str) -> Results:
+    return load_all()[folder][stage_id]
+
+
+def sha_of_source(stage_id: str) -> Callable[[Row], str]:
+    """What the stage's source compiles to for a row's problem, which it must still support."""
+
+    def sha_of(row: Row) -> str:
+        refuse(stage_id, row.problem)
+        return machine_code.sha256(compile_stage(stage_id, row.problem))
+
+    return sha_of
+
+
+# What is committed
+
+
+@every_file
+def test_rows_belong_to_the_source(folder: str, stage_id: str) -> None:
+    results = committed(folder, stage_id)
+    assert any(row.provider == stage_id and row.ms_median is not None for row in results.rows)
+    assert stale_rows(results, sha_of_source(stage_id)) == []
+
+
+@every_file
+def test_rows_passed_their_check(folder: str, stage_id: str) -> None:
+    """`Results.load` refuses a time without a check; the only other reason for no time is memory."""
+    for row in committed(folder, stage_id).rows:
+        if row.provider == stage_id:
+            assert row.check == "pass" or row.error.startswith("OOM: "), row
+        else:
+            assert row.check is None, row
+
+
+@every_file
+def test_files_are_as_written(folder: str, stage_id: str, tmp_path: Path) -> None:
+    """Nothing was typed by hand: a file is byte for byte what saving it gives."""
+    committed(folder, stage_id).save(tmp_path / "again.json")
+    path = repository() / "results" / folder / f"{stage_id}.json"
+    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+
+
+def test_tables_and_figures_are_current() -> None:
+    stages = [kernels.load(stage_id)[0] for stage_id in kernels.LADDER]
+    assert report.find_stale(repository(), stages) == []
+
+
+ABLATIONS = sorted((repository() / "results").glob("*/ablations/*.json"))
+NOT_YET = [pytest.param(None, marks=pytest.mark.skip(reason="no variants are measured yet"))]
+
+
+@pytest.mark.parametrize("path", ABLATIONS or NOT_YET, ids=str)
+def test_variants_belong_to_the_source(path: Path) -> None:
+    """One head_dim of each variant: all of them would take minutes, and they share every line of source."""
+    results = Results.load(path)
+    _, module = kernels.load(results.stage)
+    results.rows = [row for row in results.rows if row.head_dim == 64]
+    assert {row.provider for row in results.rows} == set(module.VARIANTS)
+    compiled = {}
+
+    def sha_of(row: Row) -> str:
+        key = (row.provider, row.causal)
+        if key not in compiled:
+            kernel = module.compile_kernel(row.problem, **module.VARIANTS[row.provider])
+            compiled[key] = machine_code.sha256(kernel)
+        return compiled[key]
+
+    assert stale_rows(results, sha_of) == []
+
+
+# Made-up results: that staleness is seen
+
+
+def made_up(sha: str, problem: Problem) -> Results:
+    environment = {"gpu": "NVIDIA H100", "driver": "1", "torch": "2", "cutlass_dsl": "4"}
+    timed = {"ms_median": 1.0, "ms_iqr": 0.1, "tflops": 1.0}
+    rows = [
+        Row("k2", **asdict(problem), **timed, check="pass", cubin_sha256=sha),
+        Row("k2", **asdict(problem.with_(batch=2)), error="OOM: needs 9 GB"),
+        Row("cudnn", **asdict(problem), **timed),
+    ]
+    return Results("k2", environment, rows)
+
+
+def test_stale_rows() -> None:
+    problem = Problem.square(1, 1, 512, 64, False)
+    results = made_up("a" * 64, problem)
+    assert stale_rows(results, lambda row: "a" * 64) == []
+    assert stale_rows(results, lambda row: "b" * 64) == [
+        f"k2 {problem}: measured on aaaaaaaaaaaa, the source compiles to bbbbbbbbbbbb"
+    ]
+    other = replace(results.rows[0], **asdict(problem.with_(causal=True)))
+    results.rows.append(other)
+    by_mask = stale_rows(results, lambda row: ("b" if row.causal else "a") * 64)
+    assert by_mask == [f"k2 {other.problem}: measured on aaaaaaaaaaaa, the source compiles to bbbbbbbbbbbb"]
+
+
+def test_an_edited_tile_makes_rows_stale(tmp_path: Path) -> None:
+    """The same function, on results saved and loaded, when k2's tile constant is another."""
+    problem = Problem.square(32, 32, 512, 64, False)
+    module = kernels.load("k2")[1]
+    made_up(machine_code.sha256(compile_stage("k2", problem)), problem).save(tmp_path / "k2.json")
+    results = Results.load(tmp_path / "k2.json")
+    assert stale_rows(results, sha_of_source("k2")) == []
+    edited = lambda row: machine_code.sha256(module.compile_kernel(row.problem, tile=module.TILE // 2))
+    (line,) = stale_rows(results, edited)
+    assert line.startswith(f"k2 {problem}: measured on ")
+
+
+def test_rows_of_a_problem_no_longer_supported_are_an_error() -> None:
+    results = made_up("a" * 64, Problem.square(1, 1, 512, 96, False))
+    with pytest.raises(ValueError, match="k2 takes head_dim 64 or 128, not 96"):
+        stale_rows(results, sha_of_source("k2"))

@@ -1,0 +1,33 @@
+"""Every case of every stage on the GPU, where there is one."""
+
+import shutil
+
+import pytest
+import torch
+
+import kernels
+import ref_check
+from harness.results import repository
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="no Hopper GPU here: no kernel can be executed"),
+]
+
+
+@pytest.mark.parametrize("stage_id", kernels.LADDER)
+def test_every_case(stage_id: str) -> None:
+    assert ref_check.main([stage_id, "--no-sanitizer"]) == 0
+
+
+@pytest.mark.skipif(HOPPER and SANITIZER is None, reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize("stage_id", kernels.LADDER)
+def test_sanitizers(
+    stage_id: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(repository())  # the sanitizer runs `ref_check.py` from here
+    assert ref_check.main([stage_id, "--only", "sanitizer"]) == 0
+    assert f"{stage_id}  pass  sanitizer" in capsys.readouterr().out  # the case ran

@@ -1,0 +1,329 @@
+"""What every stage compiles to for sm_90a, and the reading of machine code it is judged by; without a GPU."""
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from math import ceil
+
+import pytest
+
+import kernels
+from harness import machine_code
+from harness.attention import compile_stage
+from harness.machine_code import Instruction, KernelCode, Loop, classify, cubin_of, demand, main_loop
+from harness.problem import HEAD_DIMS, Problem
+from harness.stage import Work
+
+STAGES = list(kernels.LADDER)
+CUDA_CORES = ("k1", "fa1", "k2")  # what these compute with; tensor cores and TMA come later
+CONFIGS = [(stage_id, d, causal) for stage_id in STAGES for d in HEAD_DIMS for causal in (False, True)]
+every_config = pytest.mark.parametrize(("stage_id", "head_dim", "causal"), CONFIGS)
+fused = pytest.mark.parametrize("stage_id", [stage_id for stage_id in ("fa1", "k2") if stage_id in STAGES])
+
+
+def problem_at(stage_id: str, head_dim: int, causal: bool) -> Problem:
+    """The sweep's problem at N = 4096."""
+    direction = kernels.load(stage_id)[0].direction
+    return Problem.square(4, 2048 // head_dim, 4096, head_dim, causal, direction=direction)
+
+
+def kernels_of(stage_id: str, head_dim: int, causal: bool) -> list[KernelCode]:
+    return machine_code.disassemble(cubin_of(compile_stage(stage_id, problem_at(stage_id, head_dim, causal))))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def disassemble_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine_code, "disassemble", functools.cache(machine_code.disassemble))
+        yield
+
+
+# Every stage
+
+
+@every_config
+def test_compiles_without_spills(stage_id: str, head_dim: int, causal: bool) -> None:
+    found = kernels_of(stage_id, head_dim, causal)
+    assert found
+    for code in found:
+        assert len(code.instructions) > 100
+        assert 16 <= code.registers <= 255
+        assert code.frame_bytes == 0, f"{code.symbol} has a stack frame"
+        assert code.count("LDL|STL") == 0, f"{code.symbol} spills"
+
+
+@every_config
+def test_is_hopper_code(stage_id: str, head_dim: int, causal: bool) -> None:
+    cubin = cubin_of(compile_stage(stage_id, problem_at(stage_id, head_dim, causal)))
+    assert cubin[49] == 90  # the second byte of the ELF header's flags: the compute capability
+
+
+@every_config
+def test_bound_is_stated(stage_id: str, head_dim: int, causal: bool) -> None:
+    problem = problem_at(stage_id, head_dim, causal)
+    works = kernels.load(stage_id)[1].work(problem)
+    demands = machine_code.inspect(compile_stage(stage_id, problem), works)
+    assert [x.work for x in demands] == works
+    for x in demands:
+        assert x.cycles[x.unit] == max(x.cycles.values()) > 0
+        assert min(x.cycles.values()) >= 0
+        assert sum(x.mix.values()) > 0
+        assert x.seconds() > 0
+    bound = machine_code.bound_tflops(problem, demands)
+    assert 0 < bound <= problem.flops / problem.roofline_seconds() / 1e12
+
+
+@pytest.mark.parametrize(("stage_id", "head_dim", "causal"), [c for c in CONFIGS if c[0] in CUDA_CORES])
+def test_first_stages_use_cuda_cores_only(stage_id: str, head_dim: int, causal: bool) -> None:
+    for code in kernels_of(stage_id, head_dim, causal):
+        assert code.count(r"[HIQDB]G?MMA") == 0
+        assert code.count("UTMA|UBLKCP|SYNCS|LDGSTS") == 0
+        assert code.count("FFMA|FMUL") > 0
+
+
+@every_config
+def test_shared_memory_is_what_the_stage_says(stage_id: str, head_dim: int, causal: bool) -> None:
+    problem = problem_at(stage_id, head_dim, causal)
+    host = str(compile_stage(stage_id, problem).ir_module)
+    launched = {int(n) for n in re.findall(r"llvm\.mlir\.constant\((\d+) : i64\)", host)}
+    for work in kernels.load(stage_id)[1].work(problem):
+        assert work.smem_bytes <= 232_448, "more than a CTA may have: 227 KiB"
+        assert work.smem_bytes in launched | {0}
+    if stage_id == "k2" and head_dim == 128:
+        assert {work.smem_bytes for work in kernels.load("k2")[1].work(problem)} == {49152}
+
+
+# The identity of machine code
+
+
+def test_compiler_is_deterministic() -> None:
+    problem = problem_at("k2", 64, False)
+    module = kernels.load("k2")[1]
+    first, second = module.compile_kernel(problem), module.compile_kernel(problem)
+    assert first is not second
+    assert cubin_of(first) == cubin_of(second)
+    sha = machine_code.sha256(first)
+    assert re.fullmatch(r"[0-9a-f]{64}", sha)
+    assert sha == machine_code.sha256(compile_stage("k2", problem.with_(batch=1, seqlen_q=65, seqlen_kv=65)))
+
+
+def test_hash_follows_the_tile() -> None:
+    problem = problem_at("k2", 64, False)
+    other = kernels.load("k2")[1].compile_kernel(problem, tile=32)
+    assert machine_code.sha256(other) != machine_code.sha256(compile_stage("k2", problem))
+
+
+def test_hash_tells_configurations_apart() -> None:
+    compiled = [compile_stage(stage_id, problem_at(stage_id, d, causal)) for stage_id, d, causal in CONFIGS]
+    assert len({machine_code.sha256(x) for x in compiled}) == len(CONFIGS)
+
+
+@pytest.mark.parametrize("cubin", [None, b"", b"PTX", "\x7fELF"])
+def test_what_carries_no_cubin(cubin: object) -> None:
+    class Compiled:
+        __cubin__ = cubin
+
+    with pytest.raises(ValueError, match="carries no cubin; compile it with --keep-cubin"):
+        cubin_of(Compiled())
+
+
+def test_disassembler_refuses_other_bytes() -> None:
+    with pytest.raises(RuntimeError, match=r"nvdisasm failed: ."):
+        machine_code.disassemble(b"\x7fELF and nothing else")
+
+
+# The work a stage declares must be the work its machine code does
+
+
+@fused
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_products_are_those_declared(stage_id: str, head_dim: int, causal: bool) -> None:
+    problem = problem_at(stage_id, head_dim, causal)
+    (work,) = kernels.load(stage_id)[1].work(problem)
+    assert work.ffma == 2 * 64 * 64 * head_dim // 256  # of one thread, in one 64×64 tile
+    (found,) = machine_code.inspect(compile_stage(stage_id, problem), [work])
+    # No tenth more than needed either: what is left over is the rescaling.
+    with pytest.raises(ValueError, match="are the trips right"):
+        demand(found.code, replace(work, ffma=ceil(1.1 * work.ffma)))
+
+
+@fused
+def test_wrong_work_is_refused(stage_id: str) -> None:
+    problem = problem_at(stage_id, 64, False)
+    compiled = compile_stage(stage_id, problem)
+    (work,) = kernels.load(stage_id)[1].work(problem)
+    for at in range(len(work.trips)):
+        fewer = tuple(n - (i == at) for i, n in enumerate(work.trips))
+        with pytest.raises(ValueError, match=rf": \d+ products in one pass, not the {work.ffma}"):
+            machine_code.inspect(compiled, [replace(work, trips=fewer)])
+    for trips in ((), (*work.trips, 8)):
+        with pytest.raises(ValueError, match=rf"{len(work.trips)} innermost loops .*, not {len(trips)}"):
+            machine_code.inspect(compiled, [replace(work, trips=trips)])
+    with pytest.raises(ValueError, match="0 kernels named 'Nothing' in the cubin"):
+        machine_code.inspect(compiled, [replace(work, kernel="Nothing")])
+
+
+def test_k1_is_three_kernels() -> None:
+    problem = problem_at("k1", 64, False)
+    found = machine_code.disassemble(cubin_of(compile_stage("k1", problem)))
+    assert len(found) == 3
+    demands = machine_code.inspect(compile_stage("k1", problem), kernels.load("k1")[1].work(problem))
+    assert [x.work.kernel for x in demands] == ["score", "softmax", "output"]
+    assert len({x.code.symbol for x in demands}) == 3
+    with pytest.raises(ValueError, match="3 kernels named 'NaiveAttention'"):
+        every = replace(demands[0].work, kernel="NaiveAttention")
+        machine_code.inspect(compile_stage("k1", problem), [every])
+
+
+# Reading a listing
+
+
+SYMBOL = "kernel_toy_with_a_name_that_its_banner_cuts"
+# A tile loop (.L_x_2) around two inner loops (.L_x_3, .L_x_4); behind the kernel's end a slow path that jumps
+# back over it, and the padding loop.
+LISTING = f"""
+	//----- nvinfo : EIATTR_REGCOUNT
+	.align		4
+        /*0000*/ 	.byte	0x04, 0x2f
+        /*0004*/ 	.word	index@({SYMBOL})
+        /*0008*/ 	.word	0x0000002a
+
+	//----- nvinfo : EIATTR_FRAME_SIZE
+	.align		4
+        /*0010*/ 	.word	index@({SYMBOL})
+        /*0014*/ 	.word	0x00000010
+
+//--------------------- .text.kernel_toy_with_a_name - --------------------------
+	.section	.text.{SYMBOL},"ax",@progbits
+.text.{SYMBOL}:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/              @!P0 EXIT ;
+.L_x_2:
+        /*0020*/                   LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
+.L_x_3:
+        /*0030*/                   LDS.128 R8, [R6] ;
+        /*0040*/                   FFMA R0, R8, R9, R0 ;
+        /*0050*/                   FMUL R3, R8, R9 ;
+        /*0060*/              @!P1 BRA `(.L_x_3) ;
+        /*0070*/                   MUFU.EX2 R3, R3 ;
+.L_x_4:
+        /*0080*/                   LDS R8, [R6+0x10] ;
+        /*0090*/             @!UP2 UIADD3 UR4, UR4, 0x1, URZ ;
+        /*00a0*/                   FFMA.FTZ R0, R8, R9, R0 ;
+        /*00b0*/               @P1 BRA `(.L_x_4) ;
+        /*00c0*/                   STL [R1], R0 ;
+        /*00d0*/               @P2 BRA `(.L_x_2) ;
+        /*00e0*/                   EXIT ;
+.L_x_5:
+        /*00f0*/                   FADD R0, R0, R0 ;
+        /*0100*/                   BRA `(.L_x_1);
+.L_x_6:
+        /*0110*/                   BRA `(.L_x_6);
+        /*0120*/                   NOP;
+
+//--------------------- .nv.shared.reserved.0     --------------------------
+        /*0000*/                   FFMA R0, R0, R0, R0 ;
+"""
+TOY_WORK = Work("toy", "step", threads=64, ctas=1, passes=10, trips=(4, 3), ffma=11, hbm_bytes=512.0)
+
+
+@pytest.fixture
+def toy() -> KernelCode:
+    (code,) = machine_code._parse(LISTING)
+    return code
+
+
+def test_parse(toy: KernelCode) -> None:
+    assert toy.symbol == SYMBOL
+    assert toy.registers == 42
+    assert toy.frame_bytes == 16
+    assert len(toy.instructions) == 19
+    assert toy.instructions[0] == Instruction("LDC", "LDC R1, c[0x0][0x28] ")
+    assert toy.instructions[1] == Instruction("EXIT", "@!P0 EXIT ")
+    assert toy.instructions[9].opcode == "UIADD3"
+    assert toy.loops == (Loop(3, 6), Loop(8, 11), Loop(2, 13))
+    assert toy.count("LDL|STL") == 1
+    assert toy.count("LDS") == 2
+    assert toy.count("DS") == 0
+    assert main_loop(toy) == Loop(2, 13)
+
+
+def test_demand(toy: KernelCode) -> None:
+    found = demand(toy, TOY_WORK)
+    assert found.mix == {
+        "global": 1,
+        "shared": 4 + 3,
+        "fp32": 2 * 4 + 3,
+        "branch": 4 + 3 + 1,
+        "mufu": 1,
+        "uniform": 3,
+        "local": 1,
+    }
+    assert found.cycles["tensor"] == 0
+    assert found.cycles["MUFU"] == 64 * 1 / 16
+    assert found.cycles["FP32"] == 64 * 11 / 128
+    assert found.cycles["ALU"] == 0
+    assert found.cycles["issue"] == 2 * 32 / 4
+    assert found.cycles["shared"] == 2 * 32 * (4 * 16 + 3 * 4) / 128
+    assert found.cycles["HBM"] == pytest.approx(512 * 132 * 1.98e9 / 3.35e12)
+    assert found.unit == "HBM"
+    assert found.seconds() == pytest.approx(10 * 512 * 132 / 3.35e12)  # one CTA: one SM's share of the rate
+    assert replace(found, work=replace(TOY_WORK, ctas=1000)).seconds() == pytest.approx(10 * 512 / 3.35e12)
+    problem = Problem.square(1, 1, 64, 64, False)
+    assert machine_code.bound_tflops(problem, [found, found]) == pytest.approx(
+        problem.flops / (2 * found.seconds()) / 1e12
+    )
+
+
+@pytest.mark.parametrize("changes", [{"trips": (3, 3)}, {"trips": (4, 2)}, {"ffma": 12}])
+def test_demand_refuses_too_few_products(changes: dict[str, object], toy: KernelCode) -> None:
+    with pytest.raises(ValueError, match=r"toy: .* products in one pass, not the .* needed"):
+        demand(toy, replace(TOY_WORK, **changes))
+
+
+def test_tensor_cycles_come_from_the_instruction_shape() -> None:
+    wgmma = Instruction("HGMMA.64x128x16.F32.BF16", "")
+    code = KernelCode("toy", 1, 0, (wgmma, Instruction("BRA", "")), (Loop(0, 1),))
+    found = demand(code, replace(TOY_WORK, threads=128, trips=(1,), ffma=0))
+    assert found.cycles["tensor"] == 2 * 64 * 128 * 16 / 4096  # a warpgroup's instruction
+    assert found.mix["tensor"] == 1
+
+
+def test_code_without_a_loop(toy: KernelCode) -> None:
+    with pytest.raises(ValueError, match=f"{SYMBOL} has no loop"):
+        main_loop(replace(toy, loops=()))
+
+
+@pytest.mark.parametrize(
+    ("opcode", "kind"),
+    [
+        ("HGMMA.64x128x16.F32.BF16", "tensor"),
+        ("QGMMA.64x64x32.F32.E4M3.E4M3", "tensor"),
+        ("MUFU.EX2", "mufu"),
+        ("FFMA.FTZ", "fp32"),
+        ("FADD", "fp32"),
+        ("IMAD.WIDE.U32", "imad"),
+        ("F2FP.BF16.F32.PACK_AB", "convert"),
+        ("LDS.128", "shared"),
+        ("STSM.16.M88.4", "shared"),
+        ("LDG.E.128", "global"),
+        ("UTMALDG.4D", "global"),
+        ("STL.64", "local"),
+        ("SHFL.BFLY", "shuffle"),
+        ("BAR.SYNC.DEFER_BLOCKING", "sync"),
+        ("SYNCS.PHASECHK.TRANS64.TRYWAIT", "sync"),
+        ("WARPGROUP.DEPBAR.LE", "sync"),
+        ("BRA", "branch"),
+        ("UIADD3", "uniform"),
+        ("R2UR", "uniform"),
+        ("FMNMX", "alu"),
+        ("LOP3.LUT", "alu"),
+        ("FSETP.GT.AND", "alu"),
+        ("NOP", "other"),
+    ],
+)
+def test_classify(opcode: str, kind: str) -> None:
+    assert classify(opcode) == kind

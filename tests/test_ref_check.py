@@ -1,0 +1,257 @@
+"""The reference, the pass rule and the needle inputs: that they are right, and that each of them can fail."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import ref_check
+from harness.cases import NEEDLE_LENGTHS
+from harness.inputs import random_inputs
+from harness.problem import Problem, sweep
+
+CLOSE = 1e-12  # some thousand units of float64 round-off
+SHAPES = {
+    "square": Problem.square(2, 3, 203, 64, False),
+    "causal": Problem.square(2, 3, 203, 128, True),
+    "one row": Problem.square(1, 1, 1, 64, True),
+    "grouped": Problem(2, 6, 2, 65, 65, 64, False),
+    "grouped, causal": Problem(1, 5, 1, 130, 130, 64, True),
+    "few queries": Problem(2, 2, 2, 7, 130, 64, False),
+    "few queries, causal": Problem(2, 4, 2, 33, 130, 64, True),
+    "many queries": Problem(1, 2, 2, 130, 33, 64, False),
+    "fp16": Problem.square(1, 2, 65, 64, True, dtype="float16"),
+}
+
+
+def exact(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """O and LSE in float64 by torch's own attention and logsumexp; the last query sees every key."""
+    q, k, v = (x.double() for x in (q, k, v))
+    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    if causal:
+        visible = visible.tril(k.shape[2] - q.shape[2])
+    o = sdpa(q, k, v, attn_mask=visible, enable_gqa=True)
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / math.sqrt(q.shape[-1])
+    return o, scores.masked_fill(~visible, -math.inf).logsumexp(-1)
+
+
+def far(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+# The reference
+
+
+# Scores held at once: all; one row of one head; some rows; and for some shapes two heads of three.
+@pytest.mark.parametrize("chunk", [ref_check.CHUNK_ELEMENTS, 1, 1000, 2 * 203 * 203])
+@pytest.mark.parametrize("problem", SHAPES.values(), ids=SHAPES)
+def test_reference_is_attention(problem: Problem, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ref_check, "CHUNK_ELEMENTS", chunk)
+    q, k, v = random_inputs(problem, "cpu")
+    o, lse = ref_check.reference(q, k, v, problem.causal)
+    expected_o, expected_lse = exact(q, k, v, problem.causal)
+    assert o.dtype == lse.dtype == torch.float64
+    assert (o.shape, lse.shape) == (expected_o.shape, expected_lse.shape)
+    assert far(o, expected_o) < CLOSE
+    assert far(lse, expected_lse) < CLOSE
+
+
+@pytest.mark.parametrize("chunk", [ref_check.CHUNK_ELEMENTS, 300])
+@pytest.mark.parametrize("name", ["causal", "grouped", "few queries, causal"])
+def test_reference_of_some_rows(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ref_check, "CHUNK_ELEMENTS", chunk)
+    problem = SHAPES[name]
+    q, k, v = random_inputs(problem, "cpu")
+    rows = torch.tensor([0, 5, 6, 31, problem.seqlen_q - 1])
+    o, lse = ref_check.reference(q, k, v, problem.causal, rows)
+    expected_o, expected_lse = exact(q, k, v, problem.causal)
+    assert far(o, expected_o[:, :, rows]) < CLOSE
+    assert far(lse, expected_lse[:, :, rows]) < CLOSE
+
+
+def test_yardstick_rounds_as_a_kernel_does() -> None:
+    problem = SHAPES["causal"]
+    q, k, v = random_inputs(problem, "cpu")
+    ref, _ = ref_check.reference(q, k, v, True)
+    plain, rounded = (ref_check.yardstick(q, k, v, True, rounds_p) for rounds_p in (False, True))
+    assert plain.dtype == rounded.dtype == torch.bfloat16
+    assert not torch.equal(plain, rounded)
+    # Round-off of an output below 4 in magnitude: half of 2⁻⁷ · 2, and as much again for a rounded P.
+    assert 1e-3 < far(plain.double(), ref) < 2**-7
+    assert far(rounded.double(), ref) < 2**-6
+
+
+# The pass rule
+
+
+@pytest.fixture(scope="module")
+def judged() -> tuple[torch.Tensor, ...]:
+    """Reference, yardstick, LSE of one causal problem."""
+    q, k, v = random_inputs(Problem.square(2, 3, 203, 64, True), "cpu")
+    ref, lse = ref_check.reference(q, k, v, True)
+    return ref, ref_check.yardstick(q, k, v, True, False), lse
+
+
+@pytest.mark.parametrize("rounds_p", [False, True])
+@pytest.mark.parametrize("problem", SHAPES.values(), ids=SHAPES)
+def test_yardstick_passes_its_own_rule(problem: Problem, rounds_p: bool) -> None:
+    q, k, v = random_inputs(problem, "cpu")
+    yard = ref_check.yardstick(q, k, v, problem.causal, rounds_p)
+    _, lse = ref_check.reference(q, k, v, problem.causal)
+    verdict = ref_check.check(q, k, v, problem.causal, yard, lse.float(), rounds_p)
+    assert verdict.failures == ()
+    assert verdict.passed
+    assert verdict.max_ratio in (0.0, 1.0)
+    assert verdict.rms_ratio in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [(0, 0, 0, 0), (1, 2, 202, 63), (1, 0, 77, 5)])
+def test_judge_sees_one_element_that_is_not_finite(
+    value: float, at: tuple[int, ...], judged: tuple[torch.Tensor, ...]
+) -> None:
+    ref, yard, _ = judged
+    o = yard.clone()
+    o[at] = value
+    verdict = ref_check.judge(o, ref, yard)
+    assert not verdict.passed
+    assert f"(b, h, row, x) = {at}" in verdict.failures[0]
+    assert f"kernel {value:.6g}, reference {ref[at]:.6g}" in verdict.failures[0]
+
+
+def test_judge_sees_an_output_of_nan_only(judged: tuple[torch.Tensor, ...]) -> None:
+    ref, yard, _ = judged
+    verdict = ref_check.judge(torch.full_like(yard, math.nan), ref, yard)
+    assert verdict.failures[0].startswith(f"{yard.numel()} elements finite in one and not in the other")
+
+
+@pytest.mark.parametrize("at", [(0, 0, 0, 0), (1, 2, 202, 63), (1, 0, 77, 5)])
+def test_judge_names_the_worst_element(at: tuple[int, ...], judged: tuple[torch.Tensor, ...]) -> None:
+    ref, yard, _ = judged
+    o = yard.clone()
+    o[at] += 0.5
+    o[0, 1, 100, 3] += 0.1
+    verdict = ref_check.judge(o, ref, yard)
+    assert not verdict.passed
+    here = f"(b, h, row, x) = {at}: kernel {o[at]:.6g}, reference {ref[at]:.6g}, yardstick {yard[at]:.6g}"
+    assert verdict.failures[0].startswith("max error")
+    assert here in verdict.failures[0]
+    assert verdict.max_error == far(o.double(), ref)
+
+
+def test_each_part_of_the_rule_fails_by_itself(judged: tuple[torch.Tensor, ...]) -> None:
+    """Errors that only one part sees, so that no part can be taken away unnoticed."""
+    ref, yard, lse = judged
+    error = yard.double() - ref
+
+    def failures(o: torch.Tensor, lse: torch.Tensor | None = None) -> list[str]:
+        found = ref_check.judge(o, ref, yard, lse, judged[2]).failures
+        return [re.split(r" [\d.]", text)[0] for text in found]
+
+    spike = error.clone()
+    spike.view(-1)[error.abs().argmax()] *= 2.1  # in an early row, whose yardstick is large too
+    assert failures(ref + spike) == ["max error"]
+    assert failures(ref + 1.2 * error) == []
+    assert failures(ref + 1.3 * error) == ["rms error"]
+    block = error.clone()
+    block[1, 1, 64:128] *= 1.6  # 1 of 24 blocks: the whole tensor's rms hardly moves
+    block.clamp_(-1.9 * error.abs().max(), 1.9 * error.abs().max())
+    assert failures(ref + block) == ["rms error"]
+    assert "in rows 64… of (b, h) = (1, 1)" in ref_check.judge(ref + block, ref, yard).failures[0]
+    row = error.clone()
+    row[0, 2, 150] = 3.5 * max(error[0, 2, 150].square().mean(), error[0, 2, 128:192].square().mean()).sqrt()
+    verdict = ref_check.judge(ref + row, ref, yard)
+    assert any("of (b, h, row) = (0, 2, 150)" in text for text in verdict.failures)
+    assert verdict.max_ratio <= ref_check.MAX_FACTOR
+    assert failures(yard, lse + 1e-4 * lse.abs().clamp(min=1)) == ["LSE off by"]
+
+
+@pytest.mark.parametrize("wrong", [1e-3, -1e-3, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [(0, 0, 0), (1, 2, 202)])
+def test_judge_sees_one_wrong_lse(
+    wrong: float, at: tuple[int, ...], judged: tuple[torch.Tensor, ...]
+) -> None:
+    ref, yard, ref_lse = judged
+    lse = ref_lse.float()
+    assert ref_check.judge(yard, ref, yard, lse, ref_lse).passed
+    lse[at] += wrong
+    verdict = ref_check.judge(yard, ref, yard, lse, ref_lse)
+    assert len(verdict.failures) == 1
+    where = f"at (b, h, row) = {at}: kernel {lse[at]:.6g}, reference {ref_lse[at]:.6g}"
+    assert where in verdict.failures[0]
+
+
+def test_a_result_without_rounding_error_must_be_exact() -> None:
+    v = torch.randn(1, 1, 1, 64).bfloat16()
+    ref, _ = ref_check.reference(v, v, v, False)  # one key: its V
+    assert ref_check.judge(v, ref, v).passed
+    assert not ref_check.judge(v * (1 + 2**-7), ref, v).passed
+
+
+# The mutations
+
+
+@pytest.mark.parametrize("problem", sweep(), ids=str)
+def test_every_mutation_is_caught(problem: Problem) -> None:
+    assert ref_check.survivors(problem, "cpu", all_rows=False) == []
+
+
+def test_a_blunt_rule_lets_mutations_survive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: without its relative factors the rule catches little."""
+    for factor in ("MAX_FACTOR", "RMS_FACTOR", "BLOCK_RMS_FACTOR", "ROW_RMS_FACTOR"):
+        monkeypatch.setattr(ref_check, factor, 1e9)
+    missed = ref_check.survivors(sweep()[0], "cpu", all_rows=False)
+    caught = {"one NaN", "one unwritten row"}
+    assert {line.split(":")[0] for line in missed} == set(ref_check.MUTATIONS) - caught
+    monkeypatch.setattr(ref_check, "MAX_FACTOR", 1e-9)
+    assert ref_check.survivors(sweep()[0], "cpu", all_rows=False)[0].startswith("None: max error")
+
+
+@pytest.mark.parametrize("n", [512, 1024, 16384])
+def test_sampled_rows_are_whole_blocks_with_both_ends(n: int) -> None:
+    rows = ref_check.sampled_rows(n, "cpu")
+    assert rows[0] == 0
+    assert rows[-1] == n - 1
+    assert len(rows) == len(rows.unique()) == min(n, 12 * ref_check.BLOCK_ROWS)
+    assert bool((rows.view(-1, ref_check.BLOCK_ROWS)[:, 0] % ref_check.BLOCK_ROWS == 0).all())
+
+
+# The needle
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("n", [64, 257, 1024])
+def test_needle(n: int, causal: bool) -> None:
+    q, k, v, target = ref_check.needle_inputs(Problem.square(1, 2, n, 64, causal), "cpu")
+    rows = torch.arange(n)
+    assert not causal or bool((target <= rows).all())
+
+    def misses(mutation: str | None) -> int:
+        o = ref_check.tiled_model(q, k, v, causal, rows, mutation)
+        return int((o != v[:, :, target]).any(-1).sum())
+
+    assert misses(None) == 0
+    assert misses("drop a tile") > 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("n", NEEDLE_LENGTHS)
+def test_needle_has_a_row_for_every_tile(n: int, causal: bool) -> None:
+    *_, target = ref_check.needle_inputs(Problem.square(1, 1, n, 64, causal), "cpu")
+    for tile in (16, 64, 128):
+        assert set((target // tile).tolist()) == set(range(math.ceil(n / tile))), f"tiles of {tile}"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("n", [65, 257])
+def test_needle_sees_any_dropped_tile(n: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, target = ref_check.needle_inputs(Problem.square(1, 1, n, 64, causal), "cpu")
+    for start in range(0, n, 64):
+        hide = ref_check._drop(lambda _: (start, start + 64))
+        monkeypatch.setitem(ref_check.SCORE_MUTATIONS, "drop this tile", hide)
+        o = ref_check.tiled_model(q, k, v, causal, torch.arange(n), "drop this tile")
+        assert not torch.equal(o, v[:, :, target]), f"the tile from key {start} on"
