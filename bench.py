@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import functools
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -175,9 +176,12 @@ def row_of(provider: str, problem: Problem, **measured: object) -> results.Row:
 
 
 def out_of_memory(error: torch.OutOfMemoryError) -> str:
-    """ "OOM: …" with what was held and what was asked for on top."""
-    asked = str(error).partition("Tried to allocate ")[2].partition(". ")[0] or "an unknown amount"
-    return f"OOM: needs {asked} more than the {torch.cuda.memory_allocated() / 2**30:.1f} GiB held"
+    """ "OOM: …" with what the GPU would have had to hold, as far as the allocator's message tells."""
+    gib = [float(x) for x in re.findall(r"(\d+\.\d+) GiB", str(error))]  # asked, capacity, free, ...
+    if len(gib) < 3:
+        return "OOM: " + str(error).partition(". ")[0]
+    asked, capacity, free = gib[:3]
+    return f"OOM: needs at least {capacity - free + asked:.1f} GiB, the GPU has {capacity:.1f}"
 
 
 def bench_problem(problem: Problem, args: argparse.Namespace, checked: set, env: dict) -> list[results.Row]:

@@ -276,7 +276,10 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
 
     environment = {"gpu": "NVIDIA H100 80GB HBM3", "driver": "1", "cuda": "2", "torch": "3"}
     environment["cutlass_dsl"] = "4"
-    lacking = torch.OutOfMemoryError("Out of memory. Tried to allocate 2.00 GiB. GPU 0 has 9 GiB.")
+    lacking = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 9.00 GiB of which "
+        "1.50 GiB is free."
+    )
     monkeypatch.setattr(bench, "TOTAL_TOKENS", 256)
     monkeypatch.setattr(bench, "HIDDEN_SIZE", 128)
     monkeypatch.setattr(bench, "random_inputs", lambda problem: random_inputs(problem, "cpu"))
@@ -319,7 +322,7 @@ def test_a_passing_run_is_saved(toys: dict, tmp_path: Path, capsys: pytest.Captu
         assert saved.environment["host_us"] == {stage_id: 4.32}
         errors = {row.provider: row.error for row in saved.rows if row.error}
         assert errors == {
-            "math": "OOM: needs 2.00 GiB more than the 0.0 GiB held",
+            "math": "OOM: needs at least 9.5 GiB, the GPU has 9.0",
             "flex": "unsupported: no such mask",
         }
 
