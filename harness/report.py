@@ -414,3 +414,7 @@ def _join(values: Iterable[str]) -> str:
 def _peer_order(peer: str) -> tuple[int, str]:
     order = list(PEER_LABELS)
     return (order.index(peer) if peer in order else len(order), peer)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

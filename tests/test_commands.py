@@ -506,3 +506,9 @@ def test_make_commands_are_all_expanded() -> None:
 
 def test_every_peer_has_a_label() -> None:
     assert set(results.PEER_LABELS) == set(bench.parse(["k2"]).peers)
+
+
+def test_report_runs_as_a_program() -> None:
+    """A module without a call of its `main` exits 0 too, and says nothing."""
+    done = run("python -m harness.report --check")
+    assert (done.returncode, done.stdout) == (0, "everything generated is up to date\n")
