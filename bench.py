@@ -142,7 +142,7 @@ def static_report(stage_id: str, args: argparse.Namespace, console: Console) -> 
         for causal in args.causals:
             problem = Problem.square(max(1, TOTAL_TOKENS // n), max(1, HIDDEN_SIZE // d), n, d, causal)
             compiled = compile_stage(stage_id, problem)
-            demands = machine_code.inspect(compiled, module.work(problem))
+            demands = machine_code.inspect(compiled, module.work(problem, **stage.options))
             for x in demands:
                 who = (x.work.kernel, str(d), str(int(causal)))
                 mix = ", ".join(f"{count} {kind}" for kind, count in x.mix.items())

@@ -171,7 +171,11 @@ def demand(code: KernelCode, work: Work, gpu: Gpu = H100_SXM) -> Demand:
     """Instructions and cycles of one pass. Raises ValueError when `work` does not describe this machine
     code."""
     body = main_loop(code)
-    nest = [k for k in code.loops if k == body or body.holds(k)]
+    # A loop without arithmetic is a barrier being polled: it costs what it waits, which nobody knows here.
+    works = lambda k: any(
+        classify(i.opcode) in ("fp32", "mufu", "tensor") for i in code.instructions[k.first : k.last]
+    )
+    nest = [k for k in code.loops if (k == body or body.holds(k)) and works(k)]
     innermost = sorted((k for k in nest if not any(k.holds(o) for o in nest)), key=lambda k: k.first)
     if len(innermost) != len(work.trips):
         raise ValueError(

@@ -17,9 +17,12 @@ from harness.stage import Work
 
 STAGES = list(kernels.LADDER)
 CUDA_CORES = ("k1", "fa1", "k2")  # what these compute with; tensor cores and TMA come later
+TMA = ("k3_1", "k3_2", "k3_3")  # the same arithmetic, its loads by TMA
 CONFIGS = [(stage_id, d, causal) for stage_id in STAGES for d in HEAD_DIMS for causal in (False, True)]
 every_config = pytest.mark.parametrize(("stage_id", "head_dim", "causal"), CONFIGS)
-fused = pytest.mark.parametrize("stage_id", [stage_id for stage_id in ("fa1", "k2") if stage_id in STAGES])
+fused = pytest.mark.parametrize(
+    "stage_id", [stage_id for stage_id in ("fa1", "k2", *TMA) if stage_id in STAGES]
+)
 
 
 def problem_at(stage_id: str, head_dim: int, causal: bool) -> Problem:
@@ -53,6 +56,22 @@ def test_compiles_without_spills(stage_id: str, head_dim: int, causal: bool) -> 
         assert code.count("LDL|STL") == 0, f"{code.symbol} spills"
 
 
+def works_of(stage_id: str, problem: Problem) -> list:
+    stage, module = kernels.load(stage_id)
+    return module.work(problem, **stage.options)
+
+
+@pytest.mark.parametrize(("stage_id", "head_dim", "causal"), [c for c in CONFIGS if c[0] in TMA])
+def test_k3_loads_by_tma_and_still_multiplies_on_cuda_cores(
+    stage_id: str, head_dim: int, causal: bool
+) -> None:
+    (code,) = kernels_of(stage_id, head_dim, causal)
+    assert code.count("UTMALDG") >= 5, "Q, and K and V both before and inside the loop"
+    assert code.count("SYNCS") > 0
+    assert code.count("LDG") == 0
+    assert code.count(r"[HIQDB]G?MMA") == 0
+
+
 @every_config
 def test_is_hopper_code(stage_id: str, head_dim: int, causal: bool) -> None:
     cubin = cubin_of(compile_stage(stage_id, problem_at(stage_id, head_dim, causal)))
@@ -62,7 +81,7 @@ def test_is_hopper_code(stage_id: str, head_dim: int, causal: bool) -> None:
 @every_config
 def test_bound_is_stated(stage_id: str, head_dim: int, causal: bool) -> None:
     problem = problem_at(stage_id, head_dim, causal)
-    works = kernels.load(stage_id)[1].work(problem)
+    works = works_of(stage_id, problem)
     demands = machine_code.inspect(compile_stage(stage_id, problem), works)
     assert [x.work for x in demands] == works
     for x in demands:
@@ -87,11 +106,11 @@ def test_shared_memory_is_what_the_stage_says(stage_id: str, head_dim: int, caus
     problem = problem_at(stage_id, head_dim, causal)
     host = str(compile_stage(stage_id, problem).ir_module)
     launched = {int(n) for n in re.findall(r"llvm\.mlir\.constant\((\d+) : i64\)", host)}
-    for work in kernels.load(stage_id)[1].work(problem):
+    for work in works_of(stage_id, problem):
         assert work.smem_bytes <= 232_448, "more than a CTA may have: 227 KiB"
         assert work.smem_bytes in launched | {0}
     if stage_id == "k2" and head_dim == 128:
-        assert {work.smem_bytes for work in kernels.load("k2")[1].work(problem)} == {49152}
+        assert {work.smem_bytes for work in works_of("k2", problem)} == {49152}
 
 
 # The identity of machine code
@@ -141,7 +160,7 @@ def test_disassembler_refuses_other_bytes() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_products_are_those_declared(stage_id: str, head_dim: int, causal: bool) -> None:
     problem = problem_at(stage_id, head_dim, causal)
-    (work,) = kernels.load(stage_id)[1].work(problem)
+    (work,) = works_of(stage_id, problem)
     assert work.ffma == 2 * 64 * 64 * head_dim // 256  # of one thread, in one 64×64 tile
     (found,) = machine_code.inspect(compile_stage(stage_id, problem), [work])
     # No tenth more than needed either: what is left over is the rescaling.
@@ -153,7 +172,7 @@ def test_products_are_those_declared(stage_id: str, head_dim: int, causal: bool)
 def test_wrong_work_is_refused(stage_id: str) -> None:
     problem = problem_at(stage_id, 64, False)
     compiled = compile_stage(stage_id, problem)
-    (work,) = kernels.load(stage_id)[1].work(problem)
+    (work,) = works_of(stage_id, problem)
     for at in range(len(work.trips)):
         fewer = tuple(n - (i == at) for i, n in enumerate(work.trips))
         with pytest.raises(ValueError, match=rf": \d+ products in one pass, not the {work.ffma}"):
@@ -169,7 +188,7 @@ def test_k1_is_three_kernels() -> None:
     problem = problem_at("k1", 64, False)
     found = machine_code.disassemble(cubin_of(compile_stage("k1", problem)))
     assert len(found) == 3
-    demands = machine_code.inspect(compile_stage("k1", problem), kernels.load("k1")[1].work(problem))
+    demands = machine_code.inspect(compile_stage("k1", problem), works_of("k1", problem))
     assert [x.work.kernel for x in demands] == ["score", "softmax", "output"]
     assert len({x.code.symbol for x in demands}) == 3
     with pytest.raises(ValueError, match="3 kernels named 'NaiveAttention'"):
