@@ -436,6 +436,7 @@ TESTED = {
     "python ref_check.py --mutations": RUN_HERE,
     "python -m harness.ablation fa1": RUN_HERE,
     "python -m harness.report": ELSEWHERE,
+    "python -m harness.diff k2 k3_1": ELSEWHERE,
     "python -m harness.report --check": ELSEWHERE,
     "make bench": EXPANDED,
     "make bench KERNEL=k2": EXPANDED,
