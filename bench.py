@@ -27,7 +27,7 @@ import kernels
 import ref_check
 from harness import cases, machine_code, peers, results, timing
 from harness.attention import compile_stage, prepare, refuse
-from harness.inputs import poison, random_inputs
+from harness.inputs import hopper_gpu, poison, random_inputs
 from harness.problem import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, Problem
 
 SUSTAINED_FROM = 16384  # sequence length from which the power cap, not the burst, is what a user sees
@@ -293,9 +293,11 @@ def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
     env, checked, found = timing.environment(peers.versions(args.peers)), set(), []
     console.print(f"{env['gpu']}, driver {env['driver']}, CUDA {env['cuda']}, torch {env['torch']}, "
                   f"DSL {env['cutlass_dsl']}, peers {env['peers']}", soft_wrap=True)  # fmt: skip
+    files = {}
     if args.save:  # a file that would refuse these rows refuses them now, not after they were measured
-        for stage_id in args.stages:
-            path = args.save / results.gpu_folder(env["gpu"]) / f"{stage_id}.json"
+        folder = args.save / results.gpu_folder(env["gpu"])
+        files = {stage_id: folder / f"{stage_id}.json" for stage_id in args.stages}
+        for stage_id, path in files.items():
             merged(path, results.Results(stage_id, env, []))
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         for problem in progress.track(args.problems, description="sweep"):
@@ -307,13 +309,12 @@ def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
                 )
     passed = not any(row.check == "fail" for row in found)
     console.print(f"host time of run_kernel, µs: {env['host_us']}")
-    if args.save and not passed:
+    if files and not passed:
         console.print("A check failed: nothing was written.")
-    elif args.save:
-        for stage_id in args.stages:
+    elif files:
+        for stage_id, path in files.items():
             own_env = env | {"host_us": {stage_id: env["host_us"].get(stage_id)}}
             rows = [row for row in found if row.provider in (stage_id, *peers.PEERS)]
-            path = args.save / results.gpu_folder(env["gpu"]) / f"{stage_id}.json"
             merged(path, results.Results(stage_id, own_env, rows)).save(path)
             console.print(f"wrote {path}")
     return passed
@@ -324,7 +325,7 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     try:
         args = parse(arguments)
-        if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        if hopper_gpu():
             return 0 if gpu_bench(args, console) else 1
         if args.save:
             raise Usage("nothing to save without a Hopper GPU: no kernel would be executed")

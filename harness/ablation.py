@@ -12,12 +12,10 @@ import dataclasses
 import sys
 from pathlib import Path
 
-import torch
-
 import kernels
 import ref_check
 from harness import machine_code, results, timing
-from harness.inputs import allocate, poison, random_inputs
+from harness.inputs import allocate, hopper_gpu, poison, random_inputs
 from harness.problem import HEAD_DIMS, HIDDEN_SIZE, TOTAL_TOKENS, Problem
 
 SEQLENS = (512, 4096, 16384)
@@ -73,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         _, module = kernels.load(args.stage)
         if not hasattr(module, "VARIANTS"):
             raise ValueError(f"{args.stage} declares no VARIANTS")
-        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        if not hopper_gpu():
             raise ValueError("timing variants needs a Hopper GPU")
         rows = measure(args.stage)
     except ValueError as error:

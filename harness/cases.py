@@ -18,7 +18,7 @@ import kernels
 import ref_check
 from harness import models
 from harness.attention import attention, prepare
-from harness.inputs import poison, random_inputs
+from harness.inputs import hopper_gpu, poison, random_inputs
 from harness.problem import HEAD_DIMS, Problem
 from harness.results import repository
 
@@ -367,7 +367,7 @@ def run_stages(names: list[str], args: object) -> int:
     except ValueError as error:
         print(f"ref_check.py: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    on_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    on_gpu = hopper_gpu()
     failed = 0
     for stage_id in stage_ids:
         if not on_gpu:

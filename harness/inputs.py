@@ -35,6 +35,11 @@ def random_inputs(
     )
 
 
+def hopper_gpu() -> bool:
+    """Whether the current device can run sm_90a machine code."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
 def workspace_bytes(spec: dict[str, tuple[tuple[int, ...], str]]) -> int:
     return sum(math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in spec.values())
 

@@ -81,7 +81,14 @@ def compile_for_torch(kernel: object, *stand_ins: object) -> object:
         return cute.compile(kernel, *stand_ins, stream, options=options)
 
 
-# ---- introduced by fa1: 16-byte tiles in shared memory -----------------------------------------------------
+# ---- introduced by fa1: heads and batches on the grid, 16-byte tiles in shared memory ----------------------
+
+
+def refuse_heads_on_grid(problem: Problem) -> str | None:
+    """Why a stage whose grid is (row blocks, heads, batch) refuses `problem`, or None."""
+    if max(problem.batch, problem.heads) > GRID_YZ_MAX:
+        return f"takes at most {GRID_YZ_MAX} batches and heads: they are grid dimensions y and z"
+    return None
 
 
 def tile_layout(rows: int, head_dim: int) -> cute.Layout:

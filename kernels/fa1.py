@@ -24,7 +24,6 @@ from harness.inputs import Tensors
 from harness.problem import Problem
 from harness.stage import Stage, Work
 from kernels.common import (
-    GRID_YZ_MAX,
     LN_2,
     LOG2_E,
     VECTOR,
@@ -32,6 +31,7 @@ from kernels.common import (
     fake_fp32,
     fake_qkvo,
     load_tile,
+    refuse_heads_on_grid,
     refuse_unless_plain,
     swizzle,
     tile_layout,
@@ -323,9 +323,7 @@ class FlashAttention1:
 
 
 def supports(problem: Problem) -> str | None:
-    if max(problem.batch, problem.heads) > GRID_YZ_MAX:
-        return f"takes at most {GRID_YZ_MAX} batches and heads: they are grid dimensions y and z"
-    return refuse_unless_plain(problem)
+    return refuse_heads_on_grid(problem) or refuse_unless_plain(problem)
 
 
 def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:

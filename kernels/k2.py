@@ -18,7 +18,6 @@ from harness.inputs import Tensors
 from harness.problem import Problem
 from harness.stage import Stage, Work
 from kernels.common import (
-    GRID_YZ_MAX,
     LN_2,
     LOG2_E,
     VECTOR,
@@ -26,6 +25,7 @@ from kernels.common import (
     fake_fp32,
     fake_qkvo,
     load_tile,
+    refuse_heads_on_grid,
     refuse_unless_plain,
     swizzle,
     tile_layout,
@@ -50,10 +50,9 @@ class FlashAttention2:
     def __init__(self, head_dim: int, causal: bool, tile: int = TILE):
         self.head_dim, self.causal, self.tile = head_dim, causal, tile
         self.threads = tile * LANES
-        self.keys_per_thread = tile // LANES  # thread `lane` of a row owns keys lane, lane + 4, ...
-        self.chunks_per_thread = (
-            head_dim // VECTOR // LANES
-        )  # and the 16-byte output chunks lane, lane + 4, ...
+        # Thread `lane` of a row owns keys lane, lane + 4, ... and 16-byte output chunks lane, lane + 4, ...
+        self.keys_per_thread = tile // LANES
+        self.chunks_per_thread = head_dim // VECTOR // LANES
         self.scale = 1.0 / math.sqrt(head_dim)
 
     @property
@@ -114,9 +113,8 @@ class FlashAttention2:
             cute.arch.sync_threads()  # K is read by slower warps
             load_tile(mV, sKV, kv_block, self.threads)
 
-            if (
-                kv_block == kv_blocks - 1
-            ):  # only here do the sequence's end and the diagonal fall inside a tile
+            # Only in the last tile do the sequence's end and the diagonal fall inside a tile.
+            if kv_block == kv_blocks - 1:
                 for i in range_constexpr(self.keys_per_thread):
                     key = kv_block * self.tile + lane + LANES * i
                     hidden = key > q_row if const_expr(self.causal) else key >= seqlen
@@ -162,9 +160,7 @@ class FlashAttention2:
 
 
 def supports(problem: Problem) -> str | None:
-    if max(problem.batch, problem.heads) > GRID_YZ_MAX:
-        return f"takes at most {GRID_YZ_MAX} batches and heads: they are grid dimensions y and z"
-    return refuse_unless_plain(problem)
+    return refuse_heads_on_grid(problem) or refuse_unless_plain(problem)
 
 
 def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -25,43 +25,35 @@ from harness.inputs import Tensors
 from harness.problem import Problem
 from harness.stage import Stage, Work
 from kernels.common import (
-    GRID_YZ_MAX,
     LN_2,
     LOG2_E,
     VECTOR,
     compile_for_torch,
     fake_fp32,
     fake_qkvo,
+    refuse_heads_on_grid,
     refuse_unless_plain,
     swizzle,
     widen,
 )
 
-DEPTHS = {"k3_1": 1, "k3_2": 2, "k3_3": 5}
-STAGES = tuple(
-    Stage(
-        id=stage_id,
-        title=f"TMA loads, {depth} pipeline stage{'s' * (depth > 1)}",
-        adds=adds,
-        before=before,
-        model="flash_attention_2",
-        options={"stages": depth},
-    )
-    for (stage_id, depth), before, adds in zip(
-        DEPTHS.items(),
-        ("k2", "k3_1", "k3_2"),
-        (
-            "TMA loads and mbarriers, one stage: the protocol alone",
-            "a second pipeline stage: the next tile travels while this one is worked on",
-            "five pipeline stages, the depth that shared memory allows",
-        ),
-    )
+
+def ring(stage_id: str, before: str, stages: int, adds: str) -> Stage:
+    title = f"TMA loads, {stages} pipeline stage{'s' * (stages > 1)}"
+    return Stage(stage_id, title, adds, before, model="flash_attention_2", options={"stages": stages})
+
+
+STAGES = (
+    ring("k3_1", "k2", 1, "TMA loads and mbarriers, one stage: the protocol alone"),
+    ring("k3_2", "k3_1", 2, "a second pipeline stage: the next tile travels while this one is worked on"),
+    ring("k3_3", "k3_2", 5, "five pipeline stages, the depth that shared memory allows"),
 )
 
 TILE = 64  # B_r = B_c: query rows of a CTA, keys of a tile
 LANES = 4  # threads that share a query row; they sit in one warp
 WARP = 32
 PRODUCER_CONSUMER = (PipelineUserType.Producer, PipelineUserType.Consumer)
+SWIZZLE_COLUMNS = 64  # bf16 in the 128 bytes that the swizzle permutes
 SWIZZLE_BYTES = 1024  # the 128-byte swizzle repeats every 8 rows of 128 bytes: regions start on its period
 
 
@@ -69,10 +61,9 @@ class FlashAttention2Tma:
     def __init__(self, head_dim: int, causal: bool, stages: int, tile: int = TILE):
         self.head_dim, self.causal, self.stages, self.tile = head_dim, causal, stages, tile
         self.threads = tile * LANES
-        self.keys_per_thread = tile // LANES  # thread `lane` of a row owns keys lane, lane + 4, ...
-        self.chunks_per_thread = (
-            head_dim // VECTOR // LANES
-        )  # and the 16-byte output chunks lane, lane + 4, ...
+        # Thread `lane` of a row owns keys lane, lane + 4, ... and 16-byte output chunks lane, lane + 4, ...
+        self.keys_per_thread = tile // LANES
+        self.chunks_per_thread = head_dim // VECTOR // LANES
         self.scale = 1.0 / math.sqrt(head_dim)
 
     @property
@@ -89,9 +80,10 @@ class FlashAttention2Tma:
 
     def chunks_layout(self, stages: int):
         """The same memory as (row, chunk, element, stage): what `swizzle(row, chunk)` addresses by hand."""
-        half = self.tile * 64  # elements of the 64 columns that one row of the swizzle holds
-        shape = (self.tile, (VECTOR, self.head_dim // 64), VECTOR, stages)
-        return cute.make_layout(shape, stride=(64, (VECTOR, half), 1, self.tile * self.head_dim))
+        chunks, halves = SWIZZLE_COLUMNS // VECTOR, self.head_dim // SWIZZLE_COLUMNS
+        shape = (self.tile, (chunks, halves), VECTOR, stages)
+        chunk_stride = (VECTOR, self.tile * SWIZZLE_COLUMNS)
+        return cute.make_layout(shape, stride=(SWIZZLE_COLUMNS, chunk_stride, 1, self.tile * self.head_dim))
 
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, stream):
@@ -194,9 +186,8 @@ class FlashAttention2Tma:
                     k = widen(sK[key, swizzle(key, chunk), None, stage].load())
                     for x in range_constexpr(VECTOR):
                         rS[i] += q[x] * k[x]
-            if (
-                kv_block == kv_blocks - 1
-            ):  # only here do the sequence's end and the diagonal fall inside a tile
+            # Only in the last tile do the sequence's end and the diagonal fall inside a tile.
+            if kv_block == kv_blocks - 1:
                 for i in range_constexpr(self.keys_per_thread):
                     key = kv_block * self.tile + lane + LANES * i
                     hidden = key > q_row if const_expr(self.causal) else key >= seqlen
@@ -253,9 +244,7 @@ class FlashAttention2Tma:
 
 
 def supports(problem: Problem) -> str | None:
-    if max(problem.batch, problem.heads) > GRID_YZ_MAX:
-        return f"takes at most {GRID_YZ_MAX} batches and heads: they are grid dimensions y and z"
-    return refuse_unless_plain(problem)
+    return refuse_heads_on_grid(problem) or refuse_unless_plain(problem)
 
 
 def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
