@@ -8,7 +8,6 @@ included.
 """
 
 import hashlib
-import math
 import re
 import subprocess
 import sysconfig
@@ -17,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.problem import H100_SXM, Gpu, Problem
+from harness.problem import BYTES_PER_ELEMENT, H100_SXM, Gpu, Problem
 from harness.stage import Work
 
 WARP = 32
@@ -192,12 +191,22 @@ def demand(code: KernelCode, work: Work, gpu: Gpu = H100_SXM) -> Demand:
             width = re.search(r"\.(64|128)\b", opcode)
             smem_bytes += times * WARP * (int(width[1]) // 8 if width else 4)
         if shape := re.search(r"GMMA\.(\d+)x(\d+)x(\d+)", opcode):
-            tensor_flops += times * 2 * math.prod(int(x) for x in shape.groups()) / 4  # one warp's quarter
-    if not work.ffma <= ffma <= 1.1 * work.ffma + 64:  # exponents and rescaling multiply too, but little
+            m, n, k = (int(x) for x in shape.groups())
+            tensor_flops += times * 2 * m * n * k / 4  # one warp's quarter
+            # B comes from shared memory; so does A, unless a register stands there: `R24, R4, gdesc[…]`.
+            from_smem = n if re.search(r"R\d+, R\d+, gdesc", code.instructions[at].text) else m + n
+            smem_bytes += times * from_smem * k * BYTES_PER_ELEMENT / 4
+    # Exponents and rescaling multiply too, but little beside products on CUDA cores.
+    if not work.ffma <= ffma or (work.ffma and ffma > 1.1 * work.ffma + 64):
         raise ValueError(
             f"{work.kernel}: {ffma} products in one pass, not the {work.ffma} needed; are the trips right?"
         )
     warps = work.threads / WARP
+    if warps * tensor_flops != work.tensor_flops:
+        raise ValueError(
+            f"{work.kernel}: {warps * tensor_flops:.0f} FLOPs on tensor cores in one pass, "
+            f"not the {work.tensor_flops} needed; are the trips right?"
+        )
     per_lane = {
         unit: warps * WARP / lanes for unit, lanes in (("fma", gpu.fp32_lanes), ("alu", gpu.alu_lanes))
     }

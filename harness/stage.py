@@ -39,3 +39,4 @@ class Work:
     ffma: int
     hbm_bytes: float  # least device-memory traffic of one pass
     smem_bytes: int = 0  # dynamic shared memory of a CTA
+    tensor_flops: int = 0  # of a CTA on tensor cores in one pass

@@ -9,7 +9,9 @@ import tempfile
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, range_constexpr
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.pipeline import PipelineUserType
 
 from harness.problem import Problem
 
@@ -17,6 +19,9 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 VECTOR = 8  # 16-bit elements in one 16-byte access, the widest a thread can make
 GRID_YZ_MAX = 65535  # CUDA's limit on gridDim.y and gridDim.z
+WARP = 32
+WARPGROUP = 128  # four warps that issue a WGMMA together
+PRODUCER_CONSUMER = (PipelineUserType.Producer, PipelineUserType.Consumer)
 ROWS_MAX = 2**31 - 1  # row indices are 32-bit; addresses are 64-bit
 
 
@@ -138,3 +143,41 @@ def widen(x: cute.TensorSSA):
         wide[2 * i] = low[i]
         wide[2 * i + 1] = high[i]
     return wide
+
+
+# ---- introduced by k3: tiles that the TMA writes with its 128-byte swizzle ---------------------------------
+
+SWIZZLE_BYTES = 1024  # the 128-byte swizzle repeats every 8 rows of 128 bytes: regions start on its period
+
+
+def swizzled_tiles(dtype: object, rows: int, head_dim: int, stages: int) -> cute.ComposedLayout:
+    """(row, head_dim, stage) in shared memory as the TMA's 128-byte swizzle lays it out: 64 columns a
+    block."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)  # 8 rows × 64
+    return cute.tile_to_shape(atom, (rows, head_dim, stages), order=(0, 1, 2))
+
+
+def allocate_tiles(smem: object, dtype: object, rows: int, head_dim: int, stages: int) -> cute.Tensor:
+    """(row, head_dim, stage): shared memory for `stages` tiles as the TMA writes and WGMMA reads them."""
+    layout = swizzled_tiles(dtype, rows, head_dim, stages)
+    return smem.allocate_tensor(dtype, layout.outer, SWIZZLE_BYTES, layout.inner)
+
+
+def load_atom(mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """The TMA descriptor that loads tiles of `rows` rows of mX (batch, heads, seqlen, head_dim), and mX as
+    the descriptor sees it: (seqlen, head_dim, heads, batch)."""
+    head_dim = mX.shape[3]
+    one_tile = cute.slice_(swizzled_tiles(mX.element_type, rows, head_dim, 1), (None, None, 0))
+    mX = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[2, 3, 1, 0]))
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, one_tile, (rows, head_dim))
+
+
+@cute.jit
+def partition_tma(atom, mX: cute.Tensor, sX: cute.Tensor):
+    """(TMA, block) of mX (seqlen, head_dim) in global memory and (TMA, stage) of sX in shared memory: what
+    one copy moves."""
+    rows, head_dim, _ = sX.shape
+    gX = cute.local_tile(mX, (cute.size(rows), cute.size(head_dim)), (None, 0))  # (row, head_dim, block)
+    parts = (cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
+    tXsX, tXgX = cpasync.tma_partition(atom, 0, cute.make_layout(1), *parts)
+    return tXgX, tXsX

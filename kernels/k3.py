@@ -17,9 +17,8 @@ import math
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int64, const_expr, pipeline, range_constexpr
-from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
-from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync, PipelineUserType
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
 
 from harness.inputs import Tensors
 from harness.problem import Problem
@@ -27,13 +26,19 @@ from harness.stage import Stage, Work
 from kernels.common import (
     LN_2,
     LOG2_E,
+    PRODUCER_CONSUMER,
+    SWIZZLE_BYTES,
     VECTOR,
+    WARP,
     compile_for_torch,
     fake_fp32,
     fake_qkvo,
+    load_atom,
+    partition_tma,
     refuse_heads_on_grid,
     refuse_unless_plain,
     swizzle,
+    swizzled_tiles,
     widen,
 )
 
@@ -51,10 +56,7 @@ STAGES = (
 
 TILE = 64  # B_r = B_c: query rows of a CTA, keys of a tile
 LANES = 4  # threads that share a query row; they sit in one warp
-WARP = 32
-PRODUCER_CONSUMER = (PipelineUserType.Producer, PipelineUserType.Consumer)
 SWIZZLE_COLUMNS = 64  # bf16 in the 128 bytes that the swizzle permutes
-SWIZZLE_BYTES = 1024  # the 128-byte swizzle repeats every 8 rows of 128 bytes: regions start on its period
 
 
 class FlashAttention2Tma:
@@ -73,13 +75,8 @@ class FlashAttention2Tma:
         tiles = (1 + 2 * self.stages) * tile_bytes + self.tile * self.tile * 4  # Q, stages of K and V, P
         return tiles + barriers
 
-    def tiles_layout(self, stages: int):
-        """(row, head_dim, stage) in shared memory as the TMA's 128-byte swizzle lays it out."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)  # 8 rows × 64
-        return cute.tile_to_shape(atom, (self.tile, self.head_dim, stages), order=(0, 1, 2))
-
     def chunks_layout(self, stages: int):
-        """The same memory as (row, chunk, element, stage): what `swizzle(row, chunk)` addresses by hand."""
+        """(row, chunk, element, stage) of swizzled tiles: what `swizzle(row, chunk)` addresses by hand."""
         chunks, halves = SWIZZLE_COLUMNS // VECTOR, self.head_dim // SWIZZLE_COLUMNS
         shape = (self.tile, (chunks, halves), VECTOR, stages)
         chunk_stride = (VECTOR, self.tile * SWIZZLE_COLUMNS)
@@ -88,12 +85,9 @@ class FlashAttention2Tma:
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, stream):
         batch, heads, seqlen, _ = mQ.shape
-        one_tile = cute.slice_(self.tiles_layout(1), (None, None, 0))
         loads = []
         for mX in (mQ, mK, mV):  # a descriptor each, over (seqlen, head_dim, heads, batch)
-            mX = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[2, 3, 1, 0]))
-            copy = cpasync.CopyBulkTensorTileG2SOp()
-            loads += cpasync.make_tiled_tma_atom(copy, mX, one_tile, (self.tile, self.head_dim))
+            loads += load_atom(mX, self.tile)
         self.kernel(*loads, mO, mLSE).launch(
             grid=(cute.ceil_div(seqlen, self.tile), heads, batch), block=(self.threads, 1, 1), stream=stream
         )
@@ -101,12 +95,9 @@ class FlashAttention2Tma:
     @cute.jit
     def partition(self, atom, mX, sX, stages):
         """(TMA, block) in global memory, (TMA, stage) in shared memory: what one copy moves."""
-        layout = self.tiles_layout(stages)
+        layout = swizzled_tiles(BFloat16, self.tile, self.head_dim, stages)
         sX = cute.make_tensor(cute.recast_ptr(sX.iterator, layout.inner, BFloat16), layout.outer)
-        gX = cute.local_tile(mX, (self.tile, self.head_dim), (None, 0))  # (row, head_dim, block)
-        parts = (cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
-        tXsX, tXgX = cpasync.tma_partition(atom, 0, cute.make_layout(1), *parts)
-        return tXgX, tXsX
+        return partition_tma(atom, mX, sX)
 
     @cute.kernel
     def kernel(self, load_Q, mQ, load_K, mK, load_V, mV, mO, mLSE):

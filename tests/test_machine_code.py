@@ -18,6 +18,8 @@ from harness.stage import Work
 STAGES = list(kernels.LADDER)
 CUDA_CORES = ("k1", "fa1", "k2")  # what these compute with; tensor cores and TMA come later
 TMA = ("k3_1", "k3_2", "k3_3")  # the same arithmetic, its loads by TMA
+WGMMA = ("k4_qk", "k4")
+PRODUCTS = {"k4_qk": 1, "k4": 2}  # of the two, those on tensor cores
 CONFIGS = [(stage_id, d, causal) for stage_id in STAGES for d in HEAD_DIMS for causal in (False, True)]
 every_config = pytest.mark.parametrize(("stage_id", "head_dim", "causal"), CONFIGS)
 fused = pytest.mark.parametrize(
@@ -70,6 +72,31 @@ def test_k3_loads_by_tma_and_still_multiplies_on_cuda_cores(
     assert code.count("SYNCS") > 0
     assert code.count("LDG") == 0
     assert code.count(r"[HIQDB]G?MMA") == 0
+
+
+@pytest.mark.parametrize(("stage_id", "head_dim", "causal"), [c for c in CONFIGS if c[0] in WGMMA])
+def test_wgmma_is_used_and_never_serialised(stage_id: str, head_dim: int, causal: bool) -> None:
+    (code,) = kernels_of(stage_id, head_dim, causal)
+    (work,) = works_of(stage_id, problem_at(stage_id, head_dim, causal))
+    assert work.tensor_flops > 0
+    assert code.count("UTMALDG") >= 5
+    assert code.count("LDG") == 0
+    products = [i for i in code.instructions if i.opcode.startswith("HGMMA")]
+    # A product ends in one commit group and one wait; a serialised one has a wait behind each instruction.
+    assert sum("gsb0" in i.text for i in products) == PRODUCTS[stage_id]
+    assert code.count("WARPGROUP.DEPBAR") == PRODUCTS[stage_id]
+    assert len(products) >= 4 * PRODUCTS[stage_id]
+
+
+def test_k4_keeps_p_in_registers() -> None:
+    for head_dim in HEAD_DIMS:
+        (code,) = kernels_of("k4", head_dim, False)
+        assert code.count("STS|LDS|STSM|LDSM") == 0
+        from_registers = [
+            i for i in code.instructions if re.search(r"HGMMA.* R\d+, R\d+, gdesc.*tnspB", i.text)
+        ]
+        assert len(from_registers) >= 4, "P·V takes P from registers and V with its modes exchanged"
+        assert "tnspB" not in "".join(i.text for i in code.instructions if i not in from_registers)
 
 
 @every_config
@@ -306,9 +333,25 @@ def test_demand_refuses_too_few_products(changes: dict[str, object], toy: Kernel
 def test_tensor_cycles_come_from_the_instruction_shape() -> None:
     wgmma = Instruction("HGMMA.64x128x16.F32.BF16", "")
     code = KernelCode("toy", 1, 0, (wgmma, Instruction("BRA", "")), (Loop(0, 1),))
-    found = demand(code, replace(TOY_WORK, threads=128, trips=(1,), ffma=0))
-    assert found.cycles["tensor"] == 2 * 64 * 128 * 16 / 4096  # a warpgroup's instruction
+    flops = 2 * 64 * 128 * 16
+    work = replace(TOY_WORK, threads=128, trips=(1,), ffma=0, tensor_flops=flops)
+    found = demand(code, work)
+    assert found.cycles["tensor"] == flops / 4096  # a warpgroup's instruction
     assert found.mix["tensor"] == 1
+    with pytest.raises(ValueError, match=f"{flops} FLOPs on tensor cores in one pass, not the {flops + 1}"):
+        demand(code, replace(work, tensor_flops=flops + 1))
+
+
+@pytest.mark.parametrize(
+    ("operands", "rows"),
+    [("R24, gdesc[UR8], R24, gsb0", 64 + 128), ("R24, R4, gdesc[UR8].tnspB, R24", 128)],
+)
+def test_operands_in_shared_memory_are_counted(operands: str, rows: int) -> None:
+    opcode = "HGMMA.64x128x16.F32.BF16"
+    wgmma = Instruction(opcode, f"{opcode} {operands}")
+    code = KernelCode("toy", 1, 0, (wgmma, Instruction("BRA", "")), (Loop(0, 1),))
+    work = replace(TOY_WORK, threads=128, trips=(1,), ffma=0, tensor_flops=2 * 64 * 128 * 16)
+    assert demand(code, work).cycles["shared"] == rows * 16 * 2 / 128
 
 
 def test_code_without_a_loop(toy: KernelCode) -> None:

@@ -1,0 +1,304 @@
+"""K4: both products on the tensor cores, the softmax on the accumulator in registers.
+
+The idea          WGMMA leaves S in registers: a thread holds pieces of two rows, four threads share a row.
+                  The softmax works on that fragment where it lies, and P enters the next WGMMA from the same
+                  registers: two groups of 8 accumulator columns are the 16 of K that operand A takes.
+What changes      against k4_qk: neither S nor P visits shared memory; P is rounded to bf16; V is read from
+                  the tile the TMA wrote, modes exchanged, as (head_dim, key); the row sum stays a partial sum
+                  of each thread until the end; tiles of Q and of K and V may differ in height.
+What does not     the TMA ring; one warpgroup that loads, multiplies and exponentiates in turn.
+Supports          bf16, head_dim 64 and 128, any length, equal for queries and keys; no GQA.
+"""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int64, const_expr, pipeline, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
+from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
+
+from harness.inputs import Tensors
+from harness.problem import Problem
+from harness.stage import Stage, Work
+from kernels.common import (
+    LN_2,
+    LOG2_E,
+    PRODUCER_CONSUMER,
+    WARP,
+    WARPGROUP,
+    allocate_tiles,
+    compile_for_torch,
+    fake_fp32,
+    fake_qkvo,
+    load_atom,
+    partition_tma,
+    refuse_heads_on_grid,
+    refuse_unless_plain,
+)
+
+STAGES = (
+    Stage(
+        "k4",
+        "WGMMA for both products, softmax on the register fragment",
+        "P·V on the tensor cores too: the softmax works on the accumulator, P never leaves the registers",
+        "k4_qk",
+        rounds_p=True,
+    ),
+)
+TILES = {64: (64, 128, 2), 128: (128, 64, 2)}  # by head_dim: tile_q, tile_kv, stages; the fastest measured
+VARIANTS = {
+    f"{tile_q}×{tile_kv}, {stages} stage{'s' * (stages > 1)}": {"tiles": (tile_q, tile_kv, stages)}
+    for tile_q, tile_kv, stages in (
+        (64, 64, 1),
+        (64, 64, 2),
+        (64, 64, 5),
+        (64, 128, 1),
+        (64, 128, 2),
+        (128, 64, 1),
+        (128, 64, 2),
+    )
+}
+LANES = 4  # threads that share a query row of the accumulator; they sit in one warp
+
+
+class FlashAttention2Wgmma:
+    def __init__(self, head_dim: int, causal: bool, tiles: tuple[int, int, int] | None = None):
+        self.head_dim, self.causal = head_dim, causal
+        self.tile_q, self.tile_kv, self.stages = tiles or TILES[head_dim]
+        self.threads = WARPGROUP
+        self.scale = 1.0 / math.sqrt(head_dim)
+
+    @property
+    def smem_bytes(self) -> int:
+        rows = self.tile_q + 2 * self.stages * self.tile_kv  # Q, stages of K and V
+        return rows * self.head_dim * 2 + 2 * (1 + self.stages) * 8
+
+    @cute.jit
+    def __call__(self, mQ, mK, mV, mO, mLSE, stream):
+        batch, heads, seqlen, _ = mQ.shape
+        loads = []
+        for mX, rows in ((mQ, self.tile_q), (mK, self.tile_kv), (mV, self.tile_kv)):
+            loads += load_atom(mX, rows)
+        source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
+        one = (1, 1, 1)  # warpgroups along (M, N, K)
+        mma_qk = make_trivial_tiled_mma(
+            BFloat16, BFloat16, K, K, Float32, one, (64, self.tile_kv), source.SMEM
+        )
+        mma_pv = make_trivial_tiled_mma(
+            BFloat16, BFloat16, K, MN, Float32, one, (64, self.head_dim), source.RMEM
+        )
+        self.kernel(mma_qk, mma_pv, *loads, mO, mLSE).launch(
+            grid=(cute.ceil_div(seqlen, self.tile_q), heads, batch), block=(self.threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, mma_qk, mma_pv, load_Q, mQ, load_K, mK, load_V, mV, mO, mLSE):
+        tidx, _, _ = cute.arch.thread_idx()
+        q_block, head, batch = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(tidx // WARP)
+        seqlen = mO.shape[2]
+        mQ, mK, mV = [mX[None, None, head, batch] for mX in (mQ, mK, mV)]  # (seqlen, head_dim)
+        mO = mO[batch, head, None, None]  # (seqlen, head_dim)
+
+        smem = SmemAllocator()
+        sQ = allocate_tiles(smem, BFloat16, self.tile_q, self.head_dim, 1)  # (row, head_dim, 1)
+        sK, sV = [
+            allocate_tiles(smem, BFloat16, self.tile_kv, self.head_dim, self.stages) for _ in range(2)
+        ]  # (key, head_dim, stage)
+        # V as operand B is (N, K) = (head_dim, key): the same bytes, modes exchanged.
+        exchanged = cute.make_ordered_layout((self.head_dim, self.tile_kv, self.stages), order=(1, 0, 2))
+        sVt = cute.composition(sV, exchanged)  # (head_dim, key, stage)
+        tQgQ, tQsQ = partition_tma(load_Q, mQ, sQ)
+        tKgK, tKsK = partition_tma(load_K, mK, sK)
+        tVgV, tVsV = partition_tma(load_V, mV, sV)
+
+        # A full barrier waits for one arrival and the tile's bytes, an empty one for every warp's arrival.
+        groups = {
+            "producer_group": CooperativeGroup(Agent.Thread),
+            "consumer_group": CooperativeGroup(Agent.Thread, self.threads // WARP),
+        }
+        row_bytes = self.head_dim * 2
+        q_pipeline, kv_pipeline = [
+            PipelineTmaAsync.create(
+                num_stages=stages,
+                tx_count=bytes_expected,
+                barrier_storage=smem.allocate_array(Int64, 2 * stages),
+                **groups,
+            )
+            for stages, bytes_expected in (
+                (1, self.tile_q * row_bytes),
+                (self.stages, 2 * self.tile_kv * row_bytes),
+            )
+        ]
+        q_put, q_get = [pipeline.make_pipeline_state(user, 1) for user in PRODUCER_CONSUMER]
+        kv_put, kv_get = [pipeline.make_pipeline_state(user, self.stages) for user in PRODUCER_CONSUMER]
+
+        keys = cutlass.min(seqlen, (q_block + 1) * self.tile_q) if const_expr(self.causal) else seqlen
+        kv_blocks = cute.ceil_div(keys, self.tile_kv)  # every later tile is masked for every row of this CTA
+        # Tiles from this one on hold a key that some row must not see.
+        first_masked = (q_block * self.tile_q if const_expr(self.causal) else seqlen) // self.tile_kv
+
+        # 1. load Q, and as many tiles of K and V as there are stages
+        if warp == 0:
+            q_pipeline.producer_acquire(q_put)
+            cute.copy(
+                load_Q, tQgQ[None, q_block], tQsQ[None, 0], tma_bar_ptr=q_pipeline.producer_get_barrier(q_put)
+            )
+            for kv_block in range(cutlass.min(kv_blocks, self.stages), unroll=1):
+                self.load_kv(kv_pipeline, kv_put, load_K, tKgK, tKsK, load_V, tVgV, tVsV, kv_block)
+                kv_put.advance()
+
+        # 2. prologue: operands in shared memory are descriptors, accumulators and P registers
+        thr_qk, thr_pv = mma_qk.get_slice(tidx), mma_pv.get_slice(tidx)
+        tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, 1)
+        tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, stage)
+        tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, stage)
+        rS = cute.make_rmem_tensor(mma_qk.partition_shape_C((self.tile_q, self.tile_kv)), Float32)
+        rO = cute.make_rmem_tensor(mma_pv.partition_shape_C((self.tile_q, self.head_dim)), Float32)
+        rP = cute.make_rmem_tensor(rS.layout, BFloat16)
+        tOrP = cute.make_tensor(rP.iterator, operand_a(rP.layout))  # (MMA, MMA_M, MMA_K)
+        S, acc = by_row(rS), by_row(rO)  # (row, column) of this thread
+        where_S = by_row(thr_qk.partition_C(cute.make_identity_tensor((self.tile_q, self.tile_kv))))
+        where_O = by_row(thr_pv.partition_C(cute.make_identity_tensor((self.tile_q, self.head_dim))))
+        rows, columns = cute.size(S, mode=[0]), cute.size(S, mode=[1])
+        row_max, row_sum = [cute.make_rmem_tensor(cute.make_layout(rows), Float32) for _ in range(2)]
+        row_max.fill(-Float32.inf)
+        row_sum.fill(0.0)
+        rO.fill(0.0)
+        q_pipeline.consumer_wait(q_get)
+
+        # 3. main loop
+        for kv_block in range(kv_blocks, unroll=1):
+            # Refill the stage of the tile before, only now: the other warps had a tile's time to leave it.
+            if warp == 0 and kv_block > 0 and kv_block - 1 + self.stages < kv_blocks:
+                next_block = kv_block - 1 + self.stages
+                self.load_kv(kv_pipeline, kv_put, load_K, tKgK, tKsK, load_V, tVgV, tVsV, next_block)
+                kv_put.advance()
+            kv_pipeline.consumer_wait(kv_get)
+            stage = kv_get.index
+
+            warpgroup.fence()
+            for k in range_constexpr(cute.size(tSrK, mode=[2])):
+                mma_qk.set(warpgroup.Field.ACCUMULATE, k > 0)
+                cute.gemm(mma_qk, rS, tSrQ[None, None, k, 0], tSrK[None, None, k, stage], rS)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+
+            if kv_block >= first_masked:
+                for r in range_constexpr(rows):
+                    for c in range_constexpr(columns):
+                        row, key = where_S[r, c]
+                        q_row, key = q_block * self.tile_q + row, kv_block * self.tile_kv + key
+                        hidden = key > q_row if const_expr(self.causal) else key >= seqlen
+                        if hidden:
+                            S[r, c] = -Float32.inf
+
+            for r in range_constexpr(rows):
+                tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, row_max[r], 0)
+                tile_max = cute.arch.warp_reduction_max(tile_max, threads_in_group=LANES)
+                rescale = cute.math.exp2((row_max[r] - tile_max) * (self.scale * LOG2_E), fastmath=True)
+                row_max[r] = tile_max
+                p = S[r, None].load() * (self.scale * LOG2_E) - tile_max * (self.scale * LOG2_E)
+                p = cute.math.exp2(p, fastmath=True)
+                S[r, None].store(p)
+                row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r] * rescale, 0)
+                acc[r, None].store(acc[r, None].load() * rescale)
+            rP.store(rS.load().to(BFloat16))
+
+            warpgroup.fence()
+            mma_pv.set(warpgroup.Field.ACCUMULATE, True)
+            for k in range_constexpr(cute.size(tOrV, mode=[2])):
+                cute.gemm(mma_pv, rO, tOrP[None, None, k], tOrV[None, None, k, stage], rO)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            kv_pipeline.consumer_release(kv_get)
+            kv_get.advance()
+
+        # 4. epilogue
+        for r in range_constexpr(rows):
+            total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=LANES)
+            acc[r, None].store(acc[r, None].load() * cute.arch.rcp_approx(total))
+            row, column = where_O[r, 0]
+            q_row = q_block * self.tile_q + row
+            if q_row < seqlen:
+                gO = cute.local_tile(mO[q_row, None], (2,), (None,))  # (2, head_dim / 2)
+                for c in range_constexpr(self.head_dim // 8):
+                    pair = cute.make_rmem_tensor(cute.make_layout(2), BFloat16)
+                    pair.store(acc[r, (None, c)].load().to(BFloat16))
+                    cute.autovec_copy(pair, gO[None, column // 2 + LANES * c])
+                if column == 0:
+                    lse = row_max[r] * self.scale + cute.math.log2(total, fastmath=True) * LN_2
+                    mLSE[batch, head, q_row] = lse
+
+    @cute.jit
+    def load_kv(self, kv_pipeline, kv_put, load_K, tKgK, tKsK, load_V, tVgV, tVsV, kv_block):
+        """One warp: wait until every warp has left the stage, expect both tiles' bytes, start both copies."""
+        kv_pipeline.producer_acquire(kv_put)
+        barrier = kv_pipeline.producer_get_barrier(kv_put)
+        cute.copy(load_K, tKgK[None, kv_block], tKsK[None, kv_put.index], tma_bar_ptr=barrier)
+        cute.copy(load_V, tVgV[None, kv_block], tVsV[None, kv_put.index], tma_bar_ptr=barrier)
+
+
+def by_row(fragment: cute.Tensor) -> cute.Tensor:
+    """An accumulator fragment ((2, 2, N/8), M/64, 1) as (row, column) = ((2, M/64), (2, N/8))."""
+    ((pair, half, group), block, _), ((s_pair, s_half, s_group), s_block, _) = (
+        fragment.shape,
+        fragment.layout.stride,
+    )
+    layout = cute.make_layout(((half, block), (pair, group)), stride=((s_half, s_block), (s_pair, s_group)))
+    return cute.make_tensor(fragment.iterator, layout)
+
+
+def operand_a(accumulator: cute.Layout) -> cute.Layout:
+    """The accumulator ((2, 2, N/8), M/64, 1) seen as operand A ((2, 2, 2), M/64, N/16).
+
+    Two groups of 8 columns are 16 of K; within them a thread holds the same elements in the same order.
+    """
+    ((pair, half, group), block, _), (_, s_block, _) = accumulator.shape, accumulator.stride
+    return cute.make_layout(((pair, half, 2), block, group // 2), stride=((1, 2, 4), s_block, 8))
+
+
+def supports(problem: Problem) -> str | None:
+    return refuse_heads_on_grid(problem) or refuse_unless_plain(problem)
+
+
+def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {}
+
+
+def work(problem: Problem, **options: object) -> list[Work]:
+    kernel = FlashAttention2Wgmma(problem.head_dim, problem.causal, **options)
+    q_blocks, heads = math.ceil(problem.seqlen_q / kernel.tile_q), problem.batch * problem.heads
+    visible = [
+        min((q_block + 1) * kernel.tile_q, problem.seqlen_kv) if problem.causal else problem.seqlen_kv
+        for q_block in range(q_blocks)
+    ]
+    passes = heads * sum(math.ceil(keys / kernel.tile_kv) for keys in visible)
+    return [
+        Work(
+            kernel="FlashAttention2Wgmma",
+            unit=f"{kernel.tile_q}×{kernel.tile_kv} tile",
+            threads=kernel.threads,
+            ctas=q_blocks * heads,
+            passes=passes,
+            trips=(1,),
+            ffma=0,
+            tensor_flops=4 * kernel.tile_q * kernel.tile_kv * problem.head_dim,
+            hbm_bytes=problem.min_bytes / passes,
+            smem_bytes=kernel.smem_bytes,
+        )
+    ]
+
+
+def compile_kernel(problem: Problem, **options: object) -> object:
+    q, k, v, o = fake_qkvo(problem.head_dim)
+    kernel = FlashAttention2Wgmma(problem.head_dim, problem.causal, **options)
+    return compile_for_torch(kernel, q, k, v, o, fake_fp32(q))
+
+
+def run_kernel(compiled: object, t: Tensors) -> None:
+    if t.o.numel():
+        compiled(t.q, t.k, t.v, t.o, t.lse)
