@@ -9,8 +9,10 @@ import tempfile
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, range_constexpr
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.pipeline import PipelineUserType
 
 from harness.problem import Problem
@@ -21,7 +23,7 @@ VECTOR = 8  # 16-bit elements in one 16-byte access, the widest a thread can mak
 GRID_YZ_MAX = 65535  # CUDA's limit on gridDim.y and gridDim.z
 WARP = 32
 WARPGROUP = 128  # four warps that issue a WGMMA together
-PRODUCER_CONSUMER = (PipelineUserType.Producer, PipelineUserType.Consumer)
+PRODUCER, CONSUMER = PRODUCER_CONSUMER = PipelineUserType.Producer, PipelineUserType.Consumer
 ROWS_MAX = 2**31 - 1  # row indices are 32-bit; addresses are 64-bit
 
 
@@ -181,3 +183,54 @@ def partition_tma(atom, mX: cute.Tensor, sX: cute.Tensor):
     parts = (cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
     tXsX, tXgX = cpasync.tma_partition(atom, 0, cute.make_layout(1), *parts)
     return tXgX, tXsX
+
+
+# ---- introduced by k4: accumulator fragments ---------------------------------------------------------------
+
+
+def by_row(fragment: cute.Tensor) -> cute.Tensor:
+    """An accumulator fragment ((2, 2, N/8), M/64, 1) as (row, column) = ((2, M/64), (2, N/8))."""
+    ((pair, half, group), block, _), ((s_pair, s_half, s_group), s_block, _) = (
+        fragment.shape,
+        fragment.layout.stride,
+    )
+    layout = cute.make_layout(((half, block), (pair, group)), stride=((s_half, s_block), (s_pair, s_group)))
+    return cute.make_tensor(fragment.iterator, layout)
+
+
+def operand_a(accumulator: cute.Layout) -> cute.Layout:
+    """The accumulator ((2, 2, N/8), M/64, 1) seen as operand A ((2, 2, 2), M/64, N/16).
+
+    Two groups of 8 columns are 16 of K; within them a thread holds the same elements in the same order.
+    """
+    ((pair, half, group), block, _), (_, s_block, _) = accumulator.shape, accumulator.stride
+    return cute.make_layout(((pair, half, 2), block, group // 2), stride=((1, 2, 4), s_block, 8))
+
+
+# ---- introduced by k5: one load into a ring ----------------------------------------------------------------
+
+
+@cute.jit
+def put(ring, state, atom, source: cute.Tensor, destination: cute.Tensor):
+    """One warp: wait until the consumers have left the stage of `state`, expect its bytes, start the copy of
+    `source` (TMA,) into that stage of `destination` (TMA, stage)."""
+    ring.producer_acquire(state)
+    cute.copy(atom, source, destination[None, state.index], tma_bar_ptr=ring.producer_get_barrier(state))
+
+
+# ---- introduced by k6_2: P in registers, converted where it is written -------------------------------------
+
+
+@dsl_user_op
+def round_pair(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
+    """Two fp32 rounded to a word of two bf16, here and nowhere else.
+
+    An ordinary conversion has no side effect, and LLVM moves it to where its result is used: behind the next
+    Q·Kᵀ, through which the fp32 values would have to live.
+    """
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
+    ptx = "cvt.rn.bf16x2.f32 $0, $1, $2;"
+    word = llvm.inline_asm(
+        T.i32(), operands, ptx, "=r,f,f", has_side_effects=True, is_align_stack=False, loc=loc, ip=ip
+    )
+    return Int32(word)

@@ -30,10 +30,12 @@ from kernels.common import (
     WARP,
     WARPGROUP,
     allocate_tiles,
+    by_row,
     compile_for_torch,
     fake_fp32,
     fake_qkvo,
     load_atom,
+    operand_a,
     partition_tma,
     refuse_heads_on_grid,
     refuse_unless_plain,
@@ -161,7 +163,8 @@ class FlashAttention2Wgmma:
         rP = cute.make_rmem_tensor(rS.layout, BFloat16)
         tOrP = cute.make_tensor(rP.iterator, operand_a(rP.layout))  # (MMA, MMA_M, MMA_K)
         S, acc = by_row(rS), by_row(rO)  # (row, column) of this thread
-        where_S = by_row(thr_qk.partition_C(cute.make_identity_tensor((self.tile_q, self.tile_kv))))
+        cS = cute.make_identity_tensor((self.tile_q, self.tile_kv))
+        where_S, first_S = [by_row(mma_qk.get_slice(t).partition_C(cS)) for t in (tidx, 0)]
         where_O = by_row(thr_pv.partition_C(cute.make_identity_tensor((self.tile_q, self.head_dim))))
         rows, columns = cute.size(S, mode=[0]), cute.size(S, mode=[1])
         row_max, row_sum = [cute.make_rmem_tensor(cute.make_layout(rows), Float32) for _ in range(2)]
@@ -189,12 +192,11 @@ class FlashAttention2Wgmma:
 
             if kv_block >= first_masked:
                 for r in range_constexpr(rows):
+                    row, key = where_S[r, 0]  # of the thread's first column; the rest are static
+                    last_key = q_block * self.tile_q + row if const_expr(self.causal) else seqlen - 1
+                    visible = last_key - (kv_block * self.tile_kv + key)
                     for c in range_constexpr(columns):
-                        row, key = where_S[r, c]
-                        q_row, key = q_block * self.tile_q + row, kv_block * self.tile_kv + key
-                        hidden = key > q_row if const_expr(self.causal) else key >= seqlen
-                        if hidden:
-                            S[r, c] = -Float32.inf
+                        S[r, c] = S[r, c] if first_S[0, c][1] <= visible else -Float32.inf
 
             for r in range_constexpr(rows):
                 tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, row_max[r], 0)
@@ -240,25 +242,6 @@ class FlashAttention2Wgmma:
         barrier = kv_pipeline.producer_get_barrier(kv_put)
         cute.copy(load_K, tKgK[None, kv_block], tKsK[None, kv_put.index], tma_bar_ptr=barrier)
         cute.copy(load_V, tVgV[None, kv_block], tVsV[None, kv_put.index], tma_bar_ptr=barrier)
-
-
-def by_row(fragment: cute.Tensor) -> cute.Tensor:
-    """An accumulator fragment ((2, 2, N/8), M/64, 1) as (row, column) = ((2, M/64), (2, N/8))."""
-    ((pair, half, group), block, _), ((s_pair, s_half, s_group), s_block, _) = (
-        fragment.shape,
-        fragment.layout.stride,
-    )
-    layout = cute.make_layout(((half, block), (pair, group)), stride=((s_half, s_block), (s_pair, s_group)))
-    return cute.make_tensor(fragment.iterator, layout)
-
-
-def operand_a(accumulator: cute.Layout) -> cute.Layout:
-    """The accumulator ((2, 2, N/8), M/64, 1) seen as operand A ((2, 2, 2), M/64, N/16).
-
-    Two groups of 8 columns are 16 of K; within them a thread holds the same elements in the same order.
-    """
-    ((pair, half, group), block, _), (_, s_block, _) = accumulator.shape, accumulator.stride
-    return cute.make_layout(((pair, half, 2), block, group // 2), stride=((1, 2, 4), s_block, 8))
 
 
 def supports(problem: Problem) -> str | None:
