@@ -31,7 +31,10 @@ CHUNK_ELEMENTS = 2**27  # scores held at once
 
 
 def _attention(q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dtype, rounds_p: bool):
-    """(O, LSE) of q, k, v (B, H, N, d) computed in `dtype`; `rows` selects query rows (all by default)."""
+    """(O, LSE) of q, k, v (B, H, N, d) computed in `dtype`; `rows` selects query rows (all by default).
+
+    A query that sees no key has O = 0 and LSE = −∞.
+    """
     batch, heads, seqlen_q, head_dim = q.shape
     seqlen_kv, group = k.shape[2], heads // k.shape[1]
     rows = torch.arange(seqlen_q, device=q.device) if rows is None else rows
@@ -53,11 +56,13 @@ def _attention(q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dt
                 if causal:  # bottom-right aligned: the last query sees every key
                     scores.masked_fill_(columns > some_rows[:, None] + (seqlen_kv - seqlen_q), -math.inf)
                 maximum = scores.amax(-1, keepdim=True)
+                maximum.masked_fill_(maximum == -math.inf, 0.0)  # −∞ − (−∞) would be NaN
                 p = scores.sub_(maximum).exp_()
                 total = p.sum(-1, keepdim=True)
                 if rounds_p:
                     p = p.to(q.dtype).to(dtype)
-                o[b, some_heads, r : r + len(some_rows)] = (p @ values) / total
+                seen = total.clamp(min=1e-30)  # at least 1 where the maximum is a score
+                o[b, some_heads, r : r + len(some_rows)] = (p @ values) / seen
                 lse[b, some_heads, r : r + len(some_rows)] = (maximum + total.log()).squeeze(-1)
     return o, lse
 
@@ -168,6 +173,7 @@ def judge(
     lse_error = 0.0
     if lse is not None:
         delta = (lse.double() - ref_lse).abs() / ref_lse.abs().clamp(min=1.0)
+        delta = torch.where(lse == ref_lse, zero, delta)  # −∞ in both
         lse_error = delta.nan_to_num(math.inf).max().item()
         if not lse_error <= LSE_TOLERANCE:
             at = tuple(int(x) for x in torch.unravel_index(delta.nan_to_num(math.inf).argmax(), delta.shape))

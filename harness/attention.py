@@ -100,7 +100,7 @@ def prepare(
     v: torch.Tensor,
     *,
     causal: bool = False,
-    stage: str = "k2",
+    stage: str = "k6",
     out: torch.Tensor | None = None,
 ) -> tuple[object, object, Tensors]:
     """Check everything, compile and allocate: (module, compiled, tensors), ready for `module.run_kernel`.
@@ -141,7 +141,7 @@ def attention(
     v: torch.Tensor,
     *,
     causal: bool = False,
-    stage: str = "k2",
+    stage: str = "k6",
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

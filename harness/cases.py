@@ -142,6 +142,37 @@ def constant_values(stage_id, args):
                 yield f"{problem}: V = {name} gives O up to {(o - constant).abs().max().item():.3g} away"
 
 
+@case
+def other_shapes(stage_id, args):
+    """GQA, unequal lengths, fp16 and head_dim 256: computed correctly, or refused by name."""
+    _, module = kernels.load(stage_id)
+    plain = Problem.square(1, 4, 203, 64, False)
+    problems = [
+        plain.with_(causal=causal, **changes)
+        for causal in (False, True)
+        for changes in (
+            {"heads": 32, "kv_heads": 8},
+            {"heads": 16, "kv_heads": 1, "head_dim": 128},
+            {"seqlen_kv": 1025},
+            {"seqlen_q": 1025, "head_dim": 128},  # causal: the first 822 queries see no key
+            {"seqlen_q": 1},
+            {"seqlen_kv": 1, "head_dim": 128},
+            {"seqlen_q": 257, "seqlen_kv": 4161, "heads": 8, "kv_heads": 2},
+            {"dtype": "float16"},
+            {"dtype": "float16", "head_dim": 128, "seqlen_q": 1025, "seqlen_kv": 1025},
+            {"head_dim": 256},
+            {"head_dim": 256, "seqlen_q": 1025, "seqlen_kv": 4097, "kv_heads": 2},
+        )
+    ]
+    for problem in problems:
+        q, k, v = random_inputs(problem)
+        if reason := module.supports(problem):
+            run = lambda: attention(q, k, v, causal=problem.causal, stage=stage_id)
+            yield from refused(run, ValueError, reason)
+        else:
+            yield from judged(stage_id, q, k, v, problem.causal, problem)
+
+
 # ---- 5 and 6: masking and extreme logits -------------------------------------------------------------------
 
 
@@ -306,6 +337,28 @@ def repeats(stage_id, args):
             differing += (tensors.lse != first[1]).any().long()
         if differing.item():
             yield f"{problem}: {differing.item()} of {args.repeats} repeats differ"
+
+
+@case
+def beside_memory_traffic(stage_id, args):
+    """Loads that arrive late and in another order must neither hang the kernel nor change its output."""
+    for problem in (p.with_(seqlen_q=1025, seqlen_kv=1025) for p in SMALL):
+        q, k, v = random_inputs(problem)
+        first = run_poisoned(stage_id, q, k, v, problem.causal)
+        module, compiled, tensors = prepare(q, k, v, causal=problem.causal, stage=stage_id)
+        source = torch.empty(2**28, dtype=torch.int8, device="cuda")
+        traffic, other = torch.cuda.Stream(), torch.empty_like(source)
+        torch.cuda.synchronize()
+        for _ in range(20):
+            with torch.cuda.stream(traffic):
+                other.copy_(source, non_blocking=True)
+            tensors.o.fill_(math.nan)
+            for _ in range(5):
+                module.run_kernel(compiled, tensors)
+            if not same(tensors.o, first[0]):
+                yield f"{problem}: differs beside memory traffic"
+                break
+        torch.cuda.synchronize()
 
 
 @case

@@ -47,7 +47,8 @@ def workspace_bytes(spec: dict[str, tuple[tuple[int, ...], str]]) -> int:
 def poison(tensors: Tensors) -> Tensors:
     """Fill outputs and scratch with NaN, so that an element the kernel leaves unwritten, or scratch it reads
     before writing it, cannot pass a check."""
-    for x in (tensors.o, tensors.lse, *tensors.workspace.values()):
+    scratch = [x for x in tensors.workspace.values() if x.is_floating_point()]
+    for x in (tensors.o, tensors.lse, *scratch):
         x.fill_(math.nan)
     return tensors
 
@@ -60,9 +61,14 @@ def allocate(
     v: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> Tensors:
-    """Uninitialised outputs and scratch of the stage in `module` for inputs q, k, v; `out` is used for O."""
+    """Uninitialised outputs and scratch of the stage in `module` for inputs q, k, v; `out` is used for O.
+
+    Integers in the scratch are counters: they start at zero, and every kernel leaves them at zero.
+    """
     scratch = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype), device=q.device)
+        name: (torch.empty if dtype.startswith("float") else torch.zeros)(
+            shape, dtype=getattr(torch, dtype), device=q.device
+        )
         for name, (shape, dtype) in module.workspace(problem).items()
     }
     o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out

@@ -168,10 +168,14 @@ def allocate_tiles(smem: object, dtype: object, rows: int, head_dim: int, stages
 def load_atom(mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
     """The TMA descriptor that loads tiles of `rows` rows of mX (batch, heads, seqlen, head_dim), and mX as
     the descriptor sees it: (seqlen, head_dim, heads, batch)."""
+    return _tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, rows)
+
+
+def _tma_atom(op: object, mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
     head_dim = mX.shape[3]
     one_tile = cute.slice_(swizzled_tiles(mX.element_type, rows, head_dim, 1), (None, None, 0))
     mX = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[2, 3, 1, 0]))
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, one_tile, (rows, head_dim))
+    return cpasync.make_tiled_tma_atom(op, mX, one_tile, (rows, head_dim))
 
 
 @cute.jit
@@ -222,15 +226,42 @@ def put(ring, state, atom, source: cute.Tensor, destination: cute.Tensor):
 
 
 @dsl_user_op
-def round_pair(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
-    """Two fp32 rounded to a word of two bf16, here and nowhere else.
+def round_pair(
+    low: Float32, high: Float32, dtype: type = cutlass.BFloat16, *, loc: object = None, ip: object = None
+) -> Int32:
+    """Two fp32 rounded to a word of two bf16 or fp16, here and nowhere else.
 
     An ordinary conversion has no side effect, and LLVM moves it to where its result is used: behind the next
     Q·Kᵀ, through which the fp32 values would have to live.
     """
     operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
-    ptx = "cvt.rn.bf16x2.f32 $0, $1, $2;"
+    ptx = f"cvt.rn.{'bf16x2' if dtype is cutlass.BFloat16 else 'f16x2'}.f32 $0, $1, $2;"
     word = llvm.inline_asm(
         T.i32(), operands, ptx, "=r,f,f", has_side_effects=True, is_align_stack=False, loc=loc, ip=ip
     )
     return Int32(word)
+
+
+# ---- introduced by k6: what the production kernels take, and O by TMA --------------------------------------
+
+
+def fake_gqa(head_dim: int, dtype: str) -> tuple[object, ...]:
+    """Stand-ins for q, k, v, o as `fake_qkvo`'s, bf16 or fp16, with heads and lengths of their own for k and
+    v."""
+    element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
+    batch = cute.sym_int()
+    q_extents, kv_extents = ((cute.sym_int(), cute.sym_int()) for _ in range(2))
+
+    def stand_in(heads: object, seqlen: object) -> object:
+        strides = tuple(cute.sym_int64(divisibility=VECTOR) for _ in range(3))
+        return make_fake_tensor(
+            element, (batch, heads, seqlen, head_dim), (*strides, 1), assumed_align=2 * VECTOR
+        )
+
+    return tuple(stand_in(*extents) for extents in (q_extents, kv_extents, kv_extents, q_extents))
+
+
+def store_atom(mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """`load_atom`'s counterpart: the descriptor that stores tiles of `rows` rows; rows past the end stay
+    unwritten."""
+    return _tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, rows)

@@ -1,0 +1,579 @@
+"""K6: the production forward.
+
+The idea          Everything that measured ahead, and nothing else. The CTAs stay and fetch tiles, longest
+                  first, so that loads of the next tile hide the end of this one. O is rescaled only when a
+                  row's maximum has grown by more than 2⁸; the vote on that also keeps the maximum where it
+                  is written, before the wait for P·V, and leaves the descriptors in uniform registers.
+What changes      against k6_2: persistent CTAs and a tile counter; keys from right to left, tiles with hidden
+                  keys in a loop of their own; lazy rescaling; O leaves through shared memory by TMA; two tile
+                  shapes at head_dim 64; fp16, GQA, unequal lengths, head_dim 256.
+What does not     rings, warp specialisation, the half-tile lag of P·V behind Q·Kᵀ, taking turns at
+                  head_dim 128.
+Supports          bf16 and fp16; head_dim 64, 128, 256; seqlen_q and seqlen_kv ≥ 1; GQA and MQA. A causal mask
+                  is aligned at the bottom right: query i sees keys up to i + seqlen_kv − seqlen_q. A query
+                  that sees none gives O = 0 and LSE = −∞.
+"""
+
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.memory import SmemAllocator
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTmaAsync
+from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
+
+from harness.inputs import Tensors
+from harness.problem import Problem
+from harness.stage import Stage, Work
+from kernels.common import (
+    CONSUMER,
+    LN_2,
+    LOG2_E,
+    PRODUCER,
+    ROWS_MAX,
+    WARP,
+    WARPGROUP,
+    allocate_tiles,
+    by_row,
+    compile_for_torch,
+    fake_fp32,
+    fake_gqa,
+    load_atom,
+    operand_a,
+    partition_tma,
+    put,
+    round_pair,
+    store_atom,
+)
+
+STAGES = (
+    Stage(
+        "k6",
+        "the production forward",
+        "persistent CTAs, lazy rescaling, masked tiles apart, TMA store, tile shapes by length",
+        "k6_2",
+        rounds_p=True,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile shape and what measured best with it."""
+
+    consumers: int  # warpgroups of 64 rows
+    tile_kv: int
+    stages: int  # of the ring of K, and of V
+    registers: tuple[int, int]  # of a producer's thread, of a consumer's
+    turns: bool = False  # consumers take turns at the tensor cores
+    early_exp: bool = False  # exponentials before the wait for P·V, instead of where the assembler likes them
+
+
+FOUR = Config(4, 64, 4, (24, 112), early_exp=True)
+THREE = Config(3, 128, 2, (32, 160), early_exp=True)
+TWO = Config(2, 128, 2, (24, 240), turns=True)
+WIDE = Config(2, 80, 2, (24, 240))
+# By (head_dim, causal): the shape up to a number of keys, and beyond.
+CONFIGS = {
+    (64, False): (FOUR, 1024, THREE),
+    (64, True): (FOUR, 4096, THREE),
+    (128, False): (TWO, 0, TWO),
+    (128, True): (TWO, 0, TWO),
+    (256, False): (WIDE, 0, WIDE),
+    (256, True): (WIDE, 0, WIDE),
+}
+TURN = 1  # named barrier of the first consumer, the others' follow; 0 is the CTA's own
+STORE = TURN + 4  # likewise
+LANES = 4  # threads that share a query row of the accumulator; they sit in one warp
+ROWS = 64  # of a consumer
+SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
+GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is rescaled
+SECTION_BYTES = 8 * 2**20  # of K and V: heads that are worked on together and stay in L2
+SMEM_MAX = 232448
+
+
+class Forward:
+    """One tile shape. The CTA: `consumers` warpgroups, then a warpgroup of which one warp loads."""
+
+    def __init__(self, head_dim: int, causal: bool, dtype: type, config: Config):
+        self.head_dim, self.causal, self.dtype, self.config = head_dim, causal, dtype, config
+        self.consumers, self.tile_kv, self.stages = config.consumers, config.tile_kv, config.stages
+        self.tile_q = ROWS * self.consumers
+        self.threads = WARPGROUP * (self.consumers + 1)
+        self.scale_log2 = LOG2_E / math.sqrt(head_dim)
+        # Where there is no room for both, O is written over Q, and the next Q waits for O's store.
+        self.o_over_q = self.tile_bytes(own_o=True) > SMEM_MAX - 1024
+
+    def tile_bytes(self, own_o: bool) -> int:
+        rows = (1 + own_o) * self.tile_q + 2 * self.stages * self.tile_kv  # Q, O, stages of K and V
+        return rows * self.head_dim * 2
+
+    @property
+    def smem_bytes(self) -> int:
+        barriers = 2 * (self.consumers + 2 * self.stages + 1)
+        return self.tile_bytes(not self.o_over_q) + 16 + barriers * 8
+
+    @cute.jit
+    def launch(self, mQ, mK, mV, mO, mLSE, mCounter, stream):
+        batch, heads, seqlen_q, _ = mQ.shape
+        loads = []
+        for mX, rows in ((mQ, ROWS), (mK, self.tile_kv), (mV, self.tile_kv)):
+            loads += load_atom(mX, rows)
+        source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
+        mma_qk, mma_pv = [
+            make_trivial_tiled_mma(self.dtype, self.dtype, K, major, Float32, (1, 1, 1), (ROWS, n), place)
+            for major, n, place in ((K, self.tile_kv, source.SMEM), (MN, self.head_dim, source.RMEM))
+        ]
+        tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
+        self.kernel(mma_qk, mma_pv, *loads, *store_atom(mO, ROWS), mLSE, mCounter, tiles).launch(
+            grid=(cutlass.min(tiles, SMS), 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, mma_qk, mma_pv, load_Q, mQ, load_K, mK, load_V, mV, store_O, mO, mLSE, mCounter, tiles):
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
+        seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
+        consumer_warps = WARPGROUP // WARP * self.consumers
+
+        smem = SmemAllocator()
+        sQ = allocate_tiles(
+            smem, self.dtype, ROWS, self.head_dim, self.consumers
+        )  # (row, head_dim, consumer)
+        sO = sQ
+        if const_expr(not self.o_over_q):
+            sO = allocate_tiles(smem, self.dtype, ROWS, self.head_dim, self.consumers)
+        sK, sV = [
+            allocate_tiles(smem, self.dtype, self.tile_kv, self.head_dim, self.stages) for _ in range(2)
+        ]  # (key, head_dim, stage)
+        exchanged = cute.make_ordered_layout((self.head_dim, self.tile_kv, self.stages), order=(1, 0, 2))
+        sVt = cute.composition(sV, exchanged)  # (head_dim, key, stage)
+        sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # valid, q_block, head, batch
+
+        q_ring, k_ring, v_ring = [
+            PipelineTmaAsync.create(
+                num_stages=stages,
+                tx_count=rows * self.head_dim * 2,
+                barrier_storage=smem.allocate_array(Int64, 2 * stages),
+                producer_group=CooperativeGroup(Agent.Thread),
+                consumer_group=CooperativeGroup(Agent.Thread, warps),
+                defer_sync=True,
+            )
+            for stages, rows, warps in (
+                (self.consumers, ROWS, WARPGROUP // WARP),  # every consumer waits for its own rows of Q
+                (self.stages, self.tile_kv, consumer_warps),
+                (self.stages, self.tile_kv, consumer_warps),
+            )
+        ]
+        tile_ring = PipelineAsync.create(
+            num_stages=1,
+            barrier_storage=smem.allocate_array(Int64, 2),
+            producer_group=CooperativeGroup(Agent.Thread, WARP),
+            consumer_group=CooperativeGroup(Agent.Thread, WARPGROUP * self.consumers),
+            defer_sync=True,
+        )
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+
+        if warp_idx >= consumer_warps:
+            # 1. the producer: fetch a tile, tell the consumers, load Q and the keys from right to left
+            cute.arch.setmaxregister_decrease(self.config.registers[0])
+            if warp_idx == consumer_warps:
+                q_put = pipeline.make_pipeline_state(PRODUCER, self.consumers)
+                kv_put = pipeline.make_pipeline_state(PRODUCER, self.stages)
+                tile_put = pipeline.make_pipeline_state(PRODUCER, 1)
+                tile, _, _ = cute.arch.block_idx()
+                while tile < tiles:
+                    q_block, head, batch = self.locate(tile, mQ, mK)
+                    self.tell(tile_ring, tile_put, sTile, (1, q_block, head, batch))
+                    tile_put.advance()
+                    kv_head = head // (mQ.shape[2] // mK.shape[2])
+                    tQgQ, tQsQ = partition_tma(load_Q, mQ[None, None, head, batch], sQ)
+                    tKgK, tKsK = partition_tma(load_K, mK[None, None, kv_head, batch], sK)
+                    tVgV, tVsV = partition_tma(load_V, mV[None, None, kv_head, batch], sV)
+                    last = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv) - 1
+                    for i in range_constexpr(self.consumers):
+                        put(q_ring, q_put, load_Q, tQgQ[None, q_block * self.consumers + i], tQsQ)
+                        q_put.advance()
+                        if const_expr(i == 0):
+                            put(k_ring, kv_put, load_K, tKgK[None, last], tKsK)
+                    put(v_ring, kv_put, load_V, tVgV[None, last], tVsV)
+                    kv_put.advance()
+                    for i in range(last, unroll=1):
+                        put(k_ring, kv_put, load_K, tKgK[None, last - 1 - i], tKsK)
+                        put(v_ring, kv_put, load_V, tVgV[None, last - 1 - i], tVsV)
+                        kv_put.advance()
+                    tile = self.fetch(mCounter, tiles)
+                self.tell(tile_ring, tile_put, sTile, (0, 0, 0, 0))
+        else:
+            # 2. a consumer's prologue
+            cute.arch.setmaxregister_increase(self.config.registers[1])
+            consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+            thread = tidx % WARPGROUP
+            q_get = pipeline.PipelineState(self.consumers, Int32(0), consumer, Int32(0))
+            k_get, v_get = [pipeline.make_pipeline_state(CONSUMER, self.stages) for _ in range(2)]
+            tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
+            thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+            cS = cute.make_identity_tensor((ROWS, self.tile_kv))
+            rS = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, self.tile_kv)), Float32)
+            rO = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, self.head_dim)), Float32)
+            rP = cute.make_rmem_tensor(cute.make_layout(cute.size(rS) // 2), Int32)  # pairs of 16-bit values
+            S, O = by_row(rS), by_row(rO)  # (row, column) of this thread
+            row_max, row_sum = [cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2)]
+            tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))[None, None, None, consumer]
+            tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, stage)
+            tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, stage)
+            tOrP = cute.make_tensor(cute.recast_ptr(rP.iterator, None, self.dtype), operand_a(rS.layout))
+            where_S, first_S = [by_row(mma_qk.get_slice(t).partition_C(cS)) for t in (thread, 0)]
+            # What a step needs; never an argument of a jit function, which would rebind its members.
+            x = SimpleNamespace(
+                tSrQ=tSrQ, tSrK=tSrK, tOrP=tOrP, tOrV=tOrV, rS=rS, rO=rO, rP=rP, S=S, O=O,
+                row_max=row_max, row_sum=row_sum, where_S=where_S, first_S=first_S,
+                mma_qk=mma_qk, mma_pv=mma_pv, k_ring=k_ring, v_ring=v_ring,
+                seqlen_q=seqlen_q, seqlen_kv=seqlen_kv,
+                my_turn=TURN + consumer, next_turn=TURN + (consumer + 1) % self.consumers,
+            )  # fmt: skip
+            stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+            copy_O = cute.make_tiled_copy_C(stmatrix, mma_pv).get_slice(thread)
+            tOsO = copy_O.partition_D(sO)[None, None, None, consumer]
+            stores = warp_idx == WARPGROUP // WARP * consumer
+            if const_expr(self.config.turns):
+                if consumer == self.consumers - 1:
+                    self.pass_turn(TURN)
+
+            valid, q_block, head, batch = self.hear(tile_ring, tile_get, sTile)
+            tile_get.advance()
+            while valid != 0:
+                first_row = q_block * self.tile_q + consumer * ROWS
+                kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
+                if const_expr(not self.config.turns):
+                    # Tiles that only rows of other consumers can see, or all of them past the last query.
+                    own_blocks = self.kv_blocks(first_row + ROWS, seqlen_q, seqlen_kv)
+                    if first_row >= seqlen_q:
+                        own_blocks = Int32(1)
+                    for _ in range(kv_blocks - own_blocks, unroll=1):
+                        k_ring.consumer_wait(k_get)
+                        k_ring.consumer_release(k_get)
+                        v_ring.consumer_wait(v_get)
+                        v_ring.consumer_release(v_get)
+                        k_get.advance()
+                        v_get.advance()
+                    kv_blocks = own_blocks
+
+                # The first tile's S and P; K runs one tile ahead of V from here on.
+                row_max.fill(-Float32.inf)
+                row_sum.fill(0.0)
+                rO.fill(0.0)
+                q_ring.consumer_wait(q_get)
+                k_ring.consumer_wait(k_get)
+                self.multiply(mma_qk, rS, tSrQ, tSrK[None, None, None, k_get.index], False)
+                warpgroup.wait_group(0)
+                k_ring.consumer_release(k_get)
+                k_get.advance()
+                self.mask(S, where_S, first_S, first_row, kv_blocks - 1, seqlen_q, seqlen_kv)
+                self.softmax(S, O, row_max, row_sum, masked=True, first=True)
+                self.round(rS, rP)
+
+                # 3. main loop: tiles with hidden keys, then the others
+                masked = Int32(1)  # without a causal mask only the last tile, which is done
+                if const_expr(self.causal):
+                    seen = cutlass.max(0, first_row + 1 + seqlen_kv - seqlen_q)  # by the consumer's first row
+                    visible = cutlass.min(seen, seqlen_kv) // self.tile_kv
+                    masked = cutlass.max(1, kv_blocks - visible)
+                    for i in range(1, masked, unroll=1):
+                        self.step(x, first_row, kv_blocks - 1 - i, k_get, v_get, masked=True)
+                        k_get.advance()
+                        v_get.advance()
+                for i in range(masked, kv_blocks, unroll=1):
+                    self.step(x, first_row, kv_blocks - 1 - i, k_get, v_get, masked=False)
+                    k_get.advance()
+                    v_get.advance()
+                if const_expr(not self.o_over_q):
+                    q_ring.consumer_release(q_get)
+                v_ring.consumer_wait(v_get)
+                self.multiply(mma_pv, rO, tOrP, tOrV[None, None, None, v_get.index], True)
+                warpgroup.wait_group(0)
+                v_ring.consumer_release(v_get)
+                v_get.advance()
+
+                # 4. epilogue: registers, shared memory, TMA
+                for r in range_constexpr(2):
+                    total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=LANES)
+                    inverse = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
+                    O[r, None].store(O[r, None].load() * inverse)
+                    row, column = where_S[r, 0]
+                    if first_row + row < seqlen_q and column == 0:
+                        lse = (row_max[r] * self.scale_log2 + cute.math.log2(total, fastmath=True)) * LN_2
+                        mLSE[batch, head, first_row + row] = lse
+                rO16 = cute.make_rmem_tensor(rO.layout, self.dtype)
+                rO16.store(rO.load().to(self.dtype))
+                if stores:  # the tile before has left sO
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.barrier(barrier_id=STORE + consumer, number_of_threads=WARPGROUP)
+                cute.copy(copy_O, copy_O.retile(rO16), tOsO)
+                cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
+                cute.arch.barrier(barrier_id=STORE + consumer, number_of_threads=WARPGROUP)
+                if stores:
+                    tOgO, sO_tma = partition_tma(store_O, mO[None, None, head, batch], sO)
+                    block = q_block * self.consumers + consumer
+                    cute.copy(store_O, sO_tma[None, consumer], tOgO[None, block])
+                    cute.arch.cp_async_bulk_commit_group()
+                    if const_expr(self.o_over_q):
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                if const_expr(self.o_over_q):
+                    q_ring.consumer_release(q_get)
+                for _ in range_constexpr(self.consumers):
+                    q_get.advance()
+                valid, q_block, head, batch = self.hear(tile_ring, tile_get, sTile)
+                tile_get.advance()
+
+            if const_expr(self.config.turns):
+                if consumer == 0:  # the last arrival at the first consumer's barrier must not stay behind
+                    self.wait_turn(TURN)
+            if stores:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def step(self, x, first_row, kv_block, k_get, v_get, masked: bool):
+        """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one."""
+        x.k_ring.consumer_wait(k_get)
+        if self.config.turns:
+            self.wait_turn(x.my_turn)
+        self.multiply(x.mma_qk, x.rS, x.tSrQ, x.tSrK[None, None, None, k_get.index], False)
+        x.v_ring.consumer_wait(v_get)
+        self.multiply(x.mma_pv, x.rO, x.tOrP, x.tOrV[None, None, None, v_get.index], True)
+        if self.config.turns:
+            self.pass_turn(x.next_turn)
+        warpgroup.wait_group(1)
+        x.k_ring.consumer_release(k_get)
+        if masked:
+            self.mask(x.S, x.where_S, x.first_S, first_row, kv_block, x.seqlen_q, x.seqlen_kv)
+        self.softmax(x.S, x.O, x.row_max, x.row_sum, masked, first=False)
+        warpgroup.wait_group(0)
+        x.v_ring.consumer_release(v_get)
+        self.round(x.rS, x.rP)
+
+    def wait_turn(self, turn):
+        cute.arch.barrier(barrier_id=turn, number_of_threads=2 * WARPGROUP)
+
+    def pass_turn(self, turn):
+        cute.arch.barrier_arrive(barrier_id=turn, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def multiply(self, mma, acc, tA, tB, accumulate: cutlass.Constexpr):
+        """Issue acc (+)= A·B as one commit group; tA and tB are (MMA, MMA_M or MMA_N, MMA_K)."""
+        warpgroup.fence()
+        atom = cute.make_mma_atom(mma.op)  # its own: `set` on the caller's would escape from the loop
+        for k in range_constexpr(cute.size(tB, mode=[2])):
+            atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+            cute.gemm(atom, acc, tA[None, None, k], tB[None, None, k], acc)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def mask(self, S, where_S, first_S, first_row, kv_block, seqlen_q, seqlen_kv):
+        """Hide the keys of the tile that lie past the diagonal, or past the end."""
+        for r in range_constexpr(2):
+            row, key = where_S[r, 0]  # of the thread's first column; the rest are static
+            last_key = seqlen_kv - 1
+            if const_expr(self.causal):
+                last_key = cutlass.min(last_key, first_row + row + seqlen_kv - seqlen_q)
+            visible = last_key - (kv_block * self.tile_kv + key)
+            for c in range_constexpr(cute.size(S, mode=[1])):
+                S[r, c] = S[r, c] if first_S[0, c][1] <= visible else -Float32.inf
+
+    @cute.jit
+    def softmax(self, S, O, row_max, row_sum, masked: cutlass.Constexpr, first: cutlass.Constexpr):
+        """S becomes P, relative to row_max, which may be up to 2^GROWTH behind; row_sum follows."""
+        tile_max = cute.make_rmem_tensor(row_max.layout, Float32)
+        for r in range_constexpr(2):
+            tile_max[r] = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+            tile_max[r] = cute.arch.warp_reduction_max(tile_max[r], threads_in_group=LANES)
+            if const_expr(first):
+                row_max[r] = tile_max[r]
+        if const_expr(not first):
+            limit = GROWTH / self.scale_log2
+            grown = [tile_max[r] > row_max[r] + limit for r in range(2)]
+            # A vote, so that the branch is uniform in the warp: behind a divergent one ptxas gives up the
+            # uniform registers of the loop, and every WGMMA's descriptor takes a detour.
+            if cute.arch.vote_any_sync(grown[0] | grown[1]):
+                warpgroup.wait_group(0)  # P·V still adds to O
+                for r in range_constexpr(2):
+                    new_max = cute.arch.fmax(row_max[r], tile_max[r])
+                    rescale = cute.math.exp2((row_max[r] - finite(new_max)) * self.scale_log2, fastmath=True)
+                    O[r, None].store(O[r, None].load() * rescale)
+                    row_sum[r] *= rescale
+                    row_max[r] = new_max
+        for r in range_constexpr(2):
+            base = finite(row_max[r]) if const_expr(masked) else row_max[r]
+            p = S[r, None].load() * self.scale_log2 - base * self.scale_log2
+            p = cute.math.exp2(p, fastmath=True)
+            S[r, None].store(p)
+            row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
+        if const_expr(self.config.early_exp and not first):
+            # Never taken, but it needs every exponential: they stay before the wait for P·V.
+            if cute.arch.vote_any_sync(row_sum[0] + row_sum[1] < -1.0):
+                cute.arch.sync_warp()
+
+    @cute.jit
+    def round(self, rS, rP):
+        """P to 16 bits, in the order of the accumulator."""
+        for i in range_constexpr(cute.size(rP)):
+            rP[i] = round_pair(rS[2 * i], rS[2 * i + 1], self.dtype)
+
+    @cute.jit
+    def kv_blocks(self, rows, seqlen_q, seqlen_kv):
+        """Tiles of keys that some of the first `rows` queries sees; at least one, so that O is written."""
+        keys = seqlen_kv
+        if const_expr(self.causal):
+            keys = cutlass.max(1, cutlass.min(seqlen_kv, rows + seqlen_kv - seqlen_q))
+        return cute.ceil_div(keys, self.tile_kv)
+
+    @cute.jit
+    def locate(self, tile, mQ, mK):
+        """(q_block, head, batch) of the tile-th tile in the order they are fetched."""
+        heads, all_heads = mQ.shape[2], mQ.shape[2] * mQ.shape[3]
+        q_blocks = cute.ceil_div(mQ.shape[0], self.tile_q)
+        q_block, head = tile % q_blocks, tile // q_blocks
+        if const_expr(self.causal):
+            # Longest first, in sections of as many heads as keep their K and V in L2.
+            head_bytes = mK.shape[0] * (4 * self.head_dim)
+            section = cutlass.max(1, cutlass.min(all_heads, SECTION_BYTES // head_bytes))
+            first = tile // (section * q_blocks) * section
+            section = cutlass.min(section, all_heads - first)
+            inside = tile - first * q_blocks
+            q_block, head = q_blocks - 1 - inside // section, first + inside % section
+        return q_block, head % heads, head // heads
+
+    @cute.jit
+    def fetch(self, mCounter, tiles):
+        """One warp: the next tile nobody has taken. A CTA's first is its own number, so `tiles` fetches are
+        made in all; the last of them leaves the counter at zero."""
+        grid, _, _ = cute.arch.grid_dim()
+        taken = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            taken = cute.arch.atomic_add(mCounter.iterator.llvm_ptr, Int32(1))
+            if taken == tiles - 1:
+                mCounter[0] = Int32(0)
+        return cute.arch.shuffle_sync(taken, 0) + grid
+
+    @cute.jit
+    def tell(self, ring, state, sTile, message):
+        """The producer warp: hand a tile's place to the consumers."""
+        ring.producer_acquire(state)
+        for i in range_constexpr(4):
+            sTile[i] = Int32(message[i])
+        ring.producer_commit(state)
+
+    @cute.jit
+    def hear(self, ring, state, sTile):
+        """(valid, q_block, head, batch) of the consumer's next tile."""
+        ring.consumer_wait(state)
+        message = [cute.arch.make_warp_uniform(sTile[i]) for i in range(4)]
+        ring.consumer_release(state)
+        return message[0], message[1], message[2], message[3]
+
+
+class ForwardShort(Forward):
+    """Up to the number of keys in CONFIGS."""
+
+
+class ForwardLong(Forward):
+    """Beyond."""
+
+
+class FlashAttentionForward:
+    def __init__(self, head_dim: int, causal: bool, dtype: str, config: Config | None = None):
+        short, self.limit, long = CONFIGS[head_dim, causal] if config is None else (config, 0, config)
+        element = getattr(cutlass, {"bfloat16": "BFloat16", "float16": "Float16"}[dtype])
+        self.short = ForwardShort(head_dim, causal, element, short)
+        self.long = ForwardLong(head_dim, causal, element, long)
+
+    def for_keys(self, seqlen_kv: int) -> Forward:
+        return self.short if seqlen_kv <= self.limit else self.long
+
+    @cute.jit
+    def __call__(self, mQ, mK, mV, mO, mLSE, mCounter, stream):
+        if const_expr(self.limit == 0):
+            self.long.launch(mQ, mK, mV, mO, mLSE, mCounter, stream)
+        else:
+            if mK.shape[2] <= self.limit:
+                self.short.launch(mQ, mK, mV, mO, mLSE, mCounter, stream)
+            else:
+                self.long.launch(mQ, mK, mV, mO, mLSE, mCounter, stream)
+
+
+@cute.jit
+def finite(maximum: Float32):
+    """What exp subtracts: 0 while no key was visible, since −∞ − (−∞) would be NaN and not e^−∞ = 0."""
+    return 0.0 if maximum == -Float32.inf else maximum
+
+
+def supports(problem: Problem) -> str | None:
+    if problem.direction != "fwd":
+        return f"computes the forward pass, not {problem.direction!r}"
+    if problem.head_dim not in (64, 128, 256):
+        return f"takes head_dim 64, 128 or 256, not {problem.head_dim}"
+    if problem.seqlen_q > 0 and problem.seqlen_kv == 0:
+        return "takes at least one key"
+    if max(problem.seqlen_q, problem.seqlen_kv) * problem.batch * problem.heads > ROWS_MAX:
+        return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
+    return None
+
+
+def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {"counter": ((1,), "int32")}  # of tiles taken; two launches at once must not share it
+
+
+def work(problem: Problem, config: Config | None = None) -> list[Work]:
+    kernel = FlashAttentionForward(problem.head_dim, problem.causal, problem.dtype, config)
+    kernel = kernel.for_keys(problem.seqlen_kv)
+    heads, q_blocks = problem.batch * problem.heads, math.ceil(problem.seqlen_q / kernel.tile_q)
+    offset, blocks, masked = problem.seqlen_kv - problem.seqlen_q, 0, 0
+    for first_row in range(0, q_blocks * kernel.tile_q, ROWS):
+        turns, last_row = kernel.config.turns, first_row + ROWS
+        if turns:
+            last_row = (first_row // kernel.tile_q + 1) * kernel.tile_q
+        visible, own = problem.seqlen_kv // kernel.tile_kv, math.ceil(problem.seqlen_kv / kernel.tile_kv)
+        if problem.causal:
+            visible = min(visible, max(0, first_row + 1 + offset) // kernel.tile_kv)
+            keys = max(1, min(problem.seqlen_kv, last_row + offset))
+            own = math.ceil(keys / kernel.tile_kv)
+        if first_row >= problem.seqlen_q and not turns:
+            own = 1
+        blocks += own
+        masked += max(1, own - visible) - 1
+    rows = q_blocks * kernel.consumers  # of 64 queries, each the work of one consumer
+    trips = (masked / rows, (blocks - masked) / rows - 1) if problem.causal else (blocks / rows - 1,)
+    return [
+        Work(
+            kernel=type(kernel).__name__,
+            unit=f"{kernel.tile_q} queries",
+            threads=WARPGROUP * kernel.consumers,
+            ctas=min(SMS, q_blocks * heads),
+            passes=q_blocks * heads,
+            trips=trips,
+            ffma=0,
+            hbm_bytes=problem.min_bytes / (q_blocks * heads),
+            smem_bytes=kernel.smem_bytes,
+            tensor_flops=4 * ROWS * kernel.tile_kv * problem.head_dim * blocks / q_blocks,
+        )
+    ]
+
+
+def compile_kernel(problem: Problem, **options: object) -> object:
+    q, k, v, o = fake_gqa(problem.head_dim, problem.dtype)
+    kernel = FlashAttentionForward(problem.head_dim, problem.causal, problem.dtype, **options)
+    counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
+    return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), counter)
+
+
+def run_kernel(compiled: object, t: Tensors) -> None:
+    if t.o.numel():
+        compiled(t.q, t.k, t.v, t.o, t.lse, t.workspace["counter"])
