@@ -104,13 +104,16 @@ def _ratio(a: float, b: float) -> float:
 
 
 def _block_rms(error: torch.Tensor) -> torch.Tensor:
-    """rms over blocks of BLOCK_ROWS rows of each head; the last block may be shorter."""
+    """rms over blocks of BLOCK_ROWS rows of each head (B, H, blocks).
+
+    What is left over at the end belongs to the last block: the rms of a row or two scatters as a row's does,
+    which the rule for rows allows for and the rule for blocks does not.
+    """
     squares = error.square().mean(-1)  # (B, H, rows)
-    pad = -squares.shape[-1] % BLOCK_ROWS
-    count = (
-        torch.nn.functional.pad(torch.ones_like(squares), (0, pad)).unflatten(-1, (-1, BLOCK_ROWS)).sum(-1)
-    )
-    return (torch.nn.functional.pad(squares, (0, pad)).unflatten(-1, (-1, BLOCK_ROWS)).sum(-1) / count).sqrt()
+    whole = max(1, squares.shape[-1] // BLOCK_ROWS)
+    parts = [*squares.split(BLOCK_ROWS, -1)]
+    parts[whole - 1 :] = [torch.cat(parts[whole - 1 :], -1)]
+    return torch.stack([part.mean(-1) for part in parts], -1).sqrt()
 
 
 def judge(
@@ -161,7 +164,7 @@ def judge(
     row = error.square().mean(-1).sqrt()
     row_yard = torch.maximum(
         yard_error.square().mean(-1).sqrt(),
-        block_yard.repeat_interleave(BLOCK_ROWS, -1)[..., : row.shape[-1]],
+        block_yard[..., (torch.arange(row.shape[-1]) // BLOCK_ROWS).clamp(max=block_yard.shape[-1] - 1)],
     )
     row_ratio = torch.where(row == 0, zero, row / row_yard)
     if not bool((row <= ROW_RMS_FACTOR * row_yard).all()):

@@ -2,8 +2,8 @@
 
     python -m harness.ablation fa1 [--save]
 
-Times the `VARIANTS` of a kernel file (label → arguments of its kernel) in one interleaved run, each checked
-first. With --save the rows go to results/<gpu>/ablations/<file>.json, a `Results` file whose providers are
+Times the `VARIANTS` of a kernel file (label → arguments of its kernel, or a function from a problem to that)
+in one interleaved run, each checked first. With --save the rows go to results/<gpu>/ablations/<file>.json, a `Results` file whose providers are
 the labels.
 """
 
@@ -31,7 +31,8 @@ def measure(stage_id: str, seqlens: tuple[int, ...] = SEQLENS) -> list[results.R
                 problem = Problem.square(TOTAL_TOKENS // n, HIDDEN_SIZE // d, n, d, causal)
                 q, k, v = random_inputs(problem)
                 calls = {}
-                for label, options in module.VARIANTS.items():
+                variants = module.VARIANTS
+                for label, options in (variants(problem) if callable(variants) else variants).items():
                     key = (label, d, causal)
                     if key not in compiled:
                         compiled[key] = module.compile_kernel(problem, **(stage.options | options))

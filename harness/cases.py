@@ -191,6 +191,9 @@ def causality(stage_id, args):
 
 @case
 def extreme_logits(stage_id, args):
+    # One FFMA for scale·s − scale·max leaves a product's rounding in the exponent of the largest score: its P
+    # is then not 1, and where P is rounded to 16 bits, O is its value times that rounding.
+    slack = 2**-7 if kernels.load(stage_id)[0].rounds_p else 0.0
     for logit in (3e4, 1e6):
         for d in HEAD_DIMS:
             for causal in (False, True):
@@ -199,7 +202,7 @@ def extreme_logits(stage_id, args):
                 o, lse = run_poisoned(stage_id, q, k, v, causal)
                 if not (o.isfinite().all() and lse.isfinite().all()):
                     yield f"{problem}: logits of {logit:.0e} give non-finite values"
-                elif not torch.equal(o, v[:, :, target]):
+                elif not torch.allclose(o.float(), v[:, :, target].float(), rtol=slack, atol=0):
                     yield f"{problem}: logits of {logit:.0e} do not select the largest"
     for problem in SMALL:
         q, k, v = random_inputs(problem)

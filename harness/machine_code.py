@@ -8,6 +8,7 @@ included.
 """
 
 import hashlib
+import math
 import re
 import subprocess
 import sysconfig
@@ -202,10 +203,10 @@ def demand(code: KernelCode, work: Work, gpu: Gpu = H100_SXM) -> Demand:
             f"{work.kernel}: {ffma} products in one pass, not the {work.ffma} needed; are the trips right?"
         )
     warps = work.threads / WARP
-    if warps * tensor_flops != work.tensor_flops:
+    if not math.isclose(warps * tensor_flops, work.tensor_flops):
         raise ValueError(
             f"{work.kernel}: {warps * tensor_flops:.0f} FLOPs on tensor cores in one pass, "
-            f"not the {work.tensor_flops} needed; are the trips right?"
+            f"not the {work.tensor_flops:.0f} needed; are the trips right?"
         )
     per_lane = {
         unit: warps * WARP / lanes for unit, lanes in (("fma", gpu.fp32_lanes), ("alu", gpu.alu_lanes))

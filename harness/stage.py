@@ -35,8 +35,8 @@ class Work:
     threads: int  # of a CTA
     ctas: int  # of the launch
     passes: int  # of the main loop, over all CTAs
-    trips: tuple[int, ...]
+    trips: tuple[float, ...]  # a mean where passes differ
     ffma: int
     hbm_bytes: float  # least device-memory traffic of one pass
     smem_bytes: int = 0  # dynamic shared memory of a CTA
-    tensor_flops: int = 0  # of a CTA on tensor cores in one pass
+    tensor_flops: float = 0  # of a CTA on tensor cores in one pass

@@ -15,7 +15,7 @@ Supports          bf16 and fp16; head_dim 64, 128, 256; seqlen_q and seqlen_kv �
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import cutlass
@@ -73,19 +73,30 @@ class Config:
     turns: bool = False  # consumers take turns at the tensor cores
     early_exp: bool = False  # exponentials before the wait for P·V, instead of where the assembler likes them
 
+    def __str__(self) -> str:
+        extras = ", turns" * self.turns + ", early exp" * self.early_exp
+        return f"{ROWS * self.consumers}×{self.tile_kv}, {self.stages} stages{extras}"
 
-FOUR = Config(4, 64, 4, (24, 112), early_exp=True)
-THREE = Config(3, 128, 2, (32, 160), early_exp=True)
-TWO = Config(2, 128, 2, (24, 240), turns=True)
-WIDE = Config(2, 80, 2, (24, 240))
+
+FOUR_64 = Config(4, 64, 4, (24, 112))
+THREE_128 = Config(3, 128, 2, (32, 160), early_exp=True)
+THREE_64 = Config(3, 64, 3, (32, 160))
+TWO_128 = Config(2, 128, 2, (24, 240))
+TWO_128_TURNS = Config(2, 128, 2, (24, 240), turns=True)
+TWO_80 = Config(2, 80, 2, (24, 240))
 # By (head_dim, causal): the shape up to a number of keys, and beyond.
 CONFIGS = {
-    (64, False): (FOUR, 1024, THREE),
-    (64, True): (FOUR, 4096, THREE),
-    (128, False): (TWO, 0, TWO),
-    (128, True): (TWO, 0, TWO),
-    (256, False): (WIDE, 0, WIDE),
-    (256, True): (WIDE, 0, WIDE),
+    (64, False): (FOUR_64, 1024, THREE_128),
+    (64, True): (FOUR_64, 4096, THREE_128),
+    (128, False): (TWO_128_TURNS, 1024, TWO_128),
+    (128, True): (THREE_64, 512, TWO_128_TURNS),
+    (256, False): (TWO_80, 0, TWO_80),
+    (256, True): (TWO_80, 0, TWO_80),
+}
+# What the shapes above were chosen from, for `python -m harness.ablation k6`.
+CANDIDATES = {
+    64: (FOUR_64, replace(FOUR_64, early_exp=True), replace(THREE_128, early_exp=False), THREE_128),
+    128: (THREE_64, TWO_128, TWO_128_TURNS, replace(TWO_128, early_exp=True)),
 }
 TURN = 1  # named barrier of the first consumer, the others' follow; 0 is the CTA's own
 STORE = TURN + 4  # likewise
@@ -565,6 +576,10 @@ def work(problem: Problem, config: Config | None = None) -> list[Work]:
             tensor_flops=4 * ROWS * kernel.tile_kv * problem.head_dim * blocks / q_blocks,
         )
     ]
+
+
+def VARIANTS(problem: Problem) -> dict[str, dict[str, object]]:
+    return {str(config): {"config": config} for config in CANDIDATES[problem.head_dim]}
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:

@@ -290,7 +290,8 @@ def test_outputs_are_poisoned(stage_id: str) -> None:
     assert (tensors.o.shape, tensors.o.dtype) == (q.shape, q.dtype)
     assert (tensors.lse.shape, tensors.lse.dtype) == (q.shape[:3], torch.float32)
     for x in (tensors.o, tensors.lse, *tensors.workspace.values()):
-        assert x.isnan().all()
+        # Floats are poison; integers are counters, which kernels find and leave at zero.
+        assert x.isnan().all() if x.is_floating_point() else not x.any()
     assert not any(x.isnan().any() for x in (tensors.q, tensors.k, tensors.v))
 
 

@@ -18,8 +18,19 @@ from harness.stage import Work
 STAGES = list(kernels.LADDER)
 CUDA_CORES = ("k1", "fa1", "k2")  # what these compute with; tensor cores and TMA come later
 TMA = ("k3_1", "k3_2", "k3_3")  # the same arithmetic, its loads by TMA
-WGMMA = ("k4_qk", "k4")
-PRODUCTS = {"k4_qk": 1, "k4": 2}  # of the two, those on tensor cores
+WGMMA = ("k4_qk", "k4", "k5", "k6_1", "k6_2", "k6")
+# Products on tensor cores in the code, full and causal: k6_2 has a first Q·Kᵀ before its loop and a last P·V
+# behind it, k6 a second loop for tiles with hidden keys.
+PRODUCTS = {"k4_qk": (1, 1), "k4": (2, 2), "k5": (2, 2), "k6_1": (2, 2), "k6_2": (4, 4), "k6": (4, 6)}
+RESCALES = {"k6": (1, 2)}  # branches that wait for P·V before they touch O
+SPECIALISED = ("k5", "k6_1", "k6_2", "k6")
+# Instructions a thread issues for one score, in the loop over unmasked tiles. May only fall.
+INSTRUCTIONS_PER_SCORE = {
+    ("ForwardShort", 64): 8.91,
+    ("ForwardLong", 64): 6.69,
+    ("ForwardShort", 128): 10.57,
+    ("ForwardLong", 128): 7.44,
+}
 CONFIGS = [(stage_id, d, causal) for stage_id in STAGES for d in HEAD_DIMS for causal in (False, True)]
 every_config = pytest.mark.parametrize(("stage_id", "head_dim", "causal"), CONFIGS)
 fused = pytest.mark.parametrize(
@@ -76,16 +87,60 @@ def test_k3_loads_by_tma_and_still_multiplies_on_cuda_cores(
 
 @pytest.mark.parametrize(("stage_id", "head_dim", "causal"), [c for c in CONFIGS if c[0] in WGMMA])
 def test_wgmma_is_used_and_never_serialised(stage_id: str, head_dim: int, causal: bool) -> None:
-    (code,) = kernels_of(stage_id, head_dim, causal)
-    (work,) = works_of(stage_id, problem_at(stage_id, head_dim, causal))
-    assert work.tensor_flops > 0
-    assert code.count("UTMALDG") >= 5
-    assert code.count("LDG") == 0
-    products = [i for i in code.instructions if i.opcode.startswith("HGMMA")]
-    # A product ends in one commit group and one wait; a serialised one has a wait behind each instruction.
-    assert sum("gsb0" in i.text for i in products) == PRODUCTS[stage_id]
-    assert code.count("WARPGROUP.DEPBAR") == PRODUCTS[stage_id]
-    assert len(products) >= 4 * PRODUCTS[stage_id]
+    for code in kernels_of(stage_id, head_dim, causal):
+        products = [i for i in code.instructions if i.opcode.startswith("HGMMA")]
+        # A product ends in one commit group and one wait; a serialised one has them behind each instruction.
+        assert sum("gsb0" in i.text for i in products) == PRODUCTS[stage_id][causal]
+        waits = PRODUCTS[stage_id][causal] + RESCALES.get(stage_id, (0, 0))[causal]
+        assert code.count("WARPGROUP.DEPBAR") == waits
+        assert len(products) >= 4 * PRODUCTS[stage_id][causal]
+        assert code.count("UTMALDG") >= 3
+        assert code.count("LDG") == 0
+    for work in works_of(stage_id, problem_at(stage_id, head_dim, causal)):
+        assert work.tensor_flops > 0
+
+
+@pytest.mark.parametrize(("stage_id", "head_dim", "causal"), [c for c in CONFIGS if c[0] in WGMMA])
+def test_registers_move_to_the_consumers(stage_id: str, head_dim: int, causal: bool) -> None:
+    for code in kernels_of(stage_id, head_dim, causal):
+        assert code.count("USETMAXREG") == (2 if stage_id in SPECIALISED else 0)
+
+
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_k6_in_every_form(head_dim: int, causal: bool, dtype: str) -> None:
+    problem = problem_at("k6", head_dim, causal).with_(dtype=dtype)
+    kind = {"bfloat16": "BF16", "float16": "F16"}[dtype]
+    for seqlen in (512, 4096, 16384):
+        works = works_of("k6", problem.with_(seqlen_q=seqlen, seqlen_kv=seqlen))
+        (found,) = machine_code.inspect(compile_stage("k6", problem), works)
+        code = found.code
+        assert code.frame_bytes == 0
+        assert code.count("LDL|STL") == 0
+        assert code.count("UTMASTG") == head_dim // 64, "O leaves by TMA"
+        assert code.count("STG") == 3, "the LSE of two rows, and the counter's reset"
+        products = [i.opcode for i in code.instructions if i.opcode.startswith("HGMMA")]
+        assert all(opcode.endswith("F32.BF16" if kind == "BF16" else "F32") for opcode in products)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_k6_issues_no_more_instructions_than_before(head_dim: int) -> None:
+    seen = {}
+    for causal in (False, True):
+        for code in kernels_of("k6", head_dim, causal):
+            name = "ForwardShort" if "ForwardShort" in code.symbol else "ForwardLong"
+            loops = [
+                code.instructions[k.first : k.last + 1]
+                for k in code.loops
+                if not any(k.holds(other) for other in code.loops)
+            ]
+            loops = [k for k in loops if any("HGMMA" in i.opcode for i in k)]
+            shape = re.search(r"HGMMA\.64x(\d+)x", next(i.opcode for i in loops[0] if "HGMMA" in i.opcode))
+            scores = 64 * int(shape[1]) / 128  # of a thread: S comes first in the loop
+            seen[name] = max(seen.get(name, 0), min(len(k) for k in loops) / scores)
+    for name, instructions in seen.items():
+        assert instructions <= INSTRUCTIONS_PER_SCORE[name, head_dim] + 0.005, (name, instructions)
 
 
 def test_k4_keeps_p_in_registers() -> None:
