@@ -3,8 +3,8 @@
     python -m harness.ablation fa1 [--save]
 
 Times the `VARIANTS` of a kernel file (label → arguments of its kernel, or a function from a problem to that)
-in one interleaved run, each checked first. With --save the rows go to results/<gpu>/ablations/<file>.json, a `Results` file whose providers are
-the labels.
+in one interleaved run, each checked first. With --save the rows go to results/<gpu>/ablations/<file>.json, a
+`Results` file whose providers are the labels.
 """
 
 import argparse

@@ -5,10 +5,10 @@ The idea          Everything that measured ahead, and nothing else. The CTAs sta
                   row's maximum has grown by more than 2⁸; the vote on that also keeps the maximum where it
                   is written, before the wait for P·V, and leaves the descriptors in uniform registers.
 What changes      against k6_2: persistent CTAs and a tile counter; keys from right to left, tiles with hidden
-                  keys in a loop of their own; lazy rescaling; O leaves through shared memory by TMA; two tile
-                  shapes at head_dim 64; fp16, GQA, unequal lengths, head_dim 256.
-What does not     rings, warp specialisation, the half-tile lag of P·V behind Q·Kᵀ, taking turns at
-                  head_dim 128.
+                  keys in a loop of their own, tiles hidden from all of a consumer's rows skipped by it; lazy
+                  rescaling; O leaves through shared memory by TMA; a tile shape for short sequences and one
+                  for long; fp16, GQA, unequal lengths, head_dim 256. Nobody waits for a turn any more.
+What does not     rings, warp specialisation, the half-tile lag of P·V behind Q·Kᵀ.
 Supports          bf16 and fp16; head_dim 64, 128, 256; seqlen_q and seqlen_kv ≥ 1; GQA and MQA. A causal mask
                   is aligned at the bottom right: query i sees keys up to i + seqlen_kv − seqlen_q. A query
                   that sees none gives O = 0 and LSE = −∞.
@@ -70,36 +70,34 @@ class Config:
     tile_kv: int
     stages: int  # of the ring of K, and of V
     registers: tuple[int, int]  # of a producer's thread, of a consumer's
-    turns: bool = False  # consumers take turns at the tensor cores
     early_exp: bool = False  # exponentials before the wait for P·V, instead of where the assembler likes them
 
     def __str__(self) -> str:
-        extras = ", turns" * self.turns + ", early exp" * self.early_exp
-        return f"{ROWS * self.consumers}×{self.tile_kv}, {self.stages} stages{extras}"
+        return (
+            f"{ROWS * self.consumers}×{self.tile_kv}, {self.stages} stages" + ", early exp" * self.early_exp
+        )
 
 
 FOUR_64 = Config(4, 64, 4, (24, 112))
 THREE_128 = Config(3, 128, 2, (32, 160), early_exp=True)
-THREE_64 = Config(3, 64, 3, (32, 160))
-TWO_128 = Config(2, 128, 2, (24, 240))
-TWO_128_TURNS = Config(2, 128, 2, (24, 240), turns=True)
-TWO_80 = Config(2, 80, 2, (24, 240))
+THREE_64 = Config(3, 64, 4, (32, 160))
+THREE_80 = Config(3, 80, 3, (32, 160))
+TWO_64 = Config(2, 64, 2, (24, 240))
 # By (head_dim, causal): the shape up to a number of keys, and beyond.
 CONFIGS = {
     (64, False): (FOUR_64, 1024, THREE_128),
     (64, True): (FOUR_64, 4096, THREE_128),
-    (128, False): (TWO_128_TURNS, 1024, TWO_128),
-    (128, True): (THREE_64, 512, TWO_128_TURNS),
-    (256, False): (TWO_80, 0, TWO_80),
-    (256, True): (TWO_80, 0, TWO_80),
+    (128, False): (THREE_64, 512, THREE_80),
+    (128, True): (THREE_64, 1024, THREE_80),
+    (256, False): (TWO_64, 0, TWO_64),
+    (256, True): (TWO_64, 0, TWO_64),
 }
 # What the shapes above were chosen from, for `python -m harness.ablation k6`.
 CANDIDATES = {
     64: (FOUR_64, replace(FOUR_64, early_exp=True), replace(THREE_128, early_exp=False), THREE_128),
-    128: (THREE_64, TWO_128, TWO_128_TURNS, replace(TWO_128, early_exp=True)),
+    128: (THREE_64, THREE_80, replace(THREE_80, early_exp=True), Config(2, 128, 2, (24, 240))),
 }
-TURN = 1  # named barrier of the first consumer, the others' follow; 0 is the CTA's own
-STORE = TURN + 4  # likewise
+STORE = 1  # named barrier of the first consumer, the others' follow; 0 is the CTA's own
 LANES = 4  # threads that share a query row of the accumulator; they sit in one warp
 ROWS = 64  # of a consumer
 SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
@@ -250,34 +248,28 @@ class Forward:
                 row_max=row_max, row_sum=row_sum, where_S=where_S, first_S=first_S,
                 mma_qk=mma_qk, mma_pv=mma_pv, k_ring=k_ring, v_ring=v_ring,
                 seqlen_q=seqlen_q, seqlen_kv=seqlen_kv,
-                my_turn=TURN + consumer, next_turn=TURN + (consumer + 1) % self.consumers,
             )  # fmt: skip
             stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
             copy_O = cute.make_tiled_copy_C(stmatrix, mma_pv).get_slice(thread)
             tOsO = copy_O.partition_D(sO)[None, None, None, consumer]
             stores = warp_idx == WARPGROUP // WARP * consumer
-            if const_expr(self.config.turns):
-                if consumer == self.consumers - 1:
-                    self.pass_turn(TURN)
 
             valid, q_block, head, batch = self.hear(tile_ring, tile_get, sTile)
             tile_get.advance()
             while valid != 0:
                 first_row = q_block * self.tile_q + consumer * ROWS
                 kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
-                if const_expr(not self.config.turns):
-                    # Tiles that only rows of other consumers can see, or all of them past the last query.
-                    own_blocks = self.kv_blocks(first_row + ROWS, seqlen_q, seqlen_kv)
-                    if first_row >= seqlen_q:
-                        own_blocks = Int32(1)
-                    for _ in range(kv_blocks - own_blocks, unroll=1):
-                        k_ring.consumer_wait(k_get)
-                        k_ring.consumer_release(k_get)
-                        v_ring.consumer_wait(v_get)
-                        v_ring.consumer_release(v_get)
-                        k_get.advance()
-                        v_get.advance()
-                    kv_blocks = own_blocks
+                # Tiles that only rows of other consumers can see, or all of them past the last query.
+                own_blocks = self.kv_blocks(first_row + ROWS, seqlen_q, seqlen_kv)
+                if first_row >= seqlen_q:
+                    own_blocks = Int32(1)
+                for _ in range(kv_blocks - own_blocks, unroll=1):
+                    k_ring.consumer_wait(k_get)
+                    k_ring.consumer_release(k_get)
+                    v_ring.consumer_wait(v_get)
+                    v_ring.consumer_release(v_get)
+                    k_get.advance()
+                    v_get.advance()
 
                 # The first tile's S and P; K runs one tile ahead of V from here on.
                 row_max.fill(-Float32.inf)
@@ -289,7 +281,7 @@ class Forward:
                 warpgroup.wait_group(0)
                 k_ring.consumer_release(k_get)
                 k_get.advance()
-                self.mask(S, where_S, first_S, first_row, kv_blocks - 1, seqlen_q, seqlen_kv)
+                self.mask(S, where_S, first_S, first_row, own_blocks - 1, seqlen_q, seqlen_kv)
                 self.softmax(S, O, row_max, row_sum, masked=True, first=True)
                 self.round(rS, rP)
 
@@ -298,13 +290,13 @@ class Forward:
                 if const_expr(self.causal):
                     seen = cutlass.max(0, first_row + 1 + seqlen_kv - seqlen_q)  # by the consumer's first row
                     visible = cutlass.min(seen, seqlen_kv) // self.tile_kv
-                    masked = cutlass.max(1, kv_blocks - visible)
+                    masked = cutlass.max(1, own_blocks - visible)
                     for i in range(1, masked, unroll=1):
-                        self.step(x, first_row, kv_blocks - 1 - i, k_get, v_get, masked=True)
+                        self.step(x, first_row, own_blocks - 1 - i, k_get, v_get, masked=True)
                         k_get.advance()
                         v_get.advance()
-                for i in range(masked, kv_blocks, unroll=1):
-                    self.step(x, first_row, kv_blocks - 1 - i, k_get, v_get, masked=False)
+                for i in range(masked, own_blocks, unroll=1):
+                    self.step(x, first_row, own_blocks - 1 - i, k_get, v_get, masked=False)
                     k_get.advance()
                     v_get.advance()
                 if const_expr(not self.o_over_q):
@@ -346,22 +338,15 @@ class Forward:
                 valid, q_block, head, batch = self.hear(tile_ring, tile_get, sTile)
                 tile_get.advance()
 
-            if const_expr(self.config.turns):
-                if consumer == 0:  # the last arrival at the first consumer's barrier must not stay behind
-                    self.wait_turn(TURN)
             if stores:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def step(self, x, first_row, kv_block, k_get, v_get, masked: bool):
         """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one."""
         x.k_ring.consumer_wait(k_get)
-        if self.config.turns:
-            self.wait_turn(x.my_turn)
         self.multiply(x.mma_qk, x.rS, x.tSrQ, x.tSrK[None, None, None, k_get.index], False)
         x.v_ring.consumer_wait(v_get)
         self.multiply(x.mma_pv, x.rO, x.tOrP, x.tOrV[None, None, None, v_get.index], True)
-        if self.config.turns:
-            self.pass_turn(x.next_turn)
         warpgroup.wait_group(1)
         x.k_ring.consumer_release(k_get)
         if masked:
@@ -370,12 +355,6 @@ class Forward:
         warpgroup.wait_group(0)
         x.v_ring.consumer_release(v_get)
         self.round(x.rS, x.rP)
-
-    def wait_turn(self, turn):
-        cute.arch.barrier(barrier_id=turn, number_of_threads=2 * WARPGROUP)
-
-    def pass_turn(self, turn):
-        cute.arch.barrier_arrive(barrier_id=turn, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def multiply(self, mma, acc, tA, tB, accumulate: cutlass.Constexpr):
@@ -548,16 +527,11 @@ def work(problem: Problem, config: Config | None = None) -> list[Work]:
     heads, q_blocks = problem.batch * problem.heads, math.ceil(problem.seqlen_q / kernel.tile_q)
     offset, blocks, masked = problem.seqlen_kv - problem.seqlen_q, 0, 0
     for first_row in range(0, q_blocks * kernel.tile_q, ROWS):
-        turns, last_row = kernel.config.turns, first_row + ROWS
-        if turns:
-            last_row = (first_row // kernel.tile_q + 1) * kernel.tile_q
-        visible, own = problem.seqlen_kv // kernel.tile_kv, math.ceil(problem.seqlen_kv / kernel.tile_kv)
+        visible, keys = problem.seqlen_kv // kernel.tile_kv, problem.seqlen_kv
         if problem.causal:
             visible = min(visible, max(0, first_row + 1 + offset) // kernel.tile_kv)
-            keys = max(1, min(problem.seqlen_kv, last_row + offset))
-            own = math.ceil(keys / kernel.tile_kv)
-        if first_row >= problem.seqlen_q and not turns:
-            own = 1
+            keys = max(1, min(keys, first_row + ROWS + offset))
+        own = 1 if first_row >= problem.seqlen_q else math.ceil(keys / kernel.tile_kv)
         blocks += own
         masked += max(1, own - visible) - 1
     rows = q_blocks * kernel.consumers  # of 64 queries, each the work of one consumer

@@ -29,7 +29,7 @@ INSTRUCTIONS_PER_SCORE = {
     ("ForwardShort", 64): 8.91,
     ("ForwardLong", 64): 6.69,
     ("ForwardShort", 128): 10.57,
-    ("ForwardLong", 128): 7.44,
+    ("ForwardLong", 128): 9.33,
 }
 CONFIGS = [(stage_id, d, causal) for stage_id in STAGES for d in HEAD_DIMS for causal in (False, True)]
 every_config = pytest.mark.parametrize(("stage_id", "head_dim", "causal"), CONFIGS)
