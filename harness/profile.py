@@ -21,7 +21,7 @@ METRICS = {
     "gpu__time_duration.sum": "time, µs",
     "sm__cycles_elapsed.avg.per_second": "SM clock, MHz",
     "sm__inst_issued.avg.pct_of_peak_sustained_active": "issue slots, %",
-    "sm__inst_executed_pipe_tensor_op_hmma.avg.pct_of_peak_sustained_active": "tensor pipe, %",
+    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active": "tensor pipe, %",
     "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_active": "FMA pipe, %",
     "sm__pipe_alu_cycles_active.avg.pct_of_peak_sustained_active": "ALU pipe, %",
     "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active": "MUFU (XU) pipe, %",
