@@ -247,7 +247,7 @@ def bench_problem(problem: Problem, args: argparse.Namespace, checked: set, env:
         kernel = (stage_id, problem.head_dim, problem.causal)
         if args.check or kernel not in checked:
             module.run_kernel(compiled, poison(tensors))
-            yard = ref_check.yardstick(q, k, v, problem.causal, stage.rounds_p)
+            yard = ref_check.yardstick(q, k, v, problem.causal, ref_check.rounding_of(stage, module, problem))
             verdict = ref_check.judge(tensors.o, exact()[0], yard, tensors.lse, exact()[1])
             if not verdict.passed:
                 rows.append(row_of(stage_id, problem, check="fail", error="; ".join(verdict.failures)))

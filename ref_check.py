@@ -30,7 +30,30 @@ CHUNK_ELEMENTS = 2**27  # scores held at once
 # ---- the reference and the yardstick -----------------------------------------------------------------------
 
 
-def _attention(q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dtype, rounds_p: bool):
+Rounding = bool | tuple[int, float]
+"""How P is rounded before P·V: not at all, relative to its row's maximum, or relative to a lazy one.
+
+A lazy maximum is (tile_kv, growth): keys come in tiles from right to left, and 16 rows' maxima are brought up
+to date only when one of them has grown by more than 2^growth.
+"""
+
+
+def _lazy_maximum(scores: torch.Tensor, tile_kv: int, growth: float) -> torch.Tensor:
+    """What each score (heads, rows, keys) is taken relative to; rows in whole groups of 16 but the last."""
+    rows, keys = scores.shape[1:]
+    padded = torch.nn.functional.pad(scores, (0, -keys % tile_kv, 0, -rows % 16), value=-math.inf)
+    tile_max = padded.unflatten(-1, (-1, tile_kv)).amax(-1)  # (heads, rows, tiles)
+    base = torch.full_like(tile_max[..., 0], -math.inf)
+    bases = []
+    for tile in reversed(range(tile_max.shape[-1])):
+        grown = (tile_max[..., tile] > base + growth * math.log(2)).unflatten(-1, (-1, 16)).any(-1)
+        base = torch.where(grown.repeat_interleave(16, -1), base.maximum(tile_max[..., tile]), base)
+        bases.append(base)
+    bases = torch.stack(bases[::-1], -1)[:, :rows].repeat_interleave(tile_kv, -1)
+    return bases[..., :keys]
+
+
+def _attention(q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dtype, rounds_p: Rounding):
     """(O, LSE) of q, k, v (B, H, N, d) computed in `dtype`; `rows` selects query rows (all by default).
 
     A query that sees no key has O = 0 and LSE = −∞.
@@ -42,7 +65,7 @@ def _attention(q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dt
     lse = torch.empty(batch, heads, len(rows), dtype=dtype, device=q.device)
     columns = torch.arange(seqlen_kv, device=q.device)
     heads_at_once = max(1, min(heads, CHUNK_ELEMENTS // max(1, len(rows) * seqlen_kv)))
-    rows_at_once = max(1, min(len(rows), CHUNK_ELEMENTS // max(1, heads_at_once * seqlen_kv)))
+    rows_at_once = max(1, min(len(rows), CHUNK_ELEMENTS // max(1, heads_at_once * seqlen_kv) // 64 * 64))
     for b in range(batch):
         for h in range(0, heads, heads_at_once):
             some_heads = slice(h, min(h + heads_at_once, heads))
@@ -57,10 +80,17 @@ def _attention(q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dt
                     scores.masked_fill_(columns > some_rows[:, None] + (seqlen_kv - seqlen_q), -math.inf)
                 maximum = scores.amax(-1, keepdim=True)
                 maximum.masked_fill_(maximum == -math.inf, 0.0)  # −∞ − (−∞) would be NaN
-                p = scores.sub_(maximum).exp_()
-                total = p.sum(-1, keepdim=True)
-                if rounds_p:
-                    p = p.to(q.dtype).to(dtype)
+                if isinstance(rounds_p, tuple):
+                    base = _lazy_maximum(scores, *rounds_p)
+                    base = base.masked_fill(base == -math.inf, 0.0)
+                    p, weight = (scores - base).exp_(), (base - maximum).exp_()
+                    total = (p * weight).sum(-1, keepdim=True)
+                    p = p.to(q.dtype).to(dtype).mul_(weight)
+                else:
+                    p = scores.sub_(maximum).exp_()
+                    total = p.sum(-1, keepdim=True)
+                    if rounds_p:
+                        p = p.to(q.dtype).to(dtype)
                 seen = total.clamp(min=1e-30)  # at least 1 where the maximum is a score
                 o[b, some_heads, r : r + len(some_rows)] = (p @ values) / seen
                 lse[b, some_heads, r : r + len(some_rows)] = (maximum + total.log()).squeeze(-1)
@@ -73,9 +103,16 @@ def reference(q, k, v, causal: bool, rows: torch.Tensor | None = None) -> tuple[
     return _attention(q, k, v, causal, rows, torch.float64, rounds_p=False)
 
 
-def yardstick(q, k, v, causal: bool, rounds_p: bool, rows: torch.Tensor | None = None) -> torch.Tensor:
+def rounding_of(stage: object, module: object, problem: Problem, **options: object) -> Rounding:
+    """How the stage of `module` rounds P on `problem`."""
+    if hasattr(module, "lazy_maximum"):
+        return module.lazy_maximum(problem, **options)
+    return stage.rounds_p
+
+
+def yardstick(q, k, v, causal: bool, rounds_p: Rounding, rows: torch.Tensor | None = None) -> torch.Tensor:
     """Attention with the kernel's roundings and no others: fp32 scores, softmax and sums, output to q's type,
-    and P to q's type where the kernel's P·V multiplies rounded P (`Stage.rounds_p`)."""
+    and P to q's type where the kernel's P·V multiplies rounded P (`rounding_of`)."""
     return _attention(q, k, v, causal, rows, torch.float32, rounds_p)[0].to(q.dtype)
 
 
@@ -195,7 +232,7 @@ def judge(
     )
 
 
-def check(q, k, v, causal: bool, o, lse=None, rounds_p: bool = False) -> Verdict:
+def check(q, k, v, causal: bool, o, lse=None, rounds_p: Rounding = False) -> Verdict:
     """Judge a kernel's output for inputs q, k, v against float64 attention."""
     ref, ref_lse = reference(q, k, v, causal)
     return judge(o, ref, yardstick(q, k, v, causal, rounds_p), lse, ref_lse)

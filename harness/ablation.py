@@ -41,7 +41,8 @@ def measure(stage_id: str, seqlens: tuple[int, ...] = SEQLENS) -> list[results.R
                     if key in checked:
                         continue
                     calls[label]()
-                    verdict = ref_check.check(q, k, v, causal, tensors.o, tensors.lse, stage.rounds_p)
+                    rounding = ref_check.rounding_of(stage, module, problem, **(stage.options | options))
+                    verdict = ref_check.check(q, k, v, causal, tensors.o, tensors.lse, rounding)
                     if not verdict.passed:
                         raise ValueError(f"{label} on {problem}: {'; '.join(verdict.failures)}")
                     checked.add(key)

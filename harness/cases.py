@@ -17,7 +17,7 @@ import torch
 import kernels
 import ref_check
 from harness import models
-from harness.attention import attention, prepare
+from harness.attention import attention, prepare, problem_of
 from harness.inputs import hopper_gpu, poison, random_inputs
 from harness.problem import HEAD_DIMS, Problem
 from harness.results import repository
@@ -42,9 +42,10 @@ def run_poisoned(stage_id: str, q, k, v, causal: bool):
 
 
 def judged(stage_id: str, q, k, v, causal: bool, what: object) -> Iterator[str]:
-    stage, _ = kernels.load(stage_id)
+    stage, module = kernels.load(stage_id)
     o, lse = run_poisoned(stage_id, q, k, v, causal)
-    verdict = ref_check.check(q, k, v, causal, o, lse, stage.rounds_p)
+    rounding = ref_check.rounding_of(stage, module, problem_of(q, k, v, causal))
+    verdict = ref_check.check(q, k, v, causal, o, lse, rounding)
     for name in ("max_ratio", "rms_ratio", "block_rms_ratio", "row_rms_ratio", "lse_error"):
         worst_seen[name] = max(worst_seen.get(name, 0.0), getattr(verdict, name))
     for failure in verdict.failures:

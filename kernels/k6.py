@@ -552,6 +552,12 @@ def work(problem: Problem, config: Config | None = None) -> list[Work]:
     ]
 
 
+def lazy_maximum(problem: Problem, config: Config | None = None) -> tuple[int, float]:
+    """What P is rounded relative to: tiles of so many keys, a maximum up to so many powers of two behind."""
+    kernel = FlashAttentionForward(problem.head_dim, problem.causal, problem.dtype, config)
+    return kernel.for_keys(problem.seqlen_kv).tile_kv, GROWTH
+
+
 def VARIANTS(problem: Problem) -> dict[str, dict[str, object]]:
     return {str(config): {"config": config} for config in CANDIDATES[problem.head_dim]}
 

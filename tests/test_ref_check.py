@@ -96,7 +96,31 @@ def judged() -> tuple[torch.Tensor, ...]:
     return ref, ref_check.yardstick(q, k, v, True, False), lse
 
 
-@pytest.mark.parametrize("rounds_p", [False, True])
+def test_lazy_maximum_follows_sixteen_rows_at_a_time() -> None:
+    scores = torch.zeros(1, 20, 6)
+    scores[0, 3, 2:4] = 5.0  # the middle tile of three, in the first group of rows
+    scores[0, 18, 2:4] = 1.0  # not enough to bring the second group up to date
+    scores[0, 7, 4:] = -torch.inf  # sees nothing of the first tile read, the last one
+    base = ref_check._lazy_maximum(scores, tile_kv=2, growth=2.0 / math.log(2))
+    assert base.shape == scores.shape
+    assert (base[0, :, 4:] == torch.where(torch.arange(20)[:, None] == 7, -torch.inf, 0.0)).all()
+    assert (base[0, 3, :4] == 5.0).all()
+    assert (base[0, 7, :4] == 0.0).all(), "brought up to date with its group"
+    assert (base[0, 18] == 0.0).all()
+    exact = ref_check._lazy_maximum(scores, tile_kv=6, growth=8.0)
+    assert torch.equal(exact, scores.amax(-1, keepdim=True).expand_as(scores))
+
+
+def test_lazy_yardstick_differs_by_roundings_only() -> None:
+    q, k, v = random_inputs(Problem.square(1, 2, 300, 64, True), "cpu")
+    ref = ref_check.reference(q, k, v, True)[0]
+    plain, lazy = (ref_check.yardstick(q, k, v, True, how) for how in (True, (64, 8.0)))
+    assert not torch.equal(plain, lazy)
+    rms = [(x.double() - ref).square().mean().sqrt() for x in (plain, lazy)]
+    assert rms[1] < 1.2 * rms[0]
+
+
+@pytest.mark.parametrize("rounds_p", [False, True, (64, 8.0), (80, 8.0)])
 @pytest.mark.parametrize("problem", SHAPES.values(), ids=SHAPES)
 def test_yardstick_passes_its_own_rule(problem: Problem, rounds_p: bool) -> None:
     q, k, v = random_inputs(problem, "cpu")
