@@ -2,9 +2,9 @@
 
     python -m harness.ablation fa1 [--save]
 
-Times the `VARIANTS` of a kernel file (label → arguments of its kernel, or a function from a problem to that)
-in one interleaved run, each checked first. With --save the rows go to results/<gpu>/ablations/<file>.json, a
-`Results` file whose providers are the labels.
+Times the `VARIANTS` of a kernel file (label → arguments of its kernel; only those that its `variants_for`
+names, if it has one) in one interleaved run, each checked first. With --save the rows go to
+results/<gpu>/ablations/<file>.json, a `Results` file whose providers are the labels.
 """
 
 import argparse
@@ -31,8 +31,9 @@ def measure(stage_id: str, seqlens: tuple[int, ...] = SEQLENS) -> list[results.R
                 problem = Problem.square(TOTAL_TOKENS // n, HIDDEN_SIZE // d, n, d, causal)
                 q, k, v = random_inputs(problem)
                 calls = {}
-                variants = module.VARIANTS
-                for label, options in (variants(problem) if callable(variants) else variants).items():
+                labels = module.variants_for(problem) if hasattr(module, "variants_for") else module.VARIANTS
+                for label in labels:
+                    options = module.VARIANTS[label]
                     key = (label, d, causal)
                     if key not in compiled:
                         compiled[key] = module.compile_kernel(problem, **(stage.options | options))

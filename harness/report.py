@@ -159,10 +159,11 @@ def ablation_table(results: Results, variants: Sequence[str]) -> str:
         for causal in (False, True):
             columns = [p for p in problems if (p.head_dim, p.causal) == (head_dim, causal)]
             lines = []
-            for variant in variants:
+            here = [v for v in variants if any(results.find(v, problem) for problem in columns)]
+            for variant in here:
                 cells = []
                 for problem in columns:
-                    row, first = results.find(variant, problem), results.find(variants[0], problem)
+                    row, first = results.find(variant, problem), results.find(here[0], problem)
                     cells.append(f"{_digits(row.tflops)} ({row.tflops / first.tflops:.2f}×)")
                 lines.append([variant, *cells])
             header = [

@@ -558,8 +558,12 @@ def lazy_maximum(problem: Problem, config: Config | None = None) -> tuple[int, f
     return kernel.for_keys(problem.seqlen_kv).tile_kv, GROWTH
 
 
-def VARIANTS(problem: Problem) -> dict[str, dict[str, object]]:
-    return {str(config): {"config": config} for config in CANDIDATES[problem.head_dim]}
+VARIANTS = {str(config): {"config": config} for configs in CANDIDATES.values() for config in configs}
+
+
+def variants_for(problem: Problem) -> list[str]:
+    """The labels in VARIANTS that are candidates at the problem's head_dim."""
+    return [str(config) for config in CANDIDATES[problem.head_dim]]
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:
