@@ -103,6 +103,7 @@ ROWS = 64  # of a consumer
 SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
 GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is rescaled
 SECTION_BYTES = 8 * 2**20  # of K and V: heads that are worked on together and stay in L2
+FINAL_SECTIONS = 4
 SMEM_MAX = 232448
 
 
@@ -436,7 +437,10 @@ class Forward:
             head_bytes = mK.shape[0] * (4 * self.head_dim)
             section = cutlass.max(1, cutlass.min(all_heads, SECTION_BYTES // head_bytes))
             first = tile // (section * q_blocks) * section
-            section = cutlass.min(section, all_heads - first)
+            # The last sections are one: whoever fetches last should fetch something short.
+            final = cutlass.max(0, all_heads - FINAL_SECTIONS * section) // section * section
+            if first >= final:
+                first, section = final, all_heads - final
             inside = tile - first * q_blocks
             q_block, head = q_blocks - 1 - inside // section, first + inside % section
         return q_block, head % heads, head // heads
