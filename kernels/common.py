@@ -16,6 +16,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.pipeline import PipelineUserType
 
 from harness.problem import Problem
+from harness.stage import Work
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -55,15 +56,13 @@ def fake_qkvo(head_dim: int) -> tuple[object, ...]:
     The launcher checks a real tensor against its stand-in: type, device, extents, the divisibility of the
     strides and the alignment of the pointer. Reusing a symbol makes it check that the extents agree.
     """
-    batch, heads, seqlen = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    extents = tuple(cute.sym_int() for _ in range(3))
+    return tuple(_fake_rows(cutlass.BFloat16, (*extents, head_dim)) for _ in range(4))
 
-    def stand_in() -> object:
-        strides = tuple(cute.sym_int64(divisibility=VECTOR) for _ in range(3))
-        return make_fake_tensor(
-            cutlass.BFloat16, (batch, heads, seqlen, head_dim), (*strides, 1), assumed_align=2 * VECTOR
-        )
 
-    return tuple(stand_in() for _ in range(4))
+def _fake_rows(dtype: type, shape: tuple[object, ...]) -> object:
+    strides = tuple(cute.sym_int64(divisibility=VECTOR) for _ in shape[:-1])
+    return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=2 * VECTOR)
 
 
 def fake_fp32(like: object, *trailing: object, vector: int = 1) -> object:
@@ -149,6 +148,7 @@ def widen(x: cute.TensorSSA):
 
 # ---- introduced by k3: tiles that the TMA writes with its 128-byte swizzle ---------------------------------
 
+SWIZZLE_COLUMNS = 64  # 16-bit elements in the 128 bytes that the swizzle permutes
 SWIZZLE_BYTES = 1024  # the 128-byte swizzle repeats every 8 rows of 128 bytes: regions start on its period
 
 
@@ -157,6 +157,14 @@ def swizzled_tiles(dtype: object, rows: int, head_dim: int, stages: int) -> cute
     block."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)  # 8 rows × 64
     return cute.tile_to_shape(atom, (rows, head_dim, stages), order=(0, 1, 2))
+
+
+def swizzled_chunks(rows: int, head_dim: int, stages: int) -> cute.Layout:
+    """(row, chunk, element, stage) of `swizzled_tiles`: what `swizzle(row, chunk)` addresses by hand."""
+    chunks, blocks = SWIZZLE_COLUMNS // VECTOR, head_dim // SWIZZLE_COLUMNS
+    shape = (rows, (chunks, blocks), VECTOR, stages)
+    chunk_stride = (VECTOR, rows * SWIZZLE_COLUMNS)
+    return cute.make_layout(shape, stride=(SWIZZLE_COLUMNS, chunk_stride, 1, rows * head_dim))
 
 
 def allocate_tiles(smem: object, dtype: object, rows: int, head_dim: int, stages: int) -> cute.Tensor:
@@ -211,6 +219,31 @@ def operand_a(accumulator: cute.Layout) -> cute.Layout:
     return cute.make_layout(((pair, half, 2), block, group // 2), stride=((1, 2, 4), s_block, 8))
 
 
+def work_on_wgmma(problem: Problem, kernel: object) -> Work:
+    """The `Work` of a kernel whose main loop takes one tile of queries and one of keys through both products.
+
+    `kernel` has tile_q, tile_kv, smem_bytes, and consumers if not all its warpgroups multiply.
+    """
+    q_blocks, heads = math.ceil(problem.seqlen_q / kernel.tile_q), problem.batch * problem.heads
+    visible = [
+        min((q_block + 1) * kernel.tile_q, problem.seqlen_kv) if problem.causal else problem.seqlen_kv
+        for q_block in range(q_blocks)
+    ]
+    passes = heads * sum(math.ceil(keys / kernel.tile_kv) for keys in visible)
+    return Work(
+        kernel=type(kernel).__name__,
+        unit=f"{kernel.tile_q}×{kernel.tile_kv} tile",
+        threads=WARPGROUP * getattr(kernel, "consumers", 1),
+        ctas=q_blocks * heads,
+        passes=passes,
+        trips=(1,),
+        ffma=0,
+        hbm_bytes=problem.min_bytes / passes,
+        smem_bytes=kernel.smem_bytes,
+        tensor_flops=4 * kernel.tile_q * kernel.tile_kv * problem.head_dim,
+    )
+
+
 # ---- introduced by k5: one load into a ring ----------------------------------------------------------------
 
 
@@ -222,13 +255,22 @@ def put(ring, state, atom, source: cute.Tensor, destination: cute.Tensor):
     cute.copy(atom, source, destination[None, state.index], tma_bar_ptr=ring.producer_get_barrier(state))
 
 
-# ---- introduced by k6_2: P in registers, converted where it is written -------------------------------------
+# ---- introduced by k6_2: a product as one commit group; P converted where it is written --------------------
+
+
+@cute.jit
+def multiply(mma, acc, tA, tB, accumulate: cutlass.Constexpr):
+    """Issue acc (+)= A·B as one commit group; tA and tB are (MMA, MMA_M or MMA_N, MMA_K)."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)  # its own: `set` on the caller's would escape from the loop
+    for k in range_constexpr(cute.size(tB, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+        cute.gemm(atom, acc, tA[None, None, k], tB[None, None, k], acc)
+    warpgroup.commit_group()
 
 
 @dsl_user_op
-def round_pair(
-    low: Float32, high: Float32, dtype: type = cutlass.BFloat16, *, loc: object = None, ip: object = None
-) -> Int32:
+def round_pair(low: Float32, high: Float32, dtype: type, *, loc: object = None, ip: object = None) -> Int32:
     """Two fp32 rounded to a word of two bf16 or fp16, here and nowhere else.
 
     An ordinary conversion has no side effect, and LLVM moves it to where its result is used: behind the next
@@ -242,6 +284,13 @@ def round_pair(
     return Int32(word)
 
 
+@cute.jit
+def round_fragment(rX, words, dtype: cutlass.Constexpr):
+    """fp32 registers rX to `words` of two 16-bit values, in the same order."""
+    for i in range_constexpr(cute.size(words)):
+        words[i] = round_pair(rX[2 * i], rX[2 * i + 1], dtype)
+
+
 # ---- introduced by k6: what the production kernels take, and O by TMA --------------------------------------
 
 
@@ -250,15 +299,8 @@ def fake_gqa(head_dim: int, dtype: str) -> tuple[object, ...]:
     v."""
     element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
     batch = cute.sym_int()
-    q_extents, kv_extents = ((cute.sym_int(), cute.sym_int()) for _ in range(2))
-
-    def stand_in(heads: object, seqlen: object) -> object:
-        strides = tuple(cute.sym_int64(divisibility=VECTOR) for _ in range(3))
-        return make_fake_tensor(
-            element, (batch, heads, seqlen, head_dim), (*strides, 1), assumed_align=2 * VECTOR
-        )
-
-    return tuple(stand_in(*extents) for extents in (q_extents, kv_extents, kv_extents, q_extents))
+    of_q, of_kv = ((batch, cute.sym_int(), cute.sym_int(), head_dim) for _ in range(2))
+    return tuple(_fake_rows(element, shape) for shape in (of_q, of_kv, of_kv, of_q))
 
 
 def store_atom(mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:

@@ -38,6 +38,7 @@ from kernels.common import (
     refuse_heads_on_grid,
     refuse_unless_plain,
     swizzle,
+    swizzled_chunks,
     swizzled_tiles,
     widen,
 )
@@ -56,7 +57,6 @@ STAGES = (
 
 TILE = 64  # B_r = B_c: query rows of a CTA, keys of a tile
 LANES = 4  # threads that share a query row; they sit in one warp
-SWIZZLE_COLUMNS = 64  # bf16 in the 128 bytes that the swizzle permutes
 
 
 class FlashAttention2Tma:
@@ -74,13 +74,6 @@ class FlashAttention2Tma:
         barriers = 2 * (1 + self.stages) * 8
         tiles = (1 + 2 * self.stages) * tile_bytes + self.tile * self.tile * 4  # Q, stages of K and V, P
         return tiles + barriers
-
-    def chunks_layout(self, stages: int):
-        """(row, chunk, element, stage) of swizzled tiles: what `swizzle(row, chunk)` addresses by hand."""
-        chunks, halves = SWIZZLE_COLUMNS // VECTOR, self.head_dim // SWIZZLE_COLUMNS
-        shape = (self.tile, (chunks, halves), VECTOR, stages)
-        chunk_stride = (VECTOR, self.tile * SWIZZLE_COLUMNS)
-        return cute.make_layout(shape, stride=(SWIZZLE_COLUMNS, chunk_stride, 1, self.tile * self.head_dim))
 
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, stream):
@@ -112,7 +105,7 @@ class FlashAttention2Tma:
 
         smem = SmemAllocator()
         sQ, sK, sV = [
-            smem.allocate_tensor(BFloat16, self.chunks_layout(stages), SWIZZLE_BYTES)
+            smem.allocate_tensor(BFloat16, swizzled_chunks(self.tile, self.head_dim, stages), SWIZZLE_BYTES)
             for stages in (1, self.stages, self.stages)
         ]  # (row, chunk, 8, stage)
         sP_layout = cute.make_layout((self.tile, self.tile // LANES, LANES), stride=(self.tile, LANES, 1))

@@ -37,6 +37,7 @@ from kernels.common import (
     refuse_heads_on_grid,
     refuse_unless_plain,
     swizzle,
+    swizzled_chunks,
     widen,
 )
 
@@ -52,7 +53,6 @@ STAGES = (
 
 TILE = 64  # B_r = B_c: query rows of a CTA, keys of a tile
 LANES = 2  # threads that share a query row; they sit in one warp
-SWIZZLE_COLUMNS = 64  # bf16 in the 128 bytes that the swizzle permutes
 
 
 class FlashAttention2WgmmaQK:
@@ -70,13 +70,6 @@ class FlashAttention2WgmmaQK:
         barriers = 2 * (1 + self.stages) * 8
         tiles = (1 + 2 * self.stages) * tile_bytes + self.tile * self.tile * 4  # Q, stages of K and V, S
         return tiles + barriers
-
-    def chunks_layout(self, stages: int):
-        """(row, chunk, element, stage) of swizzled tiles: what `swizzle(row, chunk)` addresses by hand."""
-        chunks, halves = SWIZZLE_COLUMNS // VECTOR, self.head_dim // SWIZZLE_COLUMNS
-        shape = (self.tile, (chunks, halves), VECTOR, stages)
-        chunk_stride = (VECTOR, self.tile * SWIZZLE_COLUMNS)
-        return cute.make_layout(shape, stride=(SWIZZLE_COLUMNS, chunk_stride, 1, self.tile * self.head_dim))
 
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, stream):
@@ -114,7 +107,9 @@ class FlashAttention2WgmmaQK:
         tKgK, tKsK = partition_tma(load_K, mK, sK)
         tVgV, tVsV = partition_tma(load_V, mV, sV)
         V_chunks = cute.recast_ptr(sV.iterator, cute.make_swizzle(0, 4, 3), BFloat16)  # swizzled by hand
-        V_chunks = cute.make_tensor(V_chunks, self.chunks_layout(self.stages))  # (key, chunk, 8, stage)
+        V_chunks = cute.make_tensor(
+            V_chunks, swizzled_chunks(self.tile, self.head_dim, self.stages)
+        )  # (key, chunk, 8, stage)
 
         # A full barrier waits for one arrival and the tile's bytes, an empty one for every warp's arrival.
         tile_bytes = self.tile * self.head_dim * 2

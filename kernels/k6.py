@@ -44,10 +44,11 @@ from kernels.common import (
     fake_fp32,
     fake_gqa,
     load_atom,
+    multiply,
     operand_a,
     partition_tma,
     put,
-    round_pair,
+    round_fragment,
     store_atom,
 )
 
@@ -103,8 +104,8 @@ ROWS = 64  # of a consumer
 SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
 GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is rescaled
 SECTION_BYTES = 8 * 2**20  # of K and V: heads that are worked on together and stay in L2
-FINAL_SECTIONS = 4
-SMEM_MAX = 232448
+FINAL_SECTIONS = 4  # at the end, worked on as one: what is fetched last is then short
+SMEM_MAX = 232448  # bytes a CTA may have on Hopper; 1 KiB of it is left to the barriers
 
 
 class Forward:
@@ -278,13 +279,13 @@ class Forward:
                 rO.fill(0.0)
                 q_ring.consumer_wait(q_get)
                 k_ring.consumer_wait(k_get)
-                self.multiply(mma_qk, rS, tSrQ, tSrK[None, None, None, k_get.index], False)
+                multiply(mma_qk, rS, tSrQ, tSrK[None, None, None, k_get.index], False)
                 warpgroup.wait_group(0)
                 k_ring.consumer_release(k_get)
                 k_get.advance()
                 self.mask(S, where_S, first_S, first_row, own_blocks - 1, seqlen_q, seqlen_kv)
                 self.softmax(S, O, row_max, row_sum, masked=True, first=True)
-                self.round(rS, rP)
+                round_fragment(rS, rP, self.dtype)
 
                 # 3. main loop: tiles with hidden keys, then the others
                 masked = Int32(1)  # without a causal mask only the last tile, which is done
@@ -303,7 +304,7 @@ class Forward:
                 if const_expr(not self.o_over_q):
                     q_ring.consumer_release(q_get)
                 v_ring.consumer_wait(v_get)
-                self.multiply(mma_pv, rO, tOrP, tOrV[None, None, None, v_get.index], True)
+                multiply(mma_pv, rO, tOrP, tOrV[None, None, None, v_get.index], True)
                 warpgroup.wait_group(0)
                 v_ring.consumer_release(v_get)
                 v_get.advance()
@@ -345,9 +346,9 @@ class Forward:
     def step(self, x, first_row, kv_block, k_get, v_get, masked: bool):
         """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one."""
         x.k_ring.consumer_wait(k_get)
-        self.multiply(x.mma_qk, x.rS, x.tSrQ, x.tSrK[None, None, None, k_get.index], False)
+        multiply(x.mma_qk, x.rS, x.tSrQ, x.tSrK[None, None, None, k_get.index], False)
         x.v_ring.consumer_wait(v_get)
-        self.multiply(x.mma_pv, x.rO, x.tOrP, x.tOrV[None, None, None, v_get.index], True)
+        multiply(x.mma_pv, x.rO, x.tOrP, x.tOrV[None, None, None, v_get.index], True)
         warpgroup.wait_group(1)
         x.k_ring.consumer_release(k_get)
         if masked:
@@ -355,17 +356,7 @@ class Forward:
         self.softmax(x.S, x.O, x.row_max, x.row_sum, masked, first=False)
         warpgroup.wait_group(0)
         x.v_ring.consumer_release(v_get)
-        self.round(x.rS, x.rP)
-
-    @cute.jit
-    def multiply(self, mma, acc, tA, tB, accumulate: cutlass.Constexpr):
-        """Issue acc (+)= A·B as one commit group; tA and tB are (MMA, MMA_M or MMA_N, MMA_K)."""
-        warpgroup.fence()
-        atom = cute.make_mma_atom(mma.op)  # its own: `set` on the caller's would escape from the loop
-        for k in range_constexpr(cute.size(tB, mode=[2])):
-            atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
-            cute.gemm(atom, acc, tA[None, None, k], tB[None, None, k], acc)
-        warpgroup.commit_group()
+        round_fragment(x.rS, x.rP, self.dtype)
 
     @cute.jit
     def mask(self, S, where_S, first_S, first_row, kv_block, seqlen_q, seqlen_kv):
@@ -411,12 +402,6 @@ class Forward:
             # Never taken, but it needs every exponential: they stay before the wait for P·V.
             if cute.arch.vote_any_sync(row_sum[0] + row_sum[1] < -1.0):
                 cute.arch.sync_warp()
-
-    @cute.jit
-    def round(self, rS, rP):
-        """P to 16 bits, in the order of the accumulator."""
-        for i in range_constexpr(cute.size(rP)):
-            rP[i] = round_pair(rS[2 * i], rS[2 * i + 1], self.dtype)
 
     @cute.jit
     def kv_blocks(self, rows, seqlen_q, seqlen_kv):

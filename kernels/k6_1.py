@@ -39,6 +39,7 @@ from kernels.common import (
     put,
     refuse_heads_on_grid,
     refuse_unless_plain,
+    work_on_wgmma,
 )
 
 STAGES = (
@@ -247,27 +248,7 @@ def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def work(problem: Problem, **options: object) -> list[Work]:
-    kernel = FlashAttention2PingPong(problem.head_dim, problem.causal, **options)
-    q_blocks, heads = math.ceil(problem.seqlen_q / kernel.tile_q), problem.batch * problem.heads
-    visible = [
-        min((q_block + 1) * kernel.tile_q, problem.seqlen_kv) if problem.causal else problem.seqlen_kv
-        for q_block in range(q_blocks)
-    ]
-    passes = heads * sum(math.ceil(keys / kernel.tile_kv) for keys in visible)
-    return [
-        Work(
-            kernel="FlashAttention2PingPong",
-            unit=f"{kernel.tile_q}×{kernel.tile_kv} tile",
-            threads=WARPGROUP * kernel.consumers,
-            ctas=q_blocks * heads,
-            passes=passes,
-            trips=(1,),
-            ffma=0,
-            tensor_flops=4 * kernel.tile_q * kernel.tile_kv * problem.head_dim,
-            hbm_bytes=problem.min_bytes / passes,
-            smem_bytes=kernel.smem_bytes,
-        )
-    ]
+    return [work_on_wgmma(problem, FlashAttention2PingPong(problem.head_dim, problem.causal, **options))]
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:

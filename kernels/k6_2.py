@@ -34,12 +34,14 @@ from kernels.common import (
     fake_fp32,
     fake_qkvo,
     load_atom,
+    multiply,
     operand_a,
     partition_tma,
     put,
     refuse_heads_on_grid,
     refuse_unless_plain,
-    round_pair,
+    round_fragment,
+    work_on_wgmma,
 )
 
 STAGES = (
@@ -176,22 +178,22 @@ class FlashAttention2Overlap:
 
             # The first tile's S and P; K runs one tile ahead of V from here on.
             k_pipeline.consumer_wait(k_get)
-            self.multiply(mma_qk, rS, tSrQ, tSrK[None, None, None, k_get.index], False)
+            multiply(mma_qk, rS, tSrQ, tSrK[None, None, None, k_get.index], False)
             warpgroup.wait_group(0)
             k_pipeline.consumer_release(k_get)
             k_get.advance()
             if first_masked == 0:
                 self.mask(S, where_S, first_S, q_block, 0, seqlen)
             self.softmax(S, row_max, row_sum)
-            self.round(rS, rP)
+            round_fragment(rS, rP, BFloat16)
 
             # 3. main loop
             for kv_block in range(1, kv_blocks, unroll=1):
                 k_pipeline.consumer_wait(k_get)
                 cute.arch.barrier(barrier_id=my_turn, number_of_threads=2 * WARPGROUP)
-                self.multiply(mma_qk, rS, tSrQ, tSrK[None, None, None, k_get.index], False)
+                multiply(mma_qk, rS, tSrQ, tSrK[None, None, None, k_get.index], False)
                 v_pipeline.consumer_wait(v_get)
-                self.multiply(mma_pv, rO, tOrP, tOrV[None, None, None, v_get.index], True)
+                multiply(mma_pv, rO, tOrP, tOrV[None, None, None, v_get.index], True)
                 cute.arch.barrier_arrive(barrier_id=next_turn, number_of_threads=2 * WARPGROUP)
                 warpgroup.wait_group(1)
                 k_pipeline.consumer_release(k_get)
@@ -204,12 +206,12 @@ class FlashAttention2Overlap:
                 warpgroup.wait_group(0)
                 v_pipeline.consumer_release(v_get)
                 v_get.advance()
-                self.round(rS, rP)
+                round_fragment(rS, rP, BFloat16)
                 for r in range_constexpr(rows):
                     acc[r, None].store(acc[r, None].load() * rescale[r])
 
             v_pipeline.consumer_wait(v_get)
-            self.multiply(mma_pv, rO, tOrP, tOrV[None, None, None, v_get.index], True)
+            multiply(mma_pv, rO, tOrP, tOrV[None, None, None, v_get.index], True)
             warpgroup.wait_group(0)
             if consumer == 0:  # the last arrival at the first consumer's barrier must not stay behind
                 cute.arch.barrier(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
@@ -229,22 +231,6 @@ class FlashAttention2Overlap:
                     if column == 0:
                         lse = row_max[r] * self.scale + cute.math.log2(total, fastmath=True) * LN_2
                         mLSE[batch, head, q_row] = lse
-
-    @cute.jit
-    def multiply(self, mma, acc, tA, tB, accumulate: cutlass.Constexpr):
-        """Issue acc (+)= A·B as one commit group; tA and tB are (MMA, MMA_M or MMA_N, MMA_K)."""
-        warpgroup.fence()
-        atom = cute.make_mma_atom(mma.op)  # its own: `set` on the caller's would escape from the loop
-        for k in range_constexpr(cute.size(tB, mode=[2])):
-            atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
-            cute.gemm(atom, acc, tA[None, None, k], tB[None, None, k], acc)
-        warpgroup.commit_group()
-
-    @cute.jit
-    def round(self, rS, rP):
-        """P to bf16, in the order of the accumulator."""
-        for i in range_constexpr(cute.size(rP)):
-            rP[i] = round_pair(rS[2 * i], rS[2 * i + 1])
 
     @cute.jit
     def mask(self, S, where_S, first_S, q_block, kv_block, seqlen):
@@ -281,27 +267,7 @@ def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def work(problem: Problem, **options: object) -> list[Work]:
-    kernel = FlashAttention2Overlap(problem.head_dim, problem.causal, **options)
-    q_blocks, heads = math.ceil(problem.seqlen_q / kernel.tile_q), problem.batch * problem.heads
-    visible = [
-        min((q_block + 1) * kernel.tile_q, problem.seqlen_kv) if problem.causal else problem.seqlen_kv
-        for q_block in range(q_blocks)
-    ]
-    passes = heads * sum(math.ceil(keys / kernel.tile_kv) for keys in visible)
-    return [
-        Work(
-            kernel="FlashAttention2Overlap",
-            unit=f"{kernel.tile_q}×{kernel.tile_kv} tile",
-            threads=WARPGROUP * kernel.consumers,
-            ctas=q_blocks * heads,
-            passes=passes,
-            trips=(1,),
-            ffma=0,
-            tensor_flops=4 * kernel.tile_q * kernel.tile_kv * problem.head_dim,
-            hbm_bytes=problem.min_bytes / passes,
-            smem_bytes=kernel.smem_bytes,
-        )
-    ]
+    return [work_on_wgmma(problem, FlashAttention2Overlap(problem.head_dim, problem.causal, **options))]
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:
