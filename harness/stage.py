@@ -1,4 +1,25 @@
-"""What a kernel file declares about itself."""
+"""What a kernel file declares about itself, and the functions the harness calls in it.
+
+A kernel file has `STAGES`, a tuple of `Stage`, and
+
+- `supports(problem) -> str | None`: why its stages refuse the problem, the other direction included, or None.
+  The harness raises the reason, after the stage's id, as a ValueError before anything is launched.
+- `workspace(problem) -> {name: (shape, dtype)}`: scratch the harness allocates, by the rule in
+  `harness.inputs.allocate` on what starts at zero.
+- `compile_kernel(problem, **options) -> compiled`: needs no tensors and no GPU. Head_dim, mask and dtype are
+  compiled in; batch, heads and lengths stay dynamic.
+- `work(problem, **options) -> list[Work]`: what the launch does, kernel by kernel.
+- `run_kernel(compiled, tensors)`: enqueues on PyTorch's current stream and writes `tensors.outputs` in place.
+  No allocation and no synchronisation, so that a CUDA graph can capture it. Nothing is launched for empty
+  outputs.
+
+and may have
+
+- `VARIANTS`, {label: options}: what `python -m harness.ablation` times side by side;
+- `variants_for(problem) -> list[str]`: those of the labels that are candidates on a problem;
+- `lazy_maximum(problem, **options) -> (tile_kv, growth)`: for a forward kernel that rounds P relative to a
+  maximum it brings up to date lazily (`ref_check.Rounding`).
+"""
 
 from dataclasses import dataclass, field
 
@@ -15,9 +36,12 @@ class Stage:
     title: str
     adds: str
     before: str | None
-    direction: str = "fwd"
+    direction: str = "fwd"  # or "bwd"
     model: str = "flash_attention_2"  # the function of harness.models that follows this kernel's algorithm
-    rounds_p: bool = False  # whether P is rounded to the input type before P·V, as the yardstick then does
+    # Whether P, and in a backward stage dS, are rounded to the input type before their products, as the
+    # yardstick then does.
+    rounds_p: bool = False
+    atomics: bool = False  # float atomics: the order of additions, and so the last bits, differ between runs
     options: dict[str, object] = field(default_factory=dict)
 
 
