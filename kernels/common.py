@@ -31,11 +31,12 @@ ROWS_MAX = 2**31 - 1  # row indices are 32-bit; addresses are 64-bit
 # ---- introduced by k1: compiling and launching without tensors ---------------------------------------------
 
 
-def refuse_unless_plain(problem: Problem) -> str | None:
+def refuse_unless_plain(problem: Problem, direction: str = "fwd") -> str | None:
     """Why a stage without GQA, unequal lengths, other types and other head dims refuses `problem`, or
     None."""
-    if problem.direction != "fwd":
-        return f"computes the forward pass, not {problem.direction!r}"
+    if problem.direction != direction:
+        computes = {"fwd": "forward", "bwd": "backward"}[direction]
+        return f"computes the {computes} pass, not {problem.direction!r}"
     if problem.dtype != "bfloat16":
         return f"takes bfloat16, not {problem.dtype}"
     if problem.head_dim not in (64, 128):
@@ -307,3 +308,12 @@ def store_atom(mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
     """`load_atom`'s counterpart: the descriptor that stores tiles of `rows` rows; rows past the end stay
     unwritten."""
     return _tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, rows)
+
+
+# ---- introduced by bwd1: what a backward stage reads and writes --------------------------------------------
+
+
+def fake_backward(head_dim: int) -> tuple[object, ...]:
+    """Stand-ins for q, k, v, o, do, dq, dk, dv, as `fake_qkvo`'s: one shape, strides of their own."""
+    extents = tuple(cute.sym_int() for _ in range(3))
+    return tuple(_fake_rows(cutlass.BFloat16, (*extents, head_dim)) for _ in range(8))
