@@ -9,6 +9,7 @@ moves the output by less than 1e-3.
 """
 
 import argparse
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ BLOCK_RMS_FACTOR = 1.5  # and over every block of 64 rows: one bad block is 1/25
 BLOCK_ROWS = 64
 ROW_RMS_FACTOR = 3.0  # and over every row, against the larger of the row's and its block's yardstick
 LSE_TOLERANCE = 1e-5
+CANCELLATION = 2.0**-19  # of dP against D, relative to what they are sums of: some units of fp32 round-off
 CHUNK_ELEMENTS = 2**27  # scores held at once
 
 
@@ -53,6 +55,23 @@ def _lazy_maximum(scores: torch.Tensor, tile_kv: int, growth: float) -> torch.Te
     return bases[..., :keys]
 
 
+def _chunks(batch: int, heads: int, rows: int, keys: int) -> Iterator[tuple[int, slice, slice]]:
+    """(batch, heads, rows) of pieces with about CHUNK_ELEMENTS scores: whole heads, or some rows of one."""
+    heads_at_once = max(1, min(heads, CHUNK_ELEMENTS // max(1, rows * keys)))
+    rows_at_once = max(1, min(rows, CHUNK_ELEMENTS // max(1, heads_at_once * keys) // 64 * 64))
+    for b in range(batch):
+        for h in range(0, heads, heads_at_once):
+            for r in range(0, rows, rows_at_once):
+                yield b, slice(h, min(h + heads_at_once, heads)), slice(r, min(r + rows_at_once, rows))
+
+
+def _scores(queries, keys, rows: torch.Tensor, columns: torch.Tensor, offset: int, causal: bool):
+    """scale·Q·Kᵀ (heads, rows, keys), −∞ where a causal mask hides: past the diagonal, which `offset` =
+    seqlen_kv − seqlen_q aligns at the bottom right, so that the last query sees every key."""
+    scores = (queries @ keys.transpose(-1, -2)).div_(math.sqrt(queries.shape[-1]))
+    return scores.masked_fill_(columns > rows[:, None] + offset, -math.inf) if causal else scores
+
+
 def _attention(q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dtype, rounds_p: Rounding):
     """(O, LSE) of q, k, v (B, H, N, d) computed in `dtype`; `rows` selects query rows (all by default).
 
@@ -64,36 +83,27 @@ def _attention(q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dt
     o = torch.empty(batch, heads, len(rows), head_dim, dtype=dtype, device=q.device)
     lse = torch.empty(batch, heads, len(rows), dtype=dtype, device=q.device)
     columns = torch.arange(seqlen_kv, device=q.device)
-    heads_at_once = max(1, min(heads, CHUNK_ELEMENTS // max(1, len(rows) * seqlen_kv)))
-    rows_at_once = max(1, min(len(rows), CHUNK_ELEMENTS // max(1, heads_at_once * seqlen_kv) // 64 * 64))
-    for b in range(batch):
-        for h in range(0, heads, heads_at_once):
-            some_heads = slice(h, min(h + heads_at_once, heads))
-            kv_heads = torch.arange(some_heads.start, some_heads.stop, device=q.device) // group
-            keys, values = k[b, kv_heads].to(dtype), v[b, kv_heads].to(dtype)
-            for r in range(0, len(rows), rows_at_once):
-                some_rows = rows[r : r + rows_at_once]
-                scores = (
-                    q[b, some_heads][:, some_rows].to(dtype) @ keys.transpose(-1, -2) / math.sqrt(head_dim)
-                )
-                if causal:  # bottom-right aligned: the last query sees every key
-                    scores.masked_fill_(columns > some_rows[:, None] + (seqlen_kv - seqlen_q), -math.inf)
-                maximum = scores.amax(-1, keepdim=True)
-                maximum.masked_fill_(maximum == -math.inf, 0.0)  # −∞ − (−∞) would be NaN
-                if isinstance(rounds_p, tuple):
-                    base = _lazy_maximum(scores, *rounds_p)
-                    base = base.masked_fill(base == -math.inf, 0.0)
-                    p, weight = (scores - base).exp_(), (base - maximum).exp_()
-                    total = (p * weight).sum(-1, keepdim=True)
-                    p = p.to(q.dtype).to(dtype).mul_(weight)
-                else:
-                    p = scores.sub_(maximum).exp_()
-                    total = p.sum(-1, keepdim=True)
-                    if rounds_p:
-                        p = p.to(q.dtype).to(dtype)
-                seen = total.clamp(min=1e-30)  # at least 1 where the maximum is a score
-                o[b, some_heads, r : r + len(some_rows)] = (p @ values) / seen
-                lse[b, some_heads, r : r + len(some_rows)] = (maximum + total.log()).squeeze(-1)
+    for b, some_heads, piece in _chunks(batch, heads, len(rows), seqlen_kv):
+        kv_heads = torch.arange(some_heads.start, some_heads.stop, device=q.device) // group
+        keys, values = k[b, kv_heads].to(dtype), v[b, kv_heads].to(dtype)
+        queries = q[b, some_heads][:, rows[piece]].to(dtype)
+        scores = _scores(queries, keys, rows[piece], columns, seqlen_kv - seqlen_q, causal)
+        maximum = scores.amax(-1, keepdim=True)
+        maximum.masked_fill_(maximum == -math.inf, 0.0)  # −∞ − (−∞) would be NaN
+        if isinstance(rounds_p, tuple):
+            base = _lazy_maximum(scores, *rounds_p)
+            base = base.masked_fill(base == -math.inf, 0.0)
+            p, weight = (scores - base).exp_(), (base - maximum).exp_()
+            total = (p * weight).sum(-1, keepdim=True)
+            p = p.to(q.dtype).to(dtype).mul_(weight)
+        else:
+            p = scores.sub_(maximum).exp_()
+            total = p.sum(-1, keepdim=True)
+            if rounds_p:
+                p = p.to(q.dtype).to(dtype)
+        seen = total.clamp(min=1e-30)  # at least 1 where the maximum is a score
+        o[b, some_heads, piece] = (p @ values) / seen
+        lse[b, some_heads, piece] = (maximum + total.log()).squeeze(-1)
     return o, lse
 
 
@@ -114,6 +124,56 @@ def yardstick(q, k, v, causal: bool, rounds_p: Rounding, rows: torch.Tensor | No
     """Attention with the kernel's roundings and no others: fp32 scores, softmax and sums, output to q's type,
     and P to q's type where the kernel's P·V multiplies rounded P (`rounding_of`)."""
     return _attention(q, k, v, causal, rows, torch.float32, rounds_p)[0].to(q.dtype)
+
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # dQ (B, H, Nq, d), dK and dV (B, Hkv, Nkv, d)
+
+
+def _gradients(q, k, v, o, lse, do, causal, dtype, rounds_p, rows=None, columns=None) -> Gradients:
+    """(dQ, dK, dV) computed in `dtype` by the formulas every kernel uses, from the O and LSE given:
+
+    P = e^(S − LSE), D = rowsum(dO∘O), dS = P∘(dO·Vᵀ − D); dQ = scale·dS·K, dK = scale·dSᵀ·Q, dV = Pᵀ·dO.
+    `rows` and `columns` select queries and keys (all by default): the gradients are of those selected, and
+    what the others add to them is left out.
+    """
+    batch, heads, seqlen_q, head_dim = q.shape
+    seqlen_kv, group, scale = k.shape[2], heads // k.shape[1], 1.0 / math.sqrt(head_dim)
+    rows = torch.arange(seqlen_q, device=q.device) if rows is None else rows
+    columns = torch.arange(seqlen_kv, device=q.device) if columns is None else columns
+    rounded = (lambda x: x.to(q.dtype).to(dtype)) if rounds_p else (lambda x: x)
+    dq = torch.empty(batch, heads, len(rows), head_dim, dtype=dtype, device=q.device)
+    dk, dv = (
+        torch.zeros(batch, k.shape[1], len(columns), head_dim, dtype=dtype, device=q.device) for _ in range(2)
+    )
+    for b, some_heads, piece in _chunks(batch, heads, len(rows), len(columns)):
+        kv_heads = torch.arange(some_heads.start, some_heads.stop, device=q.device) // group
+        keys, values = (x[b, kv_heads][:, columns].to(dtype) for x in (k, v))
+        queries, out, d_out = (x[b, some_heads][:, rows[piece]].to(dtype) for x in (q, o, do))
+        shift = lse[b, some_heads][:, rows[piece], None].to(dtype)
+        shift = shift.masked_fill(shift == -math.inf, 0.0)  # a row that sees no key: P = e^(−∞ − 0) = 0
+        p = _scores(queries, keys, rows[piece], columns, seqlen_kv - seqlen_q, causal).sub_(shift).exp_()
+        ds = d_out @ values.transpose(-1, -2)
+        ds.sub_((d_out * out).sum(-1, keepdim=True)).mul_(p)
+        p, ds = rounded(p), rounded(ds)
+        dq[b, some_heads, piece] = ds @ keys * scale
+        dk[b].index_add_(0, kv_heads, ds.transpose(-1, -2) @ queries * scale)
+        dv[b].index_add_(0, kv_heads, p.transpose(-1, -2) @ d_out)
+    return dq, dk, dv
+
+
+def reference_gradients(q, k, v, o, lse, do, causal: bool) -> Gradients:
+    """dQ, dK, dV in float64, never downcast, from `reference`'s O and LSE."""
+    return _gradients(q, k, v, o, lse, do, causal, torch.float64, rounds_p=False)
+
+
+def yardstick_gradients(q, k, v, o, lse, do, causal: bool, rounds_p: bool) -> Gradients:
+    """dQ, dK, dV with a kernel's roundings and no others, from what it reads: O in q's type and LSE in fp32.
+
+    All in fp32 but P and dS, which are rounded to q's type before their products where `rounds_p`, and the
+    results, in q's type.
+    """
+    found = _gradients(q, k, v, o, lse, do, causal, torch.float32, rounds_p)
+    return tuple(x.to(q.dtype) for x in found)
 
 
 # ---- the pass rule -----------------------------------------------------------------------------------------
@@ -159,8 +219,12 @@ def judge(
     yard: torch.Tensor,
     lse: torch.Tensor | None = None,
     ref_lse: torch.Tensor | None = None,
+    floor: float = 0.0,
 ) -> Verdict:
-    """Apply the pass rule to a kernel's output `o` (and `lse`). All of o, ref, yard are (B, H, N, d)."""
+    """Apply the pass rule to a kernel's output `o` (and `lse`). All of o, ref, yard are (B, H, N, d).
+
+    The yardstick's error counts as at least `floor`, in each part of the rule.
+    """
     if o.numel() == 0:
         return Verdict((), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     failures = []
@@ -176,9 +240,9 @@ def judge(
     zero = torch.zeros((), dtype=torch.float64, device=o.device)
     error = torch.where(finite & ref_finite, out - ref, zero)
     yard_error = torch.where(ref_finite, yard.double() - ref, zero)
-    max_error, max_yard = error.abs().max().item(), yard_error.abs().max().item()
-    rms, rms_yard = error.square().mean().sqrt().item(), yard_error.square().mean().sqrt().item()
-    block, block_yard = _block_rms(error), _block_rms(yard_error)
+    max_error, max_yard = error.abs().max().item(), max(yard_error.abs().max().item(), floor)
+    rms, rms_yard = error.square().mean().sqrt().item(), max(yard_error.square().mean().sqrt().item(), floor)
+    block, block_yard = _block_rms(error), _block_rms(yard_error).clamp(min=floor)
     block_ratio = torch.where(block == 0, zero, block / block_yard)
     worst = torch.unravel_index(error.abs().argmax(), error.shape)
     at = tuple(int(x) for x in worst)
@@ -232,10 +296,85 @@ def judge(
     )
 
 
+def judge_gradients(
+    found: dict[str, torch.Tensor], ref: Gradients, yard: Gradients, floors: dict[str, float]
+) -> Verdict:
+    """Apply the pass rule to dq, dk and dv, each by itself; of dk and dv the rows are keys."""
+    verdicts = {
+        name: judge(found[name], exact, rounded, floor=floors[name])
+        for name, exact, rounded in zip(("dq", "dk", "dv"), ref, yard)
+    }
+    failures = [f"{name}: {text}" for name, verdict in verdicts.items() for text in verdict.failures]
+    worst = {
+        field: max(getattr(verdict, field) for verdict in verdicts.values())
+        for field in Verdict.__dataclass_fields__
+        if field != "failures"
+    }
+    return Verdict(tuple(failures), **worst)
+
+
+def cancellation(q, k, v, do) -> dict[str, float]:
+    """The least error that the rule credits the yardstick with in each gradient.
+
+    Where a row sees one key, dS = dP − D is zero: two sums of d products, each of size √d·|dO|·|V|, whose
+    round-off depends on the order of additions. Times scale = 1/√d it reaches dQ with a K, and dK with a Q
+    for each query that has the key to itself. Beside the 16-bit results of longer rows it is nothing.
+    """
+    rms = lambda x: x.float().square().mean().sqrt().item()
+    unit = CANCELLATION * rms(do) * rms(v)
+    queries = q.shape[1] * q.shape[2] / max(1, k.shape[1] * k.shape[2])  # to a key
+    return {"dq": unit * rms(k), "dk": unit * rms(q) * math.sqrt(max(1.0, queries)), "dv": 0.0}
+
+
+class Expected:
+    """What attention of q, k, v, and for a given dO its backward pass, should give.
+
+    The reference and each yardstick are computed when first asked for, once, whatever the number of kernels
+    they judge.
+    """
+
+    def __init__(self, q, k, v, causal: bool, do: torch.Tensor | None = None):
+        self.q, self.k, self.v, self.do, self.causal = q, k, v, do, causal
+        self._yardsticks: dict[tuple[str, Rounding], torch.Tensor | Gradients] = {}
+
+    @functools.cached_property
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """O and LSE in float64."""
+        return reference(self.q, self.k, self.v, self.causal)
+
+    @functools.cached_property
+    def saved(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """O and LSE as a backward stage reads them: rounded from float64 to q's type and to fp32."""
+        o, lse = self.forward
+        return o.to(self.q.dtype), lse.float()
+
+    @functools.cached_property
+    def gradients(self) -> Gradients:
+        """dQ, dK, dV in float64."""
+        return reference_gradients(self.q, self.k, self.v, *self.forward, self.do, self.causal)
+
+    def judge(self, outputs: dict[str, torch.Tensor], rounding: Rounding) -> Verdict:
+        """The rule on a kernel's outputs, named as in `Tensors.outputs`; `rounding` is `rounding_of` it.
+
+        Gradients are held to a yardstick that reads what `saved` gives.
+        """
+        if "o" in outputs:
+            yard = self._yardstick("o", rounding, yardstick, self.q, self.k, self.v, self.causal)
+            return judge(outputs["o"], self.forward[0], yard, outputs.get("lse"), self.forward[1])
+        inputs = (self.q, self.k, self.v, *self.saved, self.do, self.causal)
+        yard = self._yardstick("gradients", rounding, yardstick_gradients, *inputs)
+        floors = cancellation(self.q, self.k, self.v, self.do)
+        return judge_gradients(outputs, self.gradients, yard, floors)
+
+    def _yardstick(self, kind: str, rounding: Rounding, compute: Callable, *inputs: object) -> object:
+        if (kind, rounding) not in self._yardsticks:
+            self._yardsticks[kind, rounding] = compute(*inputs, rounding)
+        return self._yardsticks[kind, rounding]
+
+
 def check(q, k, v, causal: bool, o, lse=None, rounds_p: Rounding = False) -> Verdict:
     """Judge a kernel's output for inputs q, k, v against float64 attention."""
-    ref, ref_lse = reference(q, k, v, causal)
-    return judge(o, ref, yardstick(q, k, v, causal, rounds_p), lse, ref_lse)
+    return Expected(q, k, v, causal).judge({"o": o, **({} if lse is None else {"lse": lse})}, rounds_p)
 
 
 # ---- the needle test ---------------------------------------------------------------------------------------
@@ -267,6 +406,40 @@ def needle_inputs(problem: Problem, device: str, amplitude: float = 32.0, seed: 
     choice = torch.where(latest, visible - 1, (rows // 2) % visible)
     target = needles[choice]
     return k[:, :, target] * amplitude, k, v, target
+
+
+def needle_gradient_inputs(problem: Problem, device: str, seed: int = 0):
+    """q, k, v, o, lse, do for a backward stage whose gradients show every tile, and those gradients.
+
+    As `needle_inputs`, but V and dO are ±1 words, and O is given as zero, which makes D zero: then dS is
+    dO·V at a row's target, a whole number, and nothing elsewhere, and every sum is one of whole numbers. A
+    tile of queries or keys that is dropped, counted twice or read in another's place moves some of them by at
+    least one.
+    """
+    q, k, v, _ = needle_inputs(problem, device, seed=seed)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    v, do = (
+        torch.randint(0, 2, x.shape, device=device, generator=generator).mul(2).sub(1).to(x.dtype)
+        for x in (v, q)
+    )
+    lse = reference(q, k, v, problem.causal)[1]
+    o = torch.zeros_like(q)
+    exact = reference_gradients(q, k, v, o, lse, do, problem.causal)
+    return (q, k, v, o, lse.float(), do), exact
+
+
+def needles_missed(problem: Problem, found: dict[str, torch.Tensor], exact: Gradients) -> Iterator[str]:
+    """A message for each gradient of `needle_gradient_inputs` that is not what it must be, but for its last
+    roundings: a 16-bit result's, and e^(S − LSE) for 1 to within 2⁻¹³."""
+    step = 1.0 / math.sqrt(problem.head_dim)  # dQ and dK are whole numbers times the scale
+    for (name, x), ref, unit in zip(found.items(), exact, (step, step, 1.0)):
+        wrong = ~((x.double() - ref).abs() <= ref.abs() * 2**-7 + unit / 4)  # also where x is NaN
+        if wrong.any():
+            at = tuple(wrong.nonzero()[0].tolist())
+            yield (
+                f"{problem}: {int(wrong.sum())} elements of {name} are off, first at (b, h, row, x) = {at}: "
+                f"kernel {x[at]:.6g}, expected {ref[at]:.6g}"
+            )
 
 
 # ---- mutations: the rule must catch each -------------------------------------------------------------------
@@ -354,6 +527,69 @@ def tiled_model(q, k, v, causal: bool, rows: torch.Tensor, mutation: str | None 
     return o
 
 
+PAIR_MUTATIONS = (  # of the last tile of queries and a tile of keys in the middle
+    "drop a pair of tiles",
+    "add a tile of dQ twice",
+    "lose a tile of dQ",
+    "transpose a tile of dS",
+)
+FORMULA_MUTATIONS = (
+    "forget D",
+    "forget the scale on dQ",
+    "scale dK twice",
+    "LSE of the row before",
+    "D of the row before",
+)
+GRADIENT_MUTATIONS = (
+    *SCORE_MUTATIONS,
+    *PAIR_MUTATIONS,
+    *FORMULA_MUTATIONS,
+    *(f"{mutation}, {name}" for mutation in OUTPUT_MUTATIONS for name in ("dq", "dk", "dv")),
+)
+
+
+def tiled_gradients(
+    q, k, v, o, lse, do, causal: bool, rows, columns, mutation: str | None = None, tile: int = 64
+) -> Gradients:
+    """FlashAttention-2's backward in fp32 torch, with one of `GRADIENT_MUTATIONS` applied but those of
+    outputs; `rows` and `columns` as in `_gradients`, whole tiles of the latter."""
+    n, scale = k.shape[2], 1.0 / math.sqrt(q.shape[-1])
+    if mutation in ("LSE of the row before", "D of the row before"):
+        shifted = lambda x: torch.cat([x[:, :, :1], x[:, :, :-1]], 2)
+        lse = shifted(lse) if mutation.startswith("LSE") else lse
+    queries, d_out = q[:, :, rows].float(), do[:, :, rows].float()
+    delta = (do.float() * o.float()).sum(-1, keepdim=True)
+    if mutation == "D of the row before":
+        delta = shifted(delta)
+    delta = delta[:, :, rows].mul_(mutation != "forget D")
+    shift = lse[:, :, rows, None].float()
+    late = rows >= q.shape[2] - tile
+    dq, dk, dv = torch.zeros_like(queries), [], []
+    for keys in columns.split(tile):
+        key_tile, value_tile = k[:, :, keys].float(), v[:, :, keys].float()
+        scores = queries @ key_tile.mT * scale
+        if causal:
+            scores.masked_fill_(keys > rows[:, None], -math.inf)
+        if mutation in SCORE_MUTATIONS:
+            SCORE_MUTATIONS[mutation](scores, rows, keys, n, causal)
+        in_the_middle = int(keys[0]) == n // 2
+        if mutation == "drop a pair of tiles" and in_the_middle:
+            scores[:, :, late] = -math.inf
+        p = (scores - shift).exp()
+        ds = p * (d_out @ value_tile.mT - delta)
+        dq_tile = ds @ key_tile
+        if mutation in ("add a tile of dQ twice", "lose a tile of dQ") and in_the_middle:
+            dq_tile[:, :, late] *= 2.0 if mutation.startswith("add") else 0.0
+        dq += dq_tile
+        if mutation == "transpose a tile of dS" and in_the_middle and late.any():
+            ds[:, :, late] = ds[:, :, late].mT
+        dk.append(ds.mT @ queries)
+        dv.append(p.mT @ d_out)
+    dq *= 1.0 if mutation == "forget the scale on dQ" else scale
+    dk = torch.cat(dk, 2) * (scale * scale if mutation == "scale dK twice" else scale)
+    return tuple(x.to(q.dtype) for x in (dq, dk, torch.cat(dv, 2)))
+
+
 def sampled_rows(n: int, device: str, blocks: int = 12) -> torch.Tensor:
     """Query rows that stand for all: whole blocks of 64, evenly spread, the first and the last among them."""
     starts = torch.linspace(0, n // BLOCK_ROWS - 1, min(blocks, n // BLOCK_ROWS)).long() * BLOCK_ROWS
@@ -367,6 +603,8 @@ def survivors(problem: Problem, device: str, all_rows: bool, seed: int = 0) -> l
 
     n = problem.seqlen_q
     one_head = problem.with_(batch=1, heads=1, kv_heads=1)
+    if problem.direction == "bwd":
+        return _surviving_gradients(one_head, random_inputs(one_head, device, seed), all_rows)
     q, k, v = random_inputs(one_head, device, seed)
     rows = torch.arange(n, device=device) if all_rows else sampled_rows(n, device)
     ref, _ = reference(q, k, v, problem.causal, rows)
@@ -374,6 +612,53 @@ def survivors(problem: Problem, device: str, all_rows: bool, seed: int = 0) -> l
     missed = []
     for mutation in (None, *MUTATIONS):
         verdict = judge(tiled_model(q, k, v, problem.causal, rows, mutation), ref, yard)
+        if verdict.passed != (mutation is None):
+            missed.append(f"{mutation}: " + ("; ".join(verdict.failures) or "passed the rule"))
+    return missed
+
+
+def _surviving_gradients(problem: Problem, inputs: tuple[torch.Tensor, ...], all_rows: bool) -> list[str]:
+    """`survivors` of a backward problem: dQ of some queries and all keys, dK and dV of some keys and all
+    queries."""
+    q, k, v, do = inputs
+    n, causal = problem.seqlen_q, problem.causal
+    every = torch.arange(n, device=q.device)
+    some = every
+    if not all_rows:  # the tile in the middle is where keys and tiles are dropped
+        middle = torch.arange(n // 2, n // 2 + BLOCK_ROWS, device=q.device)
+        some = torch.cat([sampled_rows(n, q.device, blocks=4), middle]).unique()
+    expected = Expected(q, k, v, causal, do)
+    floors = cancellation(q, k, v, do)
+
+    def on_sample(compute: Callable[..., Gradients]) -> Gradients:
+        if all_rows:
+            return compute(every, every)
+        return compute(some, every)[0], *compute(every, some)[1:]
+
+    exact = lambda rows, columns: _gradients(
+        q, k, v, *expected.forward, do, causal, torch.float64, False, rows, columns
+    )
+    rounded = lambda rows, columns: _gradients(
+        q, k, v, *expected.saved, do, causal, torch.float32, False, rows, columns
+    )
+    ref, yard = on_sample(exact), tuple(x.to(q.dtype) for x in on_sample(rounded))
+
+    def model(mutation: str | None) -> dict[str, torch.Tensor]:
+        tiled = lambda rows, columns: tiled_gradients(
+            q, k, v, *expected.saved, do, causal, rows, columns, mutation
+        )
+        return dict(zip(("dq", "dk", "dv"), on_sample(tiled)))
+
+    missed, honest = [], model(None)
+    for mutation in (None, *GRADIENT_MUTATIONS):
+        name, _, output = (mutation or "").partition(", ")
+        if output or mutation is None:
+            found = {key: x.clone() for key, x in honest.items()}
+        else:
+            found = model(mutation)
+        if output:
+            OUTPUT_MUTATIONS[name](found[output])
+        verdict = judge_gradients(found, ref, yard, floors)
         if verdict.passed != (mutation is None):
             missed.append(f"{mutation}: " + ("; ".join(verdict.failures) or "passed the rule"))
     return missed
@@ -406,13 +691,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _report_mutations() -> Iterator[bool]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for problem in sweep():
-        missed = survivors(problem, device, all_rows=device == "cuda")
-        print(
-            f"{problem}: " + (f"MISSED {missed}" if missed else f"all {len(MUTATIONS)} mutations caught"),
-            flush=True,
-        )
-        yield not missed
+    for direction, mutations in (("fwd", MUTATIONS), ("bwd", GRADIENT_MUTATIONS)):
+        for problem in sweep(direction):
+            missed = survivors(problem, device, all_rows=device == "cuda")
+            verdict = f"MISSED {missed}" if missed else f"all {len(mutations)} mutations caught"
+            print(f"{direction} {problem}: {verdict}", flush=True)
+            yield not missed
 
 
 if __name__ == "__main__":
