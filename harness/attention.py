@@ -1,15 +1,19 @@
-"""`attention(q, k, v)`: any forward stage as a PyTorch call, with every wrong input refused before a
-launch."""
+"""`attention(q, k, v)` and `attention_backward(do, q, k, v, o, lse)`: any stage as a PyTorch call, with every
+wrong input refused before a launch. `attention` is differentiable."""
 
 import functools
+import re
 
 import torch
+from torch.autograd.function import once_differentiable
 
 import kernels
-from harness.inputs import Tensors, allocate, workspace_bytes
+from harness.inputs import Tensors, allocate, allocate_backward, workspace_bytes
 from harness.problem import DTYPES, Problem
 
 VECTOR_BYTES = 16  # every stage reads rows in 16-byte accesses or by TMA, which asks for the same
+FORWARD = "k6"
+BACKWARD = next((stage for stage in reversed(kernels.LADDER) if re.fullmatch(r"bwd\d", stage)), "bwd4")
 
 
 def problem_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> Problem:
@@ -19,8 +23,7 @@ def problem_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool =
     together.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+        _check_tensor(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), not {x.dim()}")
         if str(x.dtype).removeprefix("torch.") not in DTYPES:
@@ -49,6 +52,21 @@ def problem_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool =
         causal=bool(causal),
         dtype=str(q.dtype).removeprefix("torch."),
     )
+
+
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+
+
+def _check_like(name: str, x: object, like_name: str, like: torch.Tensor) -> None:
+    """Raise unless `x` is a tensor of the shape, dtype and device of `like`."""
+    _check_tensor(name, x)
+    if (x.shape, x.dtype, x.device) != (like.shape, like.dtype, like.device):
+        raise ValueError(
+            f"{name} must be like {like_name}: {tuple(like.shape)} {like.dtype} on {like.device}, "
+            f"not {tuple(x.shape)} {x.dtype} on {x.device}"
+        )
 
 
 def check_layout(name: str, x: torch.Tensor, written: bool = False) -> None:
@@ -94,13 +112,33 @@ def _compile(stage_id: str, head_dim: int, causal: bool, dtype: str) -> object:
     return module.compile_kernel(any_shape, **stage.options)
 
 
+def _check_device(stage: str, q: torch.Tensor) -> None:
+    if not q.is_cuda:
+        raise ValueError(f"q, k and v must be on a CUDA device, not {q.device}")
+    if torch.cuda.get_device_capability(q.device) != (9, 0):
+        raise ValueError(
+            f"{stage} is machine code for sm_90a (Hopper); {torch.cuda.get_device_name(q.device)} is not"
+        )
+
+
+def _check_memory(stage: str, problem: Problem, device: torch.device) -> None:
+    """Raise MemoryError when the stage's scratch does not fit."""
+    _, module = kernels.load(stage)
+    needed, free = workspace_bytes(module.workspace(problem)), torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if needed > free:
+        raise MemoryError(
+            f"{stage} needs {needed / 1e9:.1f} GB of scratch for {problem}, {free / 1e9:.1f} GB are free"
+        )
+
+
 def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
     causal: bool = False,
-    stage: str = "k6",
+    stage: str = FORWARD,
     out: torch.Tensor | None = None,
 ) -> tuple[object, object, Tensors]:
     """Check everything, compile and allocate: (module, compiled, tensors), ready for `module.run_kernel`.
@@ -110,29 +148,89 @@ def prepare(
     """
     problem = problem_of(q, k, v, causal)
     refuse(stage, problem)
-    if not q.is_cuda:
-        raise ValueError(f"q, k and v must be on a CUDA device, not {q.device}")
-    if torch.cuda.get_device_capability(q.device) != (9, 0):
-        raise ValueError(
-            f"{stage} is machine code for sm_90a (Hopper); {torch.cuda.get_device_name(q.device)} is not"
-        )
+    _check_device(stage, q)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_layout(name, x)
     if out is not None:
-        if not isinstance(out, torch.Tensor):
-            raise TypeError(f"out must be a torch.Tensor, not {type(out).__name__}")
-        if (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device):
-            raise ValueError(f"out must be like q: {tuple(q.shape)} {q.dtype} on {q.device}")
+        _check_like("out", out, "q", q)
         check_layout("out", out, written=True)
+    _check_memory(stage, problem, q.device)
     _, module = kernels.load(stage)
-    needed, free = workspace_bytes(module.workspace(problem)), torch.cuda.mem_get_info(q.device)[0]
-    free += torch.cuda.memory_reserved(q.device) - torch.cuda.memory_allocated(q.device)
-    if needed > free:
-        raise MemoryError(
-            f"{stage} needs {needed / 1e9:.1f} GB of scratch for {problem}, {free / 1e9:.1f} GB are free"
-        )
-    tensors = allocate(module, problem, q, k, v, out)
+    tensors = allocate(module, problem, q.detach(), k.detach(), v.detach(), out)
     return module, compile_stage(stage, problem), tensors
+
+
+def prepare_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool = False,
+    stage: str = BACKWARD,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[object, object, Tensors]:
+    """`prepare` for a backward stage."""
+    problem = problem_of(q, k, v, causal).with_(direction="bwd")
+    _check_like("o", o, "q", q)
+    _check_like("do", do, "q", q)
+    _check_tensor("lse", lse)
+    if lse.dtype != torch.float32:
+        raise TypeError(f"lse must be float32, not {str(lse.dtype).removeprefix('torch.')}")
+    if (lse.shape, lse.device) != (q.shape[:3], q.device):
+        raise ValueError(
+            f"lse must be (batch, heads, seqlen_q) = {tuple(q.shape[:3])} on {q.device}, "
+            f"not {tuple(lse.shape)} on {lse.device}"
+        )
+    refuse(stage, problem)
+    _check_device(stage, q)
+    for name, x in (("q", q), ("k", k), ("v", v), ("o", o), ("do", do)):
+        check_layout(name, x)
+    if not lse.is_contiguous():
+        raise ValueError(f"lse must be contiguous, its strides are {lse.stride()}")
+    if out is not None:
+        if not isinstance(out, (tuple, list)) or len(out) != 3:
+            raise TypeError("out must be a tuple of three tensors: dq, dk and dv")
+        for name, x, like_name, like in zip(("dq", "dk", "dv"), out, "qkv", (q, k, v)):
+            _check_like(name, x, like_name, like)
+            check_layout(name, x, written=True)
+        if len({x.data_ptr() for x in out if x.numel()}) < sum(x.numel() > 0 for x in out):
+            raise ValueError("dq, dk and dv must not share memory")
+    _check_memory(stage, problem, q.device)
+    _, module = kernels.load(stage)
+    inputs = (x.detach() for x in (q, k, v, o, lse, do))
+    tensors = allocate_backward(module, problem, *inputs, out)
+    return module, compile_stage(stage, problem), tensors
+
+
+def _attention(q, k, v, causal: bool, stage: str, out: torch.Tensor | None = None):
+    module, compiled, tensors = prepare(q, k, v, causal=causal, stage=stage, out=out)
+    with torch.cuda.device(q.device):
+        module.run_kernel(compiled, tensors)
+    return tensors.o, tensors.lse
+
+
+class _Differentiable(torch.autograd.Function):
+    """Forward by a stage, backward by the stage BACKWARD. LSE is a second output without a gradient."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal: bool, stage: str):
+        o, lse = _attention(q, k, v, causal, stage)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.causal = causal
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, _):
+        try:
+            check_layout("do", do)
+        except ValueError:  # such as the expanded scalar that sum() hands back
+            do = do.contiguous()
+        return *attention_backward(do, *ctx.saved_tensors, causal=ctx.causal), None, None
 
 
 def attention(
@@ -141,18 +239,53 @@ def attention(
     v: torch.Tensor,
     *,
     causal: bool = False,
-    stage: str = "k6",
+    stage: str = FORWARD,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q·kᵀ/√d)·v by the kernel of `stage`, on PyTorch's current stream.
 
-    q, k, v: (batch, heads, seqlen, head_dim), rows 16-byte aligned and contiguous, any other strides. Returns
-    o like q, with `return_lse` also the natural-log logsumexp of each row's scaled scores, fp32 (batch,
-    heads, seqlen). `out` receives o instead of a new tensor. Raises TypeError, ValueError or MemoryError
-    before anything is launched.
+    q, k, v: (batch, heads, seqlen, head_dim), rows 16-byte aligned and contiguous, any other strides; k and v
+    may have fewer heads. Returns o like q, with `return_lse` also the natural-log logsumexp of each row's
+    scaled scores, fp32 (batch, heads, seqlen), which carries no gradient. `out` receives o instead of a new
+    tensor.
+
+    Where autograd is on and an input requires a gradient, o has one, computed by the stage BACKWARD; `out` is
+    then refused. Raises TypeError, ValueError or MemoryError before anything is launched.
     """
-    module, compiled, tensors = prepare(q, k, v, causal=causal, stage=stage, out=out)
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v)):
+        if out is not None:
+            raise ValueError("out cannot be given where an input requires a gradient")
+        refuse(BACKWARD, problem_of(q, k, v, causal).with_(direction="bwd"))
+        o, lse = _Differentiable.apply(q, k, v, causal, stage)
+    else:
+        o, lse = _attention(q, k, v, causal, stage, out)
+    return (o, lse) if return_lse else o
+
+
+def attention_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool = False,
+    stage: str = BACKWARD,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `attention` by the kernel of `stage`, on PyTorch's current stream: dq, dk, dv.
+
+    do is the gradient of o; q, k, v, o, lse are what `attention` took and, with `return_lse`, gave. Layouts
+    as there, lse contiguous. `out`, three tensors like q, k and v, receives the gradients instead of new
+    ones. Raises TypeError, ValueError or MemoryError before anything is launched.
+    """
+    module, compiled, tensors = prepare_backward(do, q, k, v, o, lse, causal=causal, stage=stage, out=out)
     with torch.cuda.device(q.device):
-        module.run_kernel(compiled, tensors)
-    return (tensors.o, tensors.lse) if return_lse else tensors.o
+        if q.numel() and k.numel():
+            module.run_kernel(compiled, tensors)
+        else:  # no query or no key: no output that an input could have changed, and nothing to launch
+            for x in tensors.outputs.values():
+                x.zero_()
+    return tuple(tensors.outputs.values())

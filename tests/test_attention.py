@@ -1,17 +1,36 @@
 """What the front end refuses, with the exception's type and words, and what it lets through."""
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
 import torch
 
 import kernels
+import ref_check
 from harness import attention as front
-from harness.attention import attention, check_layout, prepare, problem_of, refuse
-from harness.inputs import Tensors, allocate, poison, random_inputs, workspace_bytes
+from harness.attention import (
+    attention,
+    attention_backward,
+    check_layout,
+    prepare,
+    prepare_backward,
+    problem_of,
+    refuse,
+)
+from harness.inputs import (
+    Tensors,
+    allocate,
+    allocate_backward,
+    poison,
+    random_inputs,
+    starts_at_zero,
+    workspace_bytes,
+)
 from harness.problem import Problem, sweep
 
 STAGES = list(kernels.LADDER)
+BACKWARD_STAGES = [stage_id for stage_id in STAGES if kernels.load(stage_id)[0].direction == "bwd"]
 PLAIN = ("k1", "fa1", "k2")  # no GQA, equal lengths, bfloat16, head_dim 64 and 128
 
 
@@ -20,6 +39,19 @@ def bf16(*shape: int, **options: object) -> torch.Tensor:
 
 
 Q = bf16(2, 4, 64, 64)
+LSE = torch.zeros(2, 4, 64)
+
+
+def direction_of(stage_id: str) -> str:
+    return kernels.load(stage_id)[0].direction
+
+
+def call(stage_id: str, q: torch.Tensor, k: torch.Tensor, causal: bool = False) -> object:
+    """`attention` or `attention_backward` of the stage, with v = k and o = dO = q."""
+    if direction_of(stage_id) == "fwd":
+        return attention(q, k, k, causal=causal, stage=stage_id)
+    lse = torch.zeros(q.shape[:3])
+    return attention_backward(q, q, k, k, q, lse, causal=causal, stage=stage_id)
 
 
 # Wrong tensors
@@ -85,10 +117,24 @@ def test_problem_of() -> None:
 def test_other_head_dims_are_refused_by_name(stage_id: str, head_dim: int) -> None:
     words = rf"^{stage_id} takes head_dim .*, not {head_dim}$"
     with pytest.raises(ValueError, match=words):
-        refuse(stage_id, Problem.square(1, 1, 16, head_dim, False))
+        refuse(stage_id, Problem.square(1, 1, 16, head_dim, False, direction=direction_of(stage_id)))
     x = bf16(1, 1, 16, head_dim)
     with pytest.raises(ValueError, match=words):
-        attention(x, x, x, stage=stage_id)
+        call(stage_id, x, x)
+
+
+@pytest.mark.parametrize("stage_id", STAGES)
+def test_the_other_direction_is_refused_by_name(stage_id: str) -> None:
+    own = direction_of(stage_id)
+    other, computes = {"fwd": ("bwd", "forward"), "bwd": ("fwd", "backward")}[own]
+    words = rf"^{stage_id} computes the {computes} pass, not '{other}'$"
+    with pytest.raises(ValueError, match=words):
+        refuse(stage_id, Problem.square(1, 1, 64, 64, False, direction=other))
+    with pytest.raises(ValueError, match=words):
+        if own == "fwd":
+            attention_backward(Q, Q, Q, Q, Q, LSE, stage=stage_id)
+        else:
+            attention(Q, Q, Q, stage=stage_id)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -101,8 +147,6 @@ def test_first_stages_refuse_what_later_ones_bring(stage_id: str, causal: bool) 
     refused(Q[:, :2], "takes as many key/value heads as query heads, not 2 for 4")
     refused(Q[:, :, :63], "takes equal query and key lengths, not 64 and 63")
     refused(Q.half(), "takes bfloat16, not float16", Q.half())
-    with pytest.raises(ValueError, match=f"^{stage_id} computes the forward pass, not 'bwd'"):
-        refuse(stage_id, Problem.square(1, 1, 64, 64, causal, direction="bwd"))
     with pytest.raises(ValueError, match=f"^{stage_id} takes at most 2147483647 rows"):
         refuse(stage_id, Problem.square(2**10, 2**6 - 1, 2**17, 64, causal).with_(seqlen_q=2**17))
 
@@ -193,7 +237,7 @@ def test_stride_zero_may_be_read_and_not_written() -> None:
 @pytest.mark.parametrize("stage_id", STAGES)
 def test_cpu_tensors_are_refused(stage_id: str) -> None:
     with pytest.raises(ValueError, match="q, k and v must be on a CUDA device, not cpu"):
-        attention(Q, Q, Q, stage=stage_id)
+        call(stage_id, Q, Q)
 
 
 class OnCuda(torch.Tensor):
@@ -283,16 +327,42 @@ def test_scratch_is_what_the_stages_say() -> None:
 
 @pytest.mark.parametrize("stage_id", STAGES)
 def test_outputs_are_poisoned(stage_id: str) -> None:
-    problem = Problem.square(1, 2, 17, 64, False)
-    q, k, v = random_inputs(problem, "cpu")
-    tensors = poison(allocate(kernels.load(stage_id)[1], problem, q, k, v))
+    stage, module = kernels.load(stage_id)
+    problem = Problem.square(1, 2, 17, 64, False, direction=stage.direction)
+    q, k, v, *do = random_inputs(problem, "cpu")
+    if do:
+        tensors = poison(allocate_backward(module, problem, q, k, v, q, LSE[:1, :2, :17], *do))
+        shapes = {"dq": q, "dk": k, "dv": v}
+    else:
+        tensors = poison(allocate(module, problem, q, k, v))
+        shapes = {"o": q, "lse": torch.empty(q.shape[:3])}
     assert isinstance(tensors, Tensors)
-    assert (tensors.o.shape, tensors.o.dtype) == (q.shape, q.dtype)
-    assert (tensors.lse.shape, tensors.lse.dtype) == (q.shape[:3], torch.float32)
-    for x in (tensors.o, tensors.lse, *tensors.workspace.values()):
-        # Floats are poison; integers are counters, which kernels find and leave at zero.
-        assert x.isnan().all() if x.is_floating_point() else not x.any()
-    assert not any(x.isnan().any() for x in (tensors.q, tensors.k, tensors.v))
+    assert {name: (x.shape, x.dtype) for name, x in tensors.outputs.items()} == {
+        name: (x.shape, x.dtype) for name, x in shapes.items()
+    }
+    assert all(x.isnan().all() for x in tensors.outputs.values())
+    assert set(tensors.workspace) == set(module.workspace(problem))
+    for name, x in tensors.workspace.items():
+        zero = starts_at_zero(name, str(x.dtype).removeprefix("torch."))
+        assert not x.any() if zero else x.isnan().all(), name
+    inputs = (tensors.q, tensors.k, tensors.v) + ((tensors.o, tensors.lse, tensors.do) if do else ())
+    assert not any(x.isnan().any() for x in inputs)
+
+
+def test_scratch_that_starts_at_zero() -> None:
+    class Kernel:
+        @staticmethod
+        def workspace(problem: Problem) -> dict:
+            return {"zero_sum": ((2, 3), "float32"), "sum": ((2, 3), "float32"), "count": ((1,), "int32")}
+
+    for tensors in (
+        allocate(Kernel, None, Q, Q, Q),
+        allocate_backward(Kernel, None, Q, Q, Q, Q, LSE, Q),
+    ):
+        scratch = poison(tensors).workspace
+        assert not scratch["zero_sum"].any()
+        assert not scratch["count"].any()
+        assert scratch["sum"].isnan().all()
 
 
 def test_inputs_are_random_and_repeatable() -> None:
@@ -303,3 +373,204 @@ def test_inputs_are_random_and_repeatable() -> None:
     assert 0.9 < q.float().std() < 1.1
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), random_inputs(problem, "cpu")))
     assert not torch.equal(q, random_inputs(problem, "cpu", seed=1)[0])
+    *same, do = random_inputs(problem.with_(direction="bwd"), "cpu")
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), same))
+    assert do.shape == q.shape
+    assert not torch.equal(do, q)
+
+
+# The backward pass
+
+
+WRONG_BACKWARD: dict[str, tuple[dict[str, object], type[Exception], str]] = {
+    "no dO": ({"do": None}, TypeError, r"do must be a torch\.Tensor, not NoneType"),
+    "fp32 dO": (
+        {"do": Q.float()},
+        ValueError,
+        r"do must be like q: .* torch.bfloat16 on cpu, not .* torch.float32",
+    ),
+    "fp16 dO": ({"do": Q.half()}, ValueError, r"do must be like q: .*, not \(2, 4, 64, 64\) torch.float16"),
+    "short dO": ({"do": Q[:, :, 1:]}, ValueError, r"do must be like q: .* not \(2, 4, 63, 64\)"),
+    "dO elsewhere": ({"do": Q.to("meta")}, ValueError, r"do must be like q: .* on cpu, not .* on meta"),
+    "no O": ({"o": None}, TypeError, r"o must be a torch\.Tensor, not NoneType"),
+    "rank of O": ({"o": Q[0]}, ValueError, r"o must be like q: "),
+    "heads of O": ({"o": Q[:, :2]}, ValueError, r"o must be like q: "),
+    "no LSE": ({"lse": None}, TypeError, r"lse must be a torch\.Tensor, not NoneType"),
+    "fp64 LSE": ({"lse": LSE.double()}, TypeError, r"lse must be float32, not float64"),
+    "bf16 LSE": ({"lse": LSE.bfloat16()}, TypeError, r"lse must be float32, not bfloat16"),
+    "LSE with a column": (
+        {"lse": LSE[..., None]},
+        ValueError,
+        r"lse must be \(batch, heads, seqlen_q\) = \(2, 4, 64\) on cpu, not \(2, 4, 64, 1\)",
+    ),
+    "LSE, rows first": ({"lse": torch.zeros(2, 64, 4)}, ValueError, r"lse must be .*, not \(2, 64, 4\)"),
+    "LSE elsewhere": ({"lse": LSE.to("meta")}, ValueError, r"lse must be .* on cpu, not .* on meta"),
+    "fp32 q": ({"q": Q.float()}, TypeError, r"q must be bfloat16 or float16, not float32"),
+    "short k": ({"k": Q[:, :, 1:]}, ValueError, r"k and v must have one shape"),
+    "rank of v": ({"v": Q[0]}, ValueError, r"v must have 4 dimensions"),
+    "a forward stage": ({"stage": "k6"}, ValueError, r"k6 computes the forward pass, not 'bwd'"),
+    "no such stage": ({"stage": "bwd99"}, ValueError, r"unknown stage 'bwd99'; the ladder has k1, "),
+}
+
+
+def backward_inputs() -> dict[str, torch.Tensor]:
+    return {"do": Q, "q": Q, "k": Q, "v": Q, "o": Q, "lse": LSE}
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), WRONG_BACKWARD.values(), ids=WRONG_BACKWARD)
+def test_wrong_tensors_of_the_backward_pass(
+    changes: dict[str, object], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        attention_backward(**(backward_inputs() | changes))
+
+
+def pretended(pretend: Callable, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: pretend(x) for name, x in (backward_inputs() | changes).items()}
+
+
+@pytest.mark.skipif(not BACKWARD_STAGES, reason="the ladder has no backward stage yet")
+class TestPrepareBackward:
+    def test_allocates(self, pretend: Callable) -> None:
+        inputs = pretended(pretend, k=torch.ones_like(Q), v=2 * torch.ones_like(Q))
+        module, compiled, tensors = prepare_backward(**inputs)
+        assert module is kernels.load(front.BACKWARD)[1]
+        assert compiled == "compiled"
+        assert list(tensors.outputs) == ["dq", "dk", "dv"]
+        for name in ("q", "k", "v", "o", "lse", "do"):
+            assert torch.equal(getattr(tensors, name), inputs[name])
+        for x in tensors.outputs.values():
+            assert (x.shape, x.dtype, x.is_contiguous()) == (Q.shape, Q.dtype, True)
+
+    def test_writes_where_it_is_told(self, pretend: Callable) -> None:
+        out = tuple(pretend(torch.empty_like(Q)) for _ in range(3))
+        tensors = prepare_backward(**pretended(pretend), out=out)[2]
+        assert all(x is y for x, y in zip(tensors.outputs.values(), out))
+
+    @pytest.mark.parametrize(("x", "words"), BAD_LAYOUTS.values(), ids=BAD_LAYOUTS)
+    def test_refuses_bad_layouts(self, x: torch.Tensor, words: str, pretend: Callable) -> None:
+        good, bad = pretend(torch.empty(x.shape, dtype=x.dtype)), pretend(x)
+        lse = pretend(torch.zeros(x.shape[:3]))
+        for at, name in enumerate(("do", "q", "k", "v", "o")):
+            inputs = [good] * 5
+            inputs[at] = bad
+            with pytest.raises(ValueError, match=words.replace("x ", f"{name} ", 1)):
+                prepare_backward(*inputs, lse)
+        for at, name in enumerate(("dq", "dk", "dv")):
+            out = [pretend(torch.empty(x.shape, dtype=x.dtype)) for _ in range(3)]
+            out[at] = bad
+            with pytest.raises(ValueError, match=words.replace("x ", f"{name} ", 1)):
+                prepare_backward(*[good] * 5, lse, out=out)
+
+    def test_refuses_a_strided_lse(self, pretend: Callable) -> None:
+        lse = torch.zeros(2, 4, 64, 2)[..., 0]
+        with pytest.raises(ValueError, match=r"lse must be contiguous, its strides are \(512, 128, 2\)"):
+            prepare_backward(**pretended(pretend, lse=lse))
+
+    def test_refuses_another_out(self, pretend: Callable) -> None:
+        new = lambda: pretend(torch.empty_like(Q))
+        for out in (new(), (new(), new()), [new()] * 4, "out"):
+            with pytest.raises(TypeError, match="out must be a tuple of three tensors: dq, dk and dv"):
+                prepare_backward(**pretended(pretend), out=out)
+        with pytest.raises(TypeError, match=r"dk must be a torch\.Tensor, not NoneType"):
+            prepare_backward(**pretended(pretend), out=(new(), None, new()))
+        with pytest.raises(ValueError, match="dv must be like v: "):
+            prepare_backward(**pretended(pretend), out=(new(), new(), pretend(Q.half())))
+        with pytest.raises(ValueError, match="dk is written and must not overlap itself"):
+            prepare_backward(**pretended(pretend), out=(new(), pretend(Q[:, :1].expand_as(Q)), new()))
+        twice = new()
+        with pytest.raises(ValueError, match="dq, dk and dv must not share memory"):
+            prepare_backward(**pretended(pretend), out=(twice, new(), twice))
+
+
+# Autograd, with stand-ins for both kernels
+
+
+@pytest.fixture
+def differentiable(pretend: Callable, monkeypatch: pytest.MonkeyPatch) -> list[Tensors]:
+    """Both kernels are ref_check's formulas; what the backward one was given is collected."""
+    launches: list[Tensors] = []
+
+    class Module:
+        workspace = staticmethod(lambda problem: {})
+        supports = staticmethod(lambda problem: "takes head_dim 64" if problem.head_dim != 64 else None)
+
+        @staticmethod
+        def run_kernel(causal: bool, t: Tensors) -> None:
+            if t.do is None:
+                results = ref_check.reference(t.q, t.k, t.v, causal)
+            else:
+                launches.append(t)
+                results = ref_check.reference_gradients(t.q, t.k, t.v, t.o, t.lse, t.do, causal)
+            for x, result in zip(t.outputs.values(), results):
+                x.copy_(result)
+
+    monkeypatch.setattr(front.kernels, "load", lambda stage_id: (None, Module))
+    monkeypatch.setattr(front, "compile_stage", lambda stage_id, problem: problem.causal)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return launches
+
+
+def leaves(problem: Problem) -> list[torch.Tensor]:
+    return [x.requires_grad_() for x in random_inputs(problem, "cpu")]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_is_differentiable(causal: bool, differentiable: list[Tensors]) -> None:
+    q, k, v = leaves(Problem(2, 4, 2, 17, 33, 64, causal))
+    o, lse = attention(q, k, v, causal=causal, return_lse=True)
+    assert o.requires_grad
+    assert not lse.requires_grad
+    do = torch.randn_like(o)
+    grads = torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+    expected = ref_check.Expected(*(x.detach() for x in (q, k, v)), causal, do)
+    for x, ref in zip(grads, expected.gradients):
+        assert x.dtype == q.dtype
+        assert torch.allclose(x.double(), ref, rtol=2**-7, atol=2**-7 * ref.abs().max().item())
+    assert not any(x.requires_grad for x in vars(differentiable[0]).values() if torch.is_tensor(x))
+    assert torch.autograd.grad(o, q, do)[0].equal(grads[0])
+
+
+def test_gradients_that_autograd_hands_back_in_other_layouts(differentiable: list[Tensors]) -> None:
+    q, k, v = leaves(Problem.square(2, 4, 16, 64, False))
+    attention(q, k, v).sum().backward()  # an expanded scalar
+    (t,) = differentiable
+    assert t.do.is_contiguous()
+    assert (t.do == 1).all()
+    rows = attention(q, k, v).transpose(1, 2)  # (B, N, H, d) memory is taken as it is
+    memory = torch.randn(2, 16, 4, 64).bfloat16()
+    torch.autograd.grad(rows, q, memory)
+    assert differentiable[1].do.data_ptr() == memory.data_ptr()
+    torch.autograd.grad(attention(q, k, v).mT, q, torch.randn(2, 4, 64, 16).bfloat16())
+    assert differentiable[2].do.stride(-1) == 1
+
+
+def test_without_autograd_nothing_is_saved(differentiable: list[Tensors]) -> None:
+    q, k, v = leaves(Problem.square(2, 4, 16, 64, False))
+    with torch.no_grad():
+        assert not attention(q, k, v).requires_grad
+    assert not attention(q.detach(), k.detach(), v.detach()).requires_grad
+    assert attention(q.detach(), k, v.detach()).requires_grad
+    with pytest.raises(ValueError, match="out cannot be given where an input requires a gradient"):
+        attention(q, k, v, out=torch.empty_like(q))
+    assert differentiable == []
+
+
+def test_what_has_no_backward_pass_is_refused_in_the_forward_one(differentiable: list[Tensors]) -> None:
+    q, k, v = leaves(Problem.square(1, 1, 16, 128, False))
+    with pytest.raises(ValueError, match=f"^{front.BACKWARD} takes head_dim 64$"):
+        attention(q, k, v)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 0, 64), (0, 3, 16, 64), (2, 0, 16, 64)])
+def test_gradients_of_nothing(shape: tuple[int, ...], differentiable: list[Tensors]) -> None:
+    x = bf16(*shape)
+    for grad in attention_backward(x, x, x, x, x, torch.zeros(shape[:3])):
+        assert grad.shape == shape
+    k = bf16(2, 3, 5, 64)
+    dq, dk, dv = attention_backward(*[bf16(2, 3, 0, 64)] * 2, k, k, bf16(2, 3, 0, 64), torch.zeros(2, 3, 0))
+    assert dq.numel() == 0
+    assert not dk.any()
+    assert not dv.any()
+    assert differentiable == []
