@@ -21,6 +21,8 @@ LADDER: dict[str, str] = {
     "k6_1": "k6_1",
     "k6_2": "k6_2",
     "k6": "k6",
+    "bwd1": "bwd1",
+    "bwd2": "bwd2",
 }
 
 

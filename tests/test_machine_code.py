@@ -16,7 +16,7 @@ from harness.problem import HEAD_DIMS, Problem
 from harness.stage import Work
 
 STAGES = list(kernels.LADDER)
-CUDA_CORES = ("k1", "fa1", "k2")  # what these compute with; tensor cores and TMA come later
+CUDA_CORES = ("k1", "fa1", "k2", "bwd1", "bwd2")  # what these compute with; tensor cores and TMA come later
 TMA = ("k3_1", "k3_2", "k3_3")  # the same arithmetic, its loads by TMA
 WGMMA = ("k4_qk", "k4", "k5", "k6_1", "k6_2", "k6")
 # Products on tensor cores in the code, full and causal: k6_2 has a first Q·Kᵀ before its loop and a last P·V
@@ -250,7 +250,7 @@ def test_products_are_those_declared(stage_id: str, head_dim: int, causal: bool)
         demand(found.code, replace(work, ffma=ceil(1.1 * work.ffma)))
 
 
-@fused
+@pytest.mark.parametrize("stage_id", ["fa1", "k2", *TMA, "bwd2"])
 def test_wrong_work_is_refused(stage_id: str) -> None:
     problem = problem_at(stage_id, 64, False)
     compiled = compile_stage(stage_id, problem)
@@ -276,6 +276,34 @@ def test_k1_is_three_kernels() -> None:
     with pytest.raises(ValueError, match="3 kernels named 'NaiveAttention'"):
         every = replace(demands[0].work, kernel="NaiveAttention")
         machine_code.inspect(compile_stage("k1", problem), [every])
+
+
+def test_bwd1_is_one_kernel_a_product() -> None:
+    problem = problem_at("bwd1", 64, False)
+    found = machine_code.disassemble(cubin_of(compile_stage("bwd1", problem)))
+    assert len(found) == 6
+    demands = machine_code.inspect(compile_stage("bwd1", problem), works_of("bwd1", problem))
+    names = ["probability", "grad_v", "grad_score", "grad_q", "grad_k"]  # row_dot is no product
+    assert [x.work.kernel for x in demands] == names
+    assert len({x.code.symbol for x in demands}) == 5
+    products = sum(x.work.ffma * x.work.threads * x.work.passes for x in demands)
+    assert 2 * products == problem.flops
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_bwd2_adds_to_dq_without_asking_for_the_sum(head_dim: int, causal: bool) -> None:
+    problem = problem_at("bwd2", head_dim, causal)
+    found = {k.symbol: k for k in kernels_of("bwd2", head_dim, causal)}
+    assert len(found) == 3
+    (work,) = works_of("bwd2", problem)
+    assert work.ffma * work.threads == 5 * 64 * 64 * head_dim
+    (main,) = machine_code.inspect(compile_stage("bwd2", problem), [work])
+    # Of dQ's tile a thread holds 64·head_dim/threads elements; a RED, unlike an ATOM, returns nothing.
+    assert main.code.count("RED") == 64 * head_dim // work.threads
+    for code in found.values():
+        assert code.count("ATOM") == 0
+        assert code.count("RED") == 0 or code is main.code
 
 
 # Reading a listing
