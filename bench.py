@@ -2,6 +2,7 @@
 
     python bench.py k2                    the sweep: seqlen 512…16384 × head_dim {64, 128} × causal {0, 1}
     python bench.py k1 fa1 k2             several stages in one interleaved run; `all` for the ladder
+    python bench.py bwd4                  a backward stage, beside the peers' backward passes
     CHECK=1 SEQLEN=512 HEADDIM=64 CAUSAL=0 python bench.py k1
     python bench.py k1 --check --seqlen 512 --head-dim 64 --causal 0
 
@@ -10,8 +11,6 @@ code asks of the hardware, checks the stage's algorithm on the CPU, and says tha
 """
 
 import argparse
-import dataclasses
-import functools
 import os
 import re
 import sys
@@ -26,8 +25,8 @@ from rich.table import Table
 import kernels
 import ref_check
 from harness import cases, machine_code, peers, results, timing
-from harness.attention import compile_stage, prepare, refuse
-from harness.inputs import hopper_gpu, poison, random_inputs
+from harness.attention import compile_stage, prepare, prepare_backward, refuse
+from harness.inputs import Tensors, hopper_gpu, random_inputs
 from harness.problem import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, Problem
 
 SUSTAINED_FROM = 16384  # sequence length from which the power cap, not the burst, is what a user sees
@@ -84,17 +83,29 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         args.stages = list(kernels.LADDER)
     try:
         args.problems = [
-            Problem.square(max(1, TOTAL_TOKENS // n), max(1, HIDDEN_SIZE // d), n, d, causal)
+            problem_at(n, d, causal, direction)
+            for direction in dict.fromkeys(kernels.load(stage_id)[0].direction for stage_id in args.stages)
             for d in args.head_dims
             for causal in args.causals
             for n in args.seqlens
         ]
-        for stage_id in args.stages:
-            for problem in args.problems:
+        for problem in args.problems:
+            for stage_id in stages_for(problem, args):
                 refuse(stage_id, problem)
     except ValueError as error:
         raise Usage(str(error)) from None
     return args
+
+
+def problem_at(seqlen: int, head_dim: int, causal: bool, direction: str) -> Problem:
+    """The sweep's problem of this shape."""
+    shape = (max(1, TOTAL_TOKENS // seqlen), max(1, HIDDEN_SIZE // head_dim), seqlen, head_dim, causal)
+    return Problem.square(*shape, direction=direction)
+
+
+def stages_for(problem: Problem, args: argparse.Namespace) -> list[str]:
+    """The stages asked for that compute the problem's direction."""
+    return [stage_id for stage_id in args.stages if kernels.load(stage_id)[0].direction == problem.direction]
 
 
 # ---- without a GPU -----------------------------------------------------------------------------------------
@@ -140,7 +151,7 @@ def static_report(stage_id: str, args: argparse.Namespace, console: Console) -> 
     lines = []
     for d in args.head_dims:
         for causal in args.causals:
-            problem = Problem.square(max(1, TOTAL_TOKENS // n), max(1, HIDDEN_SIZE // d), n, d, causal)
+            problem = problem_at(n, d, causal, stage.direction)
             compiled = compile_stage(stage_id, problem)
             demands = machine_code.inspect(compiled, module.work(problem, **stage.options))
             for x in demands:
@@ -171,10 +182,6 @@ def static_report(stage_id: str, args: argparse.Namespace, console: Console) -> 
 # ---- on a Hopper GPU ---------------------------------------------------------------------------------------
 
 
-def row_of(provider: str, problem: Problem, **measured: object) -> results.Row:
-    return results.Row(provider, **dataclasses.asdict(problem), **measured)
-
-
 def out_of_memory(error: torch.OutOfMemoryError) -> str:
     """ "OOM: …" with what the GPU would have had to hold, as far as the allocator's message tells."""
     gib = [float(x) for x in re.findall(r"(\d+\.\d+) GiB", str(error))]  # asked, capacity, free, ...
@@ -184,85 +191,86 @@ def out_of_memory(error: torch.OutOfMemoryError) -> str:
     return f"OOM: needs at least {capacity - free + asked:.1f} GiB, the GPU has {capacity:.1f}"
 
 
+def ready(stage_id: str, expected: ref_check.Expected) -> tuple[object, object, Tensors]:
+    """`prepare` or `prepare_backward`: (module, compiled, tensors) of a stage on these inputs."""
+    inputs, causal = (expected.q, expected.k, expected.v), expected.causal
+    if expected.do is None:
+        return prepare(*inputs, causal=causal, stage=stage_id)
+    return prepare_backward(expected.do, *inputs, *expected.saved, causal=causal, stage=stage_id)
+
+
+def host_microseconds(stage_id: str, problem: Problem) -> float:
+    """Host time of one `run_kernel`, on a problem so small that the GPU is done before the host."""
+    q, k, v, *do = random_inputs(problem.with_(batch=1, heads=1, kv_heads=1, seqlen_q=64, seqlen_kv=64))
+    module, compiled, tensors = ready(stage_id, ref_check.Expected(q, k, v, problem.causal, *do))
+    return timing.host_microseconds(lambda: module.run_kernel(compiled, tensors))
+
+
 def bench_problem(problem: Problem, args: argparse.Namespace, checked: set, env: dict) -> list[results.Row]:
     """One row per stage and peer on one problem, timed in one interleaved run."""
-    q, k, v = random_inputs(problem)
+    q, k, v, *do = inputs = random_inputs(problem)
+    expected = ref_check.Expected(q, k, v, problem.causal, *do)
     calls, fixed, rows = {}, {}, []
-    exact = functools.cache(lambda: ref_check.reference(q, k, v, problem.causal))
 
-    def attempt(name: str, build: object) -> None:
+    def attempt(name: str) -> None:
         """Build a peer's call and run it once, so that one that cannot run does not stop the others."""
         try:
-            call = build(problem, q, k, v)
+            call = peers.PEERS[name].build(problem, *inputs)
             call()
             torch.cuda.synchronize()
             calls[name] = call
         except torch.OutOfMemoryError as error:
-            rows.append(row_of(name, problem, error=out_of_memory(error)))
+            rows.append(results.Row.on(problem, name, error=out_of_memory(error)))
         except Exception as error:
-            rows.append(row_of(name, problem, error=f"unsupported: {str(error).splitlines()[0]:.100}"))
+            reason = f"unsupported: {str(error).splitlines()[0]:.100}"
+            rows.append(results.Row.on(problem, name, error=reason))
 
     def measure() -> None:
         try:
             times = timing.interleaved(calls)
         except torch.OutOfMemoryError as error:
-            rows.extend(row_of(name, problem, error=out_of_memory(error)) for name in calls)
+            rows.extend(results.Row.on(problem, name, error=out_of_memory(error)) for name in calls)
             times = {}
         for name, time in times.items():
             steady = None
             if problem.seqlen_q >= SUSTAINED_FROM:
                 steady = timing.sustained(calls[name], time.ms_median)
-            rows.append(
-                row_of(
-                    name,
-                    problem,
-                    ms_median=time.ms_median,
-                    ms_iqr=time.ms_iqr,
-                    tflops=problem.flops / time.ms_median / 1e9,
-                    tflops_sustained=problem.flops / steady.ms_median / 1e9 if steady else None,
-                    clock_mhz=(steady or time).clock_mhz,
-                    power_w=(steady or time).power_w,
-                    **fixed.get(name, {}),
-                )
-            )
+            rows.append(results.Row.timed(problem, name, time, steady, **fixed.get(name, {})))
         calls.clear()
         torch.cuda.empty_cache()
 
     # PyTorch's math path also materialises S. It goes first and alone, so that no stage's scratch is what it
     # lacks.
     if "math" in env["peers"]:
-        attempt("math", peers.PEERS["math"].build)
+        attempt("math")
         if calls:
             measure()
         torch.cuda.empty_cache()
-    for stage_id in args.stages:
+    for stage_id in stages_for(problem, args):
         stage, _ = kernels.load(stage_id)
         try:
-            module, compiled, tensors = prepare(q, k, v, causal=problem.causal, stage=stage_id)
+            module, compiled, tensors = ready(stage_id, expected)
         except (MemoryError, torch.OutOfMemoryError) as error:
             text = f"OOM: {error}" if isinstance(error, MemoryError) else out_of_memory(error)
-            rows.append(row_of(stage_id, problem, error=text))
+            rows.append(results.Row.on(problem, stage_id, error=text))
             continue
         fixed[stage_id] = {"check": "pass", "max_error": None, "cubin_sha256": machine_code.sha256(compiled)}
         kernel = (stage_id, problem.head_dim, problem.causal)
         if args.check or kernel not in checked:
-            module.run_kernel(compiled, poison(tensors))
-            yard = ref_check.yardstick(q, k, v, problem.causal, ref_check.rounding_of(stage, module, problem))
-            verdict = ref_check.judge(tensors.o, exact()[0], yard, tensors.lse, exact()[1])
+            rounding = ref_check.rounding_of(stage, module, problem)
+            verdict = expected.run(module, compiled, tensors, rounding)
             if not verdict.passed:
-                rows.append(row_of(stage_id, problem, check="fail", error="; ".join(verdict.failures)))
+                reason = "; ".join(verdict.failures)
+                rows.append(results.Row.on(problem, stage_id, check="fail", error=reason))
                 continue
             checked.add(kernel)
             fixed[stage_id]["max_error"] = verdict.max_error
         if stage_id not in env["host_us"]:
-            tiny = random_inputs(Problem.square(1, 1, 64, problem.head_dim, problem.causal))
-            _, _, small = prepare(*tiny, causal=problem.causal, stage=stage_id)
-            host_us = timing.host_microseconds(lambda: module.run_kernel(compiled, small))
-            env["host_us"][stage_id] = round(host_us, 2)
+            env["host_us"][stage_id] = round(host_microseconds(stage_id, problem), 2)
         calls[stage_id] = lambda m=module, c=compiled, t=tensors: m.run_kernel(c, t)
     for name in env["peers"]:
         if name != "math":
-            attempt(name, peers.PEERS[name].build)
+            attempt(name)
     measure()
     return rows
 
@@ -303,7 +311,7 @@ def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
         for problem in progress.track(args.problems, description="sweep"):
             rows = bench_problem(problem, args, checked, env)
             found += rows
-            for stage_id in args.stages:
+            for stage_id in stages_for(problem, args):
                 console.print(
                     f"{stage_id:5} {line_of(stage_id, problem, rows)}", soft_wrap=True, highlight=False
                 )
@@ -314,7 +322,9 @@ def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
     elif files:
         for stage_id, path in files.items():
             own_env = env | {"host_us": {stage_id: env["host_us"].get(stage_id)}}
-            rows = [row for row in found if row.provider in (stage_id, *peers.PEERS)]
+            direction = kernels.load(stage_id)[0].direction
+            own = [row for row in found if row.direction == direction]
+            rows = [row for row in own if row.provider in (stage_id, *peers.PEERS)]
             merged(path, results.Results(stage_id, own_env, rows)).save(path)
             console.print(f"wrote {path}")
     return passed

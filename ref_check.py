@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from harness.inputs import Tensors, allocate, allocate_backward, poison, random_inputs
 from harness.problem import Problem, sweep
 
 MAX_FACTOR = 2.0  # max|kernel − reference| against the yardstick's
@@ -353,6 +354,17 @@ class Expected:
         """dQ, dK, dV in float64."""
         return reference_gradients(self.q, self.k, self.v, *self.forward, self.do, self.causal)
 
+    def allocate(self, module: object, problem: Problem) -> Tensors:
+        """What the kernel of `module` reads and writes on this problem, of either direction."""
+        if self.do is None:
+            return allocate(module, problem, self.q, self.k, self.v)
+        return allocate_backward(module, problem, self.q, self.k, self.v, *self.saved, self.do)
+
+    def run(self, module: object, compiled: object, tensors: Tensors, rounding: Rounding) -> Verdict:
+        """Run a kernel into outputs and scratch filled with NaN, and judge what it wrote."""
+        module.run_kernel(compiled, poison(tensors))
+        return self.judge(tensors.outputs, rounding)
+
     def judge(self, outputs: dict[str, torch.Tensor], rounding: Rounding) -> Verdict:
         """The rule on a kernel's outputs, named as in `Tensors.outputs`; `rounding` is `rounding_of` it.
 
@@ -599,8 +611,6 @@ def sampled_rows(n: int, device: str, blocks: int = 12) -> torch.Tensor:
 def survivors(problem: Problem, device: str, all_rows: bool, seed: int = 0) -> list[str]:
     """The mutations that the rule misses on one head of `problem`'s shape, and "none" if it fails the honest
     model."""
-    from harness.inputs import random_inputs
-
     n = problem.seqlen_q
     one_head = problem.with_(batch=1, heads=1, kv_heads=1)
     if problem.direction == "bwd":

@@ -8,14 +8,13 @@ results/<gpu>/ablations/<file>.json, a `Results` file whose providers are the la
 """
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 
 import kernels
 import ref_check
 from harness import machine_code, results, timing
-from harness.inputs import allocate, hopper_gpu, poison, random_inputs
+from harness.inputs import hopper_gpu, random_inputs
 from harness.problem import HEAD_DIMS, HIDDEN_SIZE, TOTAL_TOKENS, Problem
 
 SEQLENS = (512, 4096, 16384)
@@ -28,39 +27,29 @@ def measure(stage_id: str, seqlens: tuple[int, ...] = SEQLENS) -> list[results.R
     for d in HEAD_DIMS:
         for causal in (False, True):
             for n in seqlens:
-                problem = Problem.square(TOTAL_TOKENS // n, HIDDEN_SIZE // d, n, d, causal)
-                q, k, v = random_inputs(problem)
+                shape = (TOTAL_TOKENS // n, HIDDEN_SIZE // d, n, d, causal)
+                problem = Problem.square(*shape, direction=stage.direction)
+                q, k, v, *do = random_inputs(problem)
+                expected = ref_check.Expected(q, k, v, causal, *do)
                 calls = {}
                 labels = module.variants_for(problem) if hasattr(module, "variants_for") else module.VARIANTS
                 for label in labels:
-                    options = module.VARIANTS[label]
+                    options = stage.options | module.VARIANTS[label]
                     key = (label, d, causal)
                     if key not in compiled:
-                        compiled[key] = module.compile_kernel(problem, **(stage.options | options))
-                    tensors = poison(allocate(module, problem, q, k, v))
+                        compiled[key] = module.compile_kernel(problem, **options)
+                    tensors = expected.allocate(module, problem)
                     calls[label] = lambda c=compiled[key], t=tensors: module.run_kernel(c, t)
                     if key in checked:
                         continue
-                    calls[label]()
-                    rounding = ref_check.rounding_of(stage, module, problem, **(stage.options | options))
-                    verdict = ref_check.check(q, k, v, causal, tensors.o, tensors.lse, rounding)
+                    rounding = ref_check.rounding_of(stage, module, problem, **options)
+                    verdict = expected.run(module, compiled[key], tensors, rounding)
                     if not verdict.passed:
                         raise ValueError(f"{label} on {problem}: {'; '.join(verdict.failures)}")
                     checked.add(key)
                 for label, time in timing.interleaved(calls).items():
-                    rows.append(
-                        results.Row(
-                            label,
-                            **dataclasses.asdict(problem),
-                            ms_median=time.ms_median,
-                            ms_iqr=time.ms_iqr,
-                            tflops=problem.flops / time.ms_median / 1e9,
-                            check="pass",
-                            cubin_sha256=machine_code.sha256(compiled[label, d, causal]),
-                            clock_mhz=time.clock_mhz,
-                            power_w=time.power_w,
-                        )
-                    )
+                    sha = machine_code.sha256(compiled[label, d, causal])
+                    rows.append(results.Row.timed(problem, label, time, check="pass", cubin_sha256=sha))
                     print(f"{problem!s:38} {label:30} {rows[-1].tflops:7.2f} TFLOP/s", flush=True)
     return rows
 

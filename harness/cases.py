@@ -398,16 +398,19 @@ def one_launch(stage_id: str) -> int:
 def run_model(stage_id: str) -> list[str]:
     """The stage's NumPy model in float64 against the reference: what can be checked without a GPU."""
     stage, _ = kernels.load(stage_id)
-    failures = []
+    by_name = models.MODELS if stage.direction == "fwd" else models.BACKWARD_MODELS
+    model, failures = by_name[stage.model], []
     for n in (1, 3, 64, 65, 203, 512):
         for d in HEAD_DIMS:
             for causal in (False, True):
-                q, k, v = (
-                    x.double() for x in random_inputs(Problem.square(1, 1, n, d, causal), "cpu", seed=n)
-                )
-                o, lse = models.MODELS[stage.model](*(x[0, 0].numpy() for x in (q, k, v)), causal=causal)
-                ref, ref_lse = ref_check.reference(q, k, v, causal)
-                off = max(abs(o - ref[0, 0].numpy()).max(), abs(lse - ref_lse[0, 0].numpy()).max())
+                problem = Problem.square(1, 1, n, d, causal, direction=stage.direction)
+                q, k, v, *do = (x.double() for x in random_inputs(problem, "cpu", seed=n))
+                expected = ref_check.Expected(q, k, v, causal, *do)
+                inputs, exact = (q, k, v), expected.forward
+                if do:
+                    inputs, exact = (q, k, v, *expected.forward, *do), expected.gradients
+                found = model(*(x[0, 0].numpy() for x in inputs), causal=causal)
+                off = max(abs(x - ref[0, 0].numpy()).max() for x, ref in zip(found, exact))
                 if not off <= 1e-12:
                     failures.append(
                         f"n{n} d{d} causal={causal}: {stage.model} is {off:.3g} away from the reference"

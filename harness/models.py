@@ -206,6 +206,9 @@ MODELS: dict[str, Callable[..., tuple[Array, Array]]] = {
         flash_attention_2,
     )
 }
+BACKWARD_MODELS: dict[str, Callable[..., tuple[Array, Array, Array]]] = {
+    flash_attention_2_backward.__name__: flash_attention_2_backward
+}
 
 
 def _three_passes(x: Array) -> tuple[Array, Array]:

@@ -10,18 +10,41 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.problem import Problem
 
+Forward = Callable[[Problem, torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], torch.Tensor]]
+
 
 @dataclass(frozen=True)
 class Peer:
-    """A provider (its label is in `harness.results`): its version, and how to make a call that runs it once
-    on given inputs."""
+    """A provider (its label is in `harness.results`): its version, and how to make a call of its forward pass
+    on given inputs that returns o."""
 
     version: Callable[[], str]
-    build: Callable[[Problem, torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], object]]
+    forward: Forward
+    rows_first: bool = False  # whether it is made for (B, N, H, d) tensors instead of (B, H, N, d)
+
+    def build(
+        self,
+        problem: Problem,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        do: torch.Tensor | None = None,
+    ) -> Callable[[], object]:
+        """A call that runs the problem's direction once. Of a backward problem the forward pass runs here,
+        with what it saves for the backward one kept, and the call is of the backward pass alone."""
+        if self.rows_first:
+            q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        if problem.direction == "fwd":
+            return self.forward(problem, q, k, v)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        with torch.enable_grad():
+            o = self.forward(problem, q, k, v)()
+        do = torch.empty_like(o).copy_(do.transpose(1, 2) if self.rows_first else do)  # o's strides: no copy
+        return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
 
 
-def _sdpa(backend: SDPBackend):
-    def build(problem, q, k, v):
+def _sdpa(backend: SDPBackend) -> Forward:
+    def forward(problem, q, k, v):
         def call():
             with sdpa_kernel(backend):
                 return F.scaled_dot_product_attention(
@@ -30,10 +53,11 @@ def _sdpa(backend: SDPBackend):
 
         return call
 
-    return build
+    return forward
 
 
 def _flex(problem, q, k, v):
+    from torch._functorch import config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     mask = None
@@ -42,6 +66,7 @@ def _flex(problem, q, k, v):
             lambda b, h, i, j: i >= j, None, None, problem.seqlen_q, problem.seqlen_kv, device=q.device
         )
     torch._dynamo.reset()  # past its limit of recompilations it would run uncompiled, without failing
+    config.donated_buffer = False  # a backward pass that may overwrite what was saved cannot run twice
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=problem.heads != problem.kv_heads)
 
@@ -49,8 +74,11 @@ def _flex(problem, q, k, v):
 def _fa4(problem, q, k, v):
     from flash_attn.cute import flash_attn_func
 
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))  # (B, N, H, d), the layout it is made for
-    return lambda: flash_attn_func(q, k, v, causal=problem.causal)
+    def call():
+        found = flash_attn_func(q, k, v, causal=problem.causal)
+        return found[0] if isinstance(found, tuple) else found  # some versions give the LSE too
+
+    return call
 
 
 def _torch_version() -> str:
@@ -76,7 +104,7 @@ PEERS: dict[str, Peer] = {
     "efficient": Peer(_torch_version, _sdpa(SDPBackend.EFFICIENT_ATTENTION)),
     "cudnn": Peer(_cudnn_version, _sdpa(SDPBackend.CUDNN_ATTENTION)),
     "flex": Peer(_triton_version, _flex),
-    "fa4": Peer(_fa4_version, _fa4),
+    "fa4": Peer(_fa4_version, _fa4, rows_first=True),
 }
 
 

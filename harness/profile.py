@@ -48,19 +48,19 @@ METRICS = {
 
 
 def launch(stage_id: str, seqlen: int, head_dim: int, causal: bool, options: dict[str, object]) -> None:
-    """One launch on the sweep's problem of this shape, with the outputs it needs and nothing else on the
-    GPU."""
+    """One launch, profiled, on the sweep's problem of this shape."""
     import torch
 
-    from harness.inputs import allocate, random_inputs
+    import ref_check
+    from harness.inputs import random_inputs
     from harness.problem import HIDDEN_SIZE, TOTAL_TOKENS, Problem
 
     stage, module = kernels.load(stage_id)
-    problem = Problem.square(
-        max(1, TOTAL_TOKENS // seqlen), HIDDEN_SIZE // head_dim, seqlen, head_dim, causal
-    )
+    shape = (max(1, TOTAL_TOKENS // seqlen), HIDDEN_SIZE // head_dim, seqlen, head_dim, causal)
+    problem = Problem.square(*shape, direction=stage.direction)
     compiled = module.compile_kernel(problem, **(stage.options | options))
-    tensors = allocate(module, problem, *random_inputs(problem))
+    q, k, v, *do = random_inputs(problem)
+    tensors = ref_check.Expected(q, k, v, causal, *do).allocate(module, problem)
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStart()
     module.run_kernel(compiled, tensors)

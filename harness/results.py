@@ -11,9 +11,12 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from harness.problem import H100_SXM, Gpu, Problem, sweep
+
+if TYPE_CHECKING:
+    from harness.timing import Timing
 
 SCHEMA = 1
 DIRECTIONS = ("fwd", "bwd", "decode")
@@ -60,6 +63,30 @@ class Row:
     clock_mhz: float | None = None
     power_w: float | None = None
     error: str | None = None
+
+    @classmethod
+    def on(cls, problem: Problem, provider: str, **fields: object) -> "Row":
+        """A provider's row on a problem."""
+        return cls(provider, **asdict(problem), **fields)
+
+    @classmethod
+    def timed(
+        cls, problem: Problem, provider: str, time: "Timing", steady: "Timing | None" = None, **fields: object
+    ) -> "Row":
+        """`on`, with a burst timing and, if there is one, a sustained one, whose clock and power then
+        stand."""
+        rate = lambda timing: problem.flops / timing.ms_median / 1e9
+        return cls.on(
+            problem,
+            provider,
+            ms_median=time.ms_median,
+            ms_iqr=time.ms_iqr,
+            tflops=rate(time),
+            tflops_sustained=rate(steady) if steady else None,
+            clock_mhz=(steady or time).clock_mhz,
+            power_w=(steady or time).power_w,
+            **fields,
+        )
 
     @property
     def problem(self) -> Problem:

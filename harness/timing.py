@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 
 FLUSH_BYTES = 256 * 2**20  # five times the H100's L2
-SLEEP_CYCLES = 500_000  # ≈ 0.28 ms on the GPU: longer than any provider's host time, so that none is measured
+SLEEP_CYCLES = 500_000  # ≈ 0.28 ms on the GPU: longer than most providers' host time
+SLEEP_CYCLES_MAX = 8_000_000  # for a call that waits for the GPU, whose host time would double every turn
+CYCLES_PER_SECOND = 2e9  # of the SM clock, at most
 MIN_REPEATS, MAX_REPEATS = 3, 60
 SUSTAINED_SECONDS = 2.0
 
@@ -92,22 +94,26 @@ def interleaved(calls: dict[str, Callable[[], object]], seconds: float = 0.15) -
     """Median and interquartile range of each call in milliseconds, all calls taking turns.
 
     Each call runs about `seconds` in all, between MIN_REPEATS and MAX_REPEATS times. Before each measured
-    launch L2 is flushed and the GPU sleeps long enough for the host to have enqueued it.
+    launch L2 is flushed and the GPU sleeps long enough for the host to have enqueued it: twice as long as the
+    host took the last time, so that nobody's host time is measured.
     """
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     sensors = Sensors()
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    repeats, clock = dict.fromkeys(calls, 1), dict.fromkeys(calls)
+    repeats, clock, host = dict.fromkeys(calls, 1), dict.fromkeys(calls), dict.fromkeys(calls, 0.0)
     turn = 0
     while waiting := [name for name in calls if turn < repeats[name]]:
         events = {}
         for name in waiting:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
-            torch.cuda._sleep(SLEEP_CYCLES)
+            sleep = max(SLEEP_CYCLES, int(2 * host[name] * CYCLES_PER_SECOND))
+            torch.cuda._sleep(min(sleep, SLEEP_CYCLES_MAX))
+            begin = time.perf_counter()
             start.record()
             calls[name]()
             end.record()
+            host[name] = time.perf_counter() - begin
             events[name] = (start, end)
             if turn == repeats[name] - 1:
                 start.synchronize()  # the GPU is inside the call now, or just past a short one

@@ -21,7 +21,7 @@ import kernels
 import ref_check
 from harness import machine_code, peers, results, timing
 from harness.attention import compile_stage
-from harness.inputs import Tensors, allocate, random_inputs
+from harness.inputs import Tensors, random_inputs
 from harness.problem import Problem
 from harness.results import Results, repository
 
@@ -122,9 +122,13 @@ def test_ref_check_fails_when_a_model_is_wrong(
 def test_ref_check_reports_a_mutation_that_survives(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ref_check, "sweep", lambda: [Problem.square(1, 1, 512, 64, False)])
+    problem = Problem.square(1, 1, 512, 64, False)
+    monkeypatch.setattr(ref_check, "sweep", lambda direction: [problem.with_(direction=direction)])
     assert ref_check.main(["--mutations"]) == 0
-    assert f"all {len(ref_check.MUTATIONS)} mutations caught" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines() == [
+        f"fwd {problem}: all {len(ref_check.MUTATIONS)} mutations caught",
+        f"bwd {problem}: all {len(ref_check.GRADIENT_MUTATIONS)} mutations caught",
+    ]
     monkeypatch.setattr(ref_check, "survivors", lambda *_, **__: ["drop a key: passed the rule"])
     assert ref_check.main(["--mutations"]) == 1
     assert "MISSED ['drop a key: passed the rule']" in capsys.readouterr().out
@@ -211,8 +215,10 @@ def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 def test_bench_sweeps_everything_by_default() -> None:
     args = bench.parse(["all"])
     assert args.stages == list(kernels.LADDER)
-    assert set(args.problems) == set(bench.ref_check.sweep())
-    assert len(args.problems) == 24
+    directions = {kernels.load(stage_id)[0].direction for stage_id in kernels.LADDER}
+    assert set(args.problems) == {x for direction in directions for x in bench.ref_check.sweep(direction)}
+    assert len(args.problems) == 24 * len(directions)
+    assert set(bench.parse(["k1", "k2"]).problems) == set(bench.ref_check.sweep())
     assert not args.check
     assert args.peers == list(peers.PEERS)
     assert bench.parse(["k2", "--peers", "none"]).peers == []
@@ -236,11 +242,12 @@ class ToyKernel:
         self.launches += 1
         if not self.writes:
             return
-        o, lse = ref_check.reference(t.q, t.k, t.v, compiled.causal)
-        t.o.copy_(o)
-        t.lse.copy_(lse)
+        expected = ref_check.Expected(t.q, t.k, t.v, compiled.causal, t.do)
+        results = expected.forward if t.do is None else expected.gradients
+        for x, result in zip(t.outputs.values(), results):
+            x.copy_(result)
         if self.fails_from is not None and t.q.shape[2] >= self.fails_from:
-            t.o[..., 3, 5] += 0.1
+            next(iter(t.outputs.values()))[..., 3, 5] += 0.1
 
 
 @pytest.fixture
@@ -248,26 +255,27 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
     """A stage's stand-in by its id; what is an exception is raised while preparing the launch."""
     stand_ins: dict[str, ToyKernel | Exception] = {stage_id: ToyKernel() for stage_id in kernels.LADDER}
 
-    def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, stage: str) -> tuple:
-        toy = stand_ins[stage]
+    def ready(stage_id: str, expected: ref_check.Expected) -> tuple:
+        toy = stand_ins[stage_id]
         if isinstance(toy, Exception):
             raise toy
-        compiled = SimpleNamespace(__cubin__=b"\x7fELF" + stage.encode(), causal=causal)
-        problem = Problem.square(*q.shape[:3], q.shape[3], causal)
-        tensors = allocate(toy, problem, q, k, v)  # in memory that an earlier run left its result in
-        for x, left in zip((tensors.o, tensors.lse), ref_check.reference(q, k, v, causal)):
-            x.copy_(left)
+        compiled = SimpleNamespace(__cubin__=b"\x7fELF" + stage_id.encode(), causal=expected.causal)
+        tensors = expected.allocate(toy, None)  # in memory that an earlier run left its result in
+        left = expected.forward if expected.do is None else expected.gradients
+        for x, result in zip(tensors.outputs.values(), left):
+            x.copy_(result)
         return toy, compiled, tensors
 
     def peer(error: Exception | None = None) -> peers.Peer:
-        def build(problem: Problem, *_: torch.Tensor) -> Callable[[], None]:
-            def call() -> None:
+        def forward(problem: Problem, *inputs: torch.Tensor) -> Callable[[], torch.Tensor]:
+            def call() -> torch.Tensor:
                 if error:
                     raise error
+                return sum(inputs)
 
             return call
 
-        return peers.Peer(lambda: "1.0", build)
+        return peers.Peer(lambda: "1.0", forward)
 
     def interleaved(calls: dict[str, Callable]) -> dict[str, timing.Timing]:
         for call in calls.values():
@@ -283,7 +291,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
     monkeypatch.setattr(bench, "TOTAL_TOKENS", 256)
     monkeypatch.setattr(bench, "HIDDEN_SIZE", 128)
     monkeypatch.setattr(bench, "random_inputs", lambda problem: random_inputs(problem, "cpu"))
-    monkeypatch.setattr(bench, "prepare", prepare)
+    monkeypatch.setattr(bench, "ready", ready)
     monkeypatch.setattr(timing, "environment", lambda found: environment | {"peers": found, "host_us": {}})
     monkeypatch.setattr(timing, "interleaved", interleaved)
     monkeypatch.setattr(timing, "sustained", lambda call, ms: timing.Timing(2 * ms, 0.0, 1400.0, 690.0))
@@ -411,6 +419,102 @@ def test_scratch_that_does_not_fit_becomes_a_row(
     (row,) = (row for row in load(tmp_path, "k1").rows if row.provider == "k1")
     assert (row.error, row.tflops, row.check) == ("OOM: k1 needs 34.4 GB of scratch", None, None)
     assert any(row.tflops for row in load(tmp_path, "k2").rows if row.provider == "k2")
+
+
+# Backward stages
+
+
+BACKWARD = [stage_id for stage_id in kernels.LADDER if kernels.load(stage_id)[0].direction == "bwd"]
+backward = pytest.mark.skipif(not BACKWARD, reason="the ladder has no backward stage yet")
+
+
+@backward
+def test_a_backward_stage_beside_a_forward_one(toys: dict, tmp_path: Path) -> None:
+    """Each direction has its own problems and peers, and a file holds the rows of its stage's direction."""
+    stages = [BACKWARD[0], "k2"]
+    assert bench.main([*stages, *SMALL, "--seqlen", "64", "--save", str(tmp_path)]) == 0
+    for stage_id, direction, flops in (("k2", "fwd", 1.0), (BACKWARD[0], "bwd", 2.5)):
+        saved = load(tmp_path, stage_id)
+        assert [row.provider for row in saved.rows if row.error is None] == [stage_id, "fa2"]
+        assert {row.direction for row in saved.rows} == {direction}
+        assert saved.rows[0].check == "pass"
+        assert saved.rows[0].tflops == flops * 4 * 4 * 2 * 64 * 64 * 64 / 2 / 0.25e-3 / 1e12
+        assert set(saved.environment["host_us"]) == {stage_id}
+
+
+@backward
+def test_a_backward_stage_that_fails_its_check(toys: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    for toy, words in ((ToyKernel(fails_from=0), "max error"), (ToyKernel(writes=False), r"\d+ elements")):
+        toys[BACKWARD[0]] = toy
+        assert bench.main([BACKWARD[0], *SMALL, "--seqlen", "64", "--peers", "none"]) == 1
+        assert re.search(rf"^{BACKWARD[0]} .* fail +dq: {words} ", capsys.readouterr().out, re.M)
+
+
+@backward
+def test_ready_gives_a_backward_stage_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.square(1, 2, 33, 64, True, direction="bwd")
+    q, k, v, do = random_inputs(problem, "cpu")
+    expected = ref_check.Expected(q, k, v, True, do)
+    monkeypatch.setattr(bench, "prepare_backward", lambda *inputs, **options: (inputs, options))
+    (got_do, *inputs, o, lse), options = bench.ready(BACKWARD[0], expected)
+    assert got_do is do
+    assert all(x is y for x, y in zip(inputs, (q, k, v), strict=True))
+    assert options == {"causal": True, "stage": BACKWARD[0]}
+    assert (o.dtype, lse.dtype) == (q.dtype, torch.float32)
+    assert torch.equal(o, expected.forward[0].to(q.dtype))
+    assert torch.equal(lse, expected.forward[1].float())
+
+
+@backward
+@pytest.mark.parametrize("stage_id", BACKWARD)
+def test_model_of_a_backward_stage(stage_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench.cases.run_model(stage_id) == []
+    name = kernels.load(stage_id)[0].model
+    right = bench.cases.models.BACKWARD_MODELS[name]
+    wrong = lambda *inputs, causal: (*right(*inputs, causal=causal)[:2], inputs[2])
+    monkeypatch.setitem(bench.cases.models.BACKWARD_MODELS, name, wrong)
+    assert len(bench.cases.run_model(stage_id)) == 6 * 2 * 2
+
+
+# Peers
+
+
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_peers_backward_pass_alone(rows_first: bool) -> None:
+    """The call is of the backward pass, as often as one likes, and its gradients are attention's."""
+    forwards = []
+
+    def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable:
+        def call() -> torch.Tensor:
+            forwards.append(q)
+            x = [t.transpose(1, 2) for t in (q, k, v)] if rows_first else (q, k, v)
+            o = torch.nn.functional.scaled_dot_product_attention(*x, is_causal=problem.causal)
+            return o.transpose(1, 2) if rows_first else o
+
+        return call
+
+    problem = Problem.square(2, 3, 17, 64, True, direction="bwd")
+    q, k, v, do = random_inputs(problem, "cpu")
+    call = peers.Peer(lambda: "1.0", forward, rows_first).build(problem, q, k, v, do)
+    for _ in range(2):
+        found = [x.transpose(1, 2) if rows_first else x for x in call()]
+        exact = ref_check.Expected(q, k, v, True, do).gradients
+        for x, ref in zip(found, exact, strict=True):
+            assert torch.allclose(x.double(), ref, atol=0.03 * ref.abs().max().item(), rtol=0)
+    assert len(forwards) == 1
+    assert not q.requires_grad
+    plain = peers.Peer(lambda: "1.0", forward, rows_first).build(problem.with_(direction="fwd"), q, k, v)
+    assert len(forwards) == 1
+    assert not plain().requires_grad
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_math_peer_on_the_cpu(causal: bool) -> None:
+    problem = Problem(1, 4, 2, 16, 16, 64, causal, direction="bwd")
+    q, k, v, do = random_inputs(problem, "cpu")
+    found = peers.PEERS["math"].build(problem, q, k, v, do)()
+    for x, ref in zip(found, ref_check.Expected(q, k, v, causal, do).gradients, strict=True):
+        assert torch.allclose(x.double(), ref, atol=0.03 * ref.abs().max().item(), rtol=0)
 
 
 # The README
