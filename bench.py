@@ -25,8 +25,8 @@ from rich.table import Table
 import kernels
 import ref_check
 from harness import cases, machine_code, peers, results, timing
-from harness.attention import compile_stage, prepare, prepare_backward, refuse
-from harness.inputs import Tensors, hopper_gpu, random_inputs
+from harness.attention import compile_stage, refuse
+from harness.inputs import hopper_gpu, random_inputs
 from harness.problem import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, Problem
 
 SUSTAINED_FROM = 16384  # sequence length from which the power cap, not the burst, is what a user sees
@@ -191,18 +191,11 @@ def out_of_memory(error: torch.OutOfMemoryError) -> str:
     return f"OOM: needs at least {capacity - free + asked:.1f} GiB, the GPU has {capacity:.1f}"
 
 
-def ready(stage_id: str, expected: ref_check.Expected) -> tuple[object, object, Tensors]:
-    """`prepare` or `prepare_backward`: (module, compiled, tensors) of a stage on these inputs."""
-    inputs, causal = (expected.q, expected.k, expected.v), expected.causal
-    if expected.do is None:
-        return prepare(*inputs, causal=causal, stage=stage_id)
-    return prepare_backward(expected.do, *inputs, *expected.saved, causal=causal, stage=stage_id)
-
-
 def host_microseconds(stage_id: str, problem: Problem) -> float:
     """Host time of one `run_kernel`, on a problem so small that the GPU is done before the host."""
     q, k, v, *do = random_inputs(problem.with_(batch=1, heads=1, kv_heads=1, seqlen_q=64, seqlen_kv=64))
-    module, compiled, tensors = ready(stage_id, ref_check.Expected(q, k, v, problem.causal, *do))
+    small = ref_check.Expected(q, k, v, problem.causal, *do)
+    module, compiled, tensors = cases.ready(stage_id, small.inputs, problem.causal)
     return timing.host_microseconds(lambda: module.run_kernel(compiled, tensors))
 
 
@@ -249,7 +242,7 @@ def bench_problem(problem: Problem, args: argparse.Namespace, checked: set, env:
     for stage_id in stages_for(problem, args):
         stage, _ = kernels.load(stage_id)
         try:
-            module, compiled, tensors = ready(stage_id, expected)
+            module, compiled, tensors = cases.ready(stage_id, expected.inputs, problem.causal)
         except (MemoryError, torch.OutOfMemoryError) as error:
             text = f"OOM: {error}" if isinstance(error, MemoryError) else out_of_memory(error)
             rows.append(results.Row.on(problem, stage_id, error=text))

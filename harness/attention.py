@@ -230,7 +230,8 @@ class _Differentiable(torch.autograd.Function):
             check_layout("do", do)
         except ValueError:  # such as the expanded scalar that sum() hands back
             do = do.contiguous()
-        return *attention_backward(do, *ctx.saved_tensors, causal=ctx.causal), None, None
+        grads = attention_backward(do, *ctx.saved_tensors, causal=ctx.causal, stage=BACKWARD)
+        return *grads, None, None
 
 
 def attention(

@@ -255,11 +255,12 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
     """A stage's stand-in by its id; what is an exception is raised while preparing the launch."""
     stand_ins: dict[str, ToyKernel | Exception] = {stage_id: ToyKernel() for stage_id in kernels.LADDER}
 
-    def ready(stage_id: str, expected: ref_check.Expected) -> tuple:
+    def ready(stage_id: str, inputs: tuple[torch.Tensor, ...], causal: bool) -> tuple:
         toy = stand_ins[stage_id]
         if isinstance(toy, Exception):
             raise toy
-        compiled = SimpleNamespace(__cubin__=b"\x7fELF" + stage_id.encode(), causal=expected.causal)
+        expected = ref_check.Expected(*inputs[:3], causal, *inputs[5:])
+        compiled = SimpleNamespace(__cubin__=b"\x7fELF" + stage_id.encode(), causal=causal)
         tensors = expected.allocate(toy, None)  # in memory that an earlier run left its result in
         left = expected.forward if expected.do is None else expected.gradients
         for x, result in zip(tensors.outputs.values(), left):
@@ -291,7 +292,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
     monkeypatch.setattr(bench, "TOTAL_TOKENS", 256)
     monkeypatch.setattr(bench, "HIDDEN_SIZE", 128)
     monkeypatch.setattr(bench, "random_inputs", lambda problem: random_inputs(problem, "cpu"))
-    monkeypatch.setattr(bench, "ready", ready)
+    monkeypatch.setattr(bench.cases, "ready", ready)
     monkeypatch.setattr(timing, "environment", lambda found: environment | {"peers": found, "host_us": {}})
     monkeypatch.setattr(timing, "interleaved", interleaved)
     monkeypatch.setattr(timing, "sustained", lambda call, ms: timing.Timing(2 * ms, 0.0, 1400.0, 690.0))
@@ -450,16 +451,17 @@ def test_a_backward_stage_that_fails_its_check(toys: dict, capsys: pytest.Captur
         assert re.search(rf"^{BACKWARD[0]} .* fail +dq: {words} ", capsys.readouterr().out, re.M)
 
 
-@backward
-def test_ready_gives_a_backward_stage_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem.square(1, 2, 33, 64, True, direction="bwd")
-    q, k, v, do = random_inputs(problem, "cpu")
+def test_ready_gives_a_stage_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("prepare", "prepare_backward"):
+        monkeypatch.setattr(bench.cases, name, lambda *inputs, **options: (inputs, options))
+    q, k, v, do = random_inputs(Problem.square(1, 2, 33, 64, True, direction="bwd"), "cpu")
+    forward = ref_check.Expected(q, k, v, True).inputs
+    assert bench.cases.ready("k2", forward, True) == ((q, k, v), {"causal": True, "stage": "k2"})
     expected = ref_check.Expected(q, k, v, True, do)
-    monkeypatch.setattr(bench, "prepare_backward", lambda *inputs, **options: (inputs, options))
-    (got_do, *inputs, o, lse), options = bench.ready(BACKWARD[0], expected)
+    (got_do, *inputs, o, lse), options = bench.cases.ready("bwd1", expected.inputs, True)
     assert got_do is do
     assert all(x is y for x, y in zip(inputs, (q, k, v), strict=True))
-    assert options == {"causal": True, "stage": BACKWARD[0]}
+    assert options == {"causal": True, "stage": "bwd1"}
     assert (o.dtype, lse.dtype) == (q.dtype, torch.float32)
     assert torch.equal(o, expected.forward[0].to(q.dtype))
     assert torch.equal(lse, expected.forward[1].float())

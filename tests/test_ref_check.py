@@ -178,7 +178,7 @@ def test_rows_that_see_one_key_may_differ_by_cancellation(n: int, causal: bool) 
         found = ref_check.tiled_gradients(q, k, v, *expected.saved, do, causal, every, every)
         found = dict(zip(("dq", "dk", "dv"), found))
         assert expected.judge(found, False).failures == ()
-        found["dq"] = found["dq"] + 2.0**-15  # much less than a gradient, more than what cancels
+        found["dq"] = found["dq"] + 2.0**-14  # much less than a gradient, more than what cancels
         assert n > 1 or not expected.judge(found, False).passed
 
 

@@ -1,0 +1,220 @@
+"""The cases themselves, on stand-ins for kernels: a right kernel passes, and each kind of fault shows.
+
+Everything runs on the CPU: what asks for a CUDA tensor is given another, and the front end is told that it is
+one. The cases of refusals by device, streams, graphs and sanitizers need a GPU and are not here.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import kernels
+import ref_check
+from harness import attention as front
+from harness import cases
+from harness.inputs import Tensors, random_inputs
+from harness.problem import Problem
+from harness.stage import Stage
+
+NEED_A_GPU = {
+    "wrong input",
+    "wrong input of the backward pass",
+    "side stream with a pending producer",
+    "cuda graph",
+    "beside memory traffic",
+    "sanitizer",
+}
+STAGES = {
+    "k6": Stage("k6", "", "", None),
+    "bwd": Stage("bwd", "", "", None, direction="bwd"),
+    "bwd with atomics": Stage("bwd with atomics", "", "", None, direction="bwd", atomics=True),
+}
+ARGS = SimpleNamespace(repeats=3, no_sanitizer=True)
+Fault = Callable[[Tensors], None]
+
+
+class OnCpu(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+class Kernel:
+    """The reference rounded to 16 bits; `reading` spoils what it reads, `writing` what it wrote."""
+
+    def __init__(self, reading: Fault | None = None, writing: Fault | None = None):
+        self.reading, self.writing = reading, writing
+
+    def supports(self, problem: Problem) -> str | None:
+        return None if problem.head_dim in (64, 128) else f"takes head_dim 64 or 128, not {problem.head_dim}"
+
+    def workspace(self, problem: Problem) -> dict:
+        return {"zero_sum": ((3,), "float32")}
+
+    def run_kernel(self, causal: bool, t: Tensors) -> None:
+        read = t
+        if self.reading:
+            read = dataclasses.replace(t, **{name: getattr(t, name).clone() for name in ("q", "k", "v")})
+            self.reading(read)
+        if t.do is None:
+            found = ref_check.reference(read.q, read.k, read.v, causal)
+        else:
+            found = ref_check.reference_gradients(read.q, read.k, read.v, t.o, t.lse, t.do, causal)
+        for x, result in zip(t.outputs.values(), found):
+            x.copy_(result)
+        if self.writing:
+            self.writing(t)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
+    """The kernel in each stage's place; a test puts its own there."""
+    found = {stage_id: Kernel() for stage_id in STAGES}
+    monkeypatch.setattr(kernels, "load", lambda stage_id: (STAGES[stage_id], found[stage_id]))
+    monkeypatch.setattr(cases, "HEAD_DIMS", (64,))
+    monkeypatch.setattr(cases, "LENGTHS", (1, 3, 65))
+    monkeypatch.setattr(cases, "NEEDLE_LENGTHS", (16, 65))
+    for module in (cases, front):
+        monkeypatch.setattr(module, "BACKWARD", "bwd")
+    monkeypatch.setattr(front, "compile_stage", lambda stage_id, problem: problem.causal)
+    monkeypatch.setattr(cases, "random_inputs", functools.partial(random_inputs, device="cpu"))
+    for name in ("needle_inputs", "needle_gradient_inputs"):
+        make = getattr(ref_check, name)
+        on_cpu = lambda problem, device, *rest, make=make, **options: make(problem, "cpu", *rest, **options)
+        monkeypatch.setattr(ref_check, name, on_cpu)
+    cuda = {"get_device_capability": (9, 0), "mem_get_info": (10**9, 10**9), "synchronize": None}
+    for name, answer in (cuda | {"memory_reserved": 0, "memory_allocated": 0}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda device=None, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    with OnCpu():
+        yield found
+
+
+def cases_of(stage_id: str) -> list[str]:
+    here = (None, STAGES[stage_id].direction)
+    return [name for name, (only, _) in cases.CASES.items() if only in here and name not in NEED_A_GPU]
+
+
+def failures(stage_id: str, name: str) -> list[str]:
+    return list(cases.CASES[name][1](stage_id, ARGS))
+
+
+EVERY = [(stage_id, name) for stage_id in STAGES for name in cases_of(stage_id)]
+
+
+@pytest.mark.parametrize(("stage_id", "name"), EVERY)
+def test_a_right_kernel_passes(stage_id: str, name: str, stand_ins: dict[str, Kernel]) -> None:
+    assert failures(stage_id, name) == []
+
+
+# Faults
+
+
+def first_output(t: Tensors) -> torch.Tensor:
+    return next(iter(t.outputs.values()))
+
+
+def last_output(t: Tensors) -> torch.Tensor:
+    return [x for x in t.outputs.values() if x.dim() == 4][-1]
+
+
+def forgets_a_key(t: Tensors) -> None:
+    t.k[:, :, t.k.shape[2] // 2], t.v[:, :, t.k.shape[2] // 2] = 0, 0
+
+
+def leaves_a_nan(t: Tensors) -> None:
+    first_output(t)[..., 0, 5] = torch.nan
+
+
+def writes_too_far(t: Tensors) -> None:
+    x = last_output(t)
+    past = x.storage_offset() + sum(s * (n - 1) for s, n in zip(x.stride(), x.shape)) + 1
+    if past < x.untyped_storage().nbytes() // x.element_size():
+        x.as_strided((1,), (1,), past).fill_(1.0)
+
+
+def leaves_scratch(t: Tensors) -> None:
+    t.workspace["zero_sum"][1] = 1.0
+
+
+def is_random(t: Tensors) -> None:
+    """In the last place of one element in a hundred."""
+    x = last_output(t)
+    x.view(torch.int16).add_((torch.rand(x.shape) < 0.01).short())
+
+
+def reads_ahead(t: Tensors) -> None:
+    """Takes a little of the last row and key into the first ones."""
+    first_output(t)[:, :, 0] += 2**-6 * t.k[:, :1, -1]
+
+
+def reads_back(t: Tensors) -> None:
+    t.dv[:, :, -1] += 2**-6 * t.do[:, : t.dv.shape[1], 0]
+
+
+def is_not_quite_zero(t: Tensors) -> None:
+    t.dq[:, :, 0] += 1e-20
+
+
+def overflows(t: Tensors) -> None:
+    last_output(t)[t.q.abs().amax((-1, -2)) > 100] = torch.inf
+
+
+FAULTS = {
+    "forgets a key": (
+        {"reading": forgets_a_key},
+        ("lengths", "needle", "gradient needle", "other shapes", "after the forward stage"),
+    ),
+    "leaves a NaN": (
+        {"writing": leaves_a_nan},
+        ("lengths", "needle", "gradient needle", "gradients that vanish", "extreme logits"),
+    ),
+    "writes too far": ({"writing": writes_too_far}, ("output inside a larger allocation",)),
+    "leaves scratch": ({"writing": leaves_scratch}, ("repeats",)),
+    "is random": ({"writing": is_random}, ("repeats", "strided views", "inputs inside nan")),
+    "reads ahead": ({"writing": reads_ahead}, ("causality", "causality of gradients")),
+    "reads back": ({"writing": reads_back}, ("causality of gradients",)),
+    "is not quite zero": ({"writing": is_not_quite_zero}, ("other shapes", "gradients that vanish")),
+    "overflows": ({"writing": overflows}, ("extreme logits", "gradients at extreme logits")),
+}
+SHOWS = [
+    (stage_id, fault, name)
+    for stage_id in ("k6", "bwd")
+    for fault, (_, names) in FAULTS.items()
+    for name in names
+    if name in cases_of(stage_id) and not (stage_id == "k6" and fault in ("reads back", "is not quite zero"))
+]
+
+
+@pytest.mark.parametrize(("stage_id", "fault", "name"), SHOWS)
+def test_a_fault_shows(stage_id: str, fault: str, name: str, stand_ins: dict[str, Kernel]) -> None:
+    stand_ins[stage_id] = Kernel(**FAULTS[fault][0])
+    assert failures(stage_id, name)
+
+
+def test_atomics_may_differ_in_the_last_place(
+    stand_ins: dict[str, Kernel], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A unit in the last place passes, and its spread is printed; more than that does not pass."""
+    stand_ins["bwd with atomics"] = Kernel(writing=is_random)
+    assert failures("bwd with atomics", "repeats") == []
+    assert "spread of 3 repeats, of the largest: dq 0, dk 0, dv 0.00" in capsys.readouterr().out
+    stand_ins["bwd with atomics"] = Kernel(writing=lambda t: t.dv.mul_(1 + 0.1 * torch.rand(())))
+    assert failures("bwd with atomics", "repeats")
+
+
+def test_the_sweep_of_a_stage_is_of_its_direction(stand_ins: dict[str, Kernel]) -> None:
+    for stage_id, stage in STAGES.items():
+        for problem in cases.small(stage_id):
+            assert problem.direction == stage.direction
+            inputs = cases.inputs_for(problem)
+            assert len(inputs) == (3 if stage.direction == "fwd" else 6)
