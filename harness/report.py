@@ -33,30 +33,38 @@ DIRECTION_WORDS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}
 def ladder_table(
     stages: Sequence[Stage], measured: Mapping[str, Results], files: Mapping[str, str], notes: str = "notes/"
 ) -> str:
-    """One row per stage, in order: what it adds, and its rate at d = 128, N = 4096, full and causal.
+    """A table for each direction, one row per stage, in order: what it adds, and its rate at d = 128, N =
+    4096, full and causal.
 
     `files` maps a stage id to the name of its kernel file, which is also its note's; `notes` is the path from
     the document to the notes.
     """
-    lines = []
-    for stage in stages:
-        results = measured.get(stage.id)
-        cells = [f"[`{stage.id}`]({notes}{files[stage.id]}.md)", _cell(stage.adds)]
-        for causal in (False, True):
-            problem = _sweep_problem(LADDER_SEQLEN, LADDER_HEAD_DIM, causal, stage.direction)
-            row = results.at(problem) if results else None
-            if row is None or row.tflops is None:
-                cells += [_reason(row), "", ""]
-            else:
-                rate = f"**{format_rate(row.tflops)}**"
-                cells += [rate, _percent_of_bound(row, results), _ratio(row, results)]
-        lines.append(cells)
     columns = ["TFLOP/s", "of bound", "to best peer"]
-    header = ["stage", "adds", *(f"{mask}: {name}" for mask in ("full", "causal") for name in columns)]
+    rates = [f"{mask}: {name}" for mask in ("full", "causal") for name in columns]
+    parts = []
+    for direction in dict.fromkeys(stage.direction for stage in stages):
+        of_direction = [stage for stage in stages if stage.direction == direction]
+        lines = [
+            _ladder_line(stage, measured.get(stage.id), files[stage.id], notes) for stage in of_direction
+        ]
+        parts.append(_table([DIRECTION_WORDS[direction], "adds", *rates], lines, "llrrlrrl"))
     point = f"head_dim {LADDER_HEAD_DIM}, N = {LADDER_SEQLEN}"
     where = _join(dict.fromkeys(results.gpu for results in measured.values()))
-    caption = f"Measured at {point} on {where}. {_bound_sentence(measured)}" if measured else NOTHING
-    return f"{_table(header, lines, 'llrrlrrl')}\n\n{caption}"
+    parts.append(f"Measured at {point} on {where}. {_bound_sentence(measured)}" if measured else NOTHING)
+    return "\n\n".join(parts)
+
+
+def _ladder_line(stage: Stage, results: Results | None, file: str, notes: str) -> list[str]:
+    cells = [f"[`{stage.id}`]({notes}{file}.md)", _cell(stage.adds)]
+    for causal in (False, True):
+        problem = _sweep_problem(LADDER_SEQLEN, LADDER_HEAD_DIM, causal, stage.direction)
+        row = results.at(problem) if results else None
+        if row is None or row.tflops is None:
+            cells += [_reason(row), "", ""]
+        else:
+            rate = f"**{format_rate(row.tflops)}**"
+            cells += [rate, _percent_of_bound(row, results), _ratio(row, results)]
+    return cells
 
 
 def stage_table(results: Results) -> str:

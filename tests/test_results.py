@@ -280,6 +280,49 @@ def test_ladder_table() -> None:
     assert "](k2.md)" in report.ladder_table(STAGES, {}, kernels.LADDER, notes="")
 
 
+def backward_sample(stage: str = "bwd1", rate: float = 4.0) -> Results:
+    rows = []
+    for n, sustained in ((4096, None), (16384, 0.9 * rate)):
+        problem = sweep_problem(n).with_(direction="bwd")
+        passed = {"check": "pass", "cubin_sha256": SHA, "tflops_sustained": sustained}
+        rows += [make_row(stage, rate, problem, **passed), make_row("fa2", 200.0, problem)]
+    return make_results(stage, *rows)
+
+
+def test_backward_stages_have_a_table_of_their_own() -> None:
+    stages = [Stage("k2", "", "forward things", None), Stage("bwd1", "", "backward things", None, "bwd")]
+    files = {"k2": "k2", "bwd1": "bwd1"}
+    measured = {"k2": sample(), "bwd1": backward_sample()}
+    table = report.ladder_table(stages, measured, files)
+    forward, backward, caption = table.split("\n\n")
+    assert cells(forward, "forward")[1] == cells(backward, "backward")[1] == "adds"
+    assert cells(forward, "[`k2`]")[4] == "0.016× cuDNN"
+    assert "bwd1" not in forward
+    assert cells(backward, "[`bwd1`]")[2:] == [
+        "**4.00**",
+        "0.37%",
+        "0.02× FlashAttention-2",
+        "not measured",
+        "",
+        "",
+    ]
+    assert caption.startswith("Measured at head_dim 128")
+    assert "head_dim, bwd" in report.stage_table(measured["bwd1"])
+    sustained = report.sustained_table(measured)
+    assert "Attention backward at N = 16384" in sustained
+    assert cells(sustained, "bwd1")[3] == "4.00 → 3.60 (−10%)"
+
+
+def test_backward_figures(tmp_path: Path) -> None:
+    measured = {"k2": sample(), "bwd1": backward_sample(), "bwd2": backward_sample("bwd2", 8.0)}
+    drawn = report.figures(tmp_path, {FOLDER: measured})
+    names = {path.name for path in drawn}
+    assert names == {"k2.png", "bwd1.png", "bwd2.png", "progress.png", "progress_bwd.png"}
+    for path, draw in drawn.items():
+        draw(path)
+        assert path.stat().st_size > 10_000
+
+
 def test_stage_table() -> None:
     results = sample()
     grouped = Problem(1, 32, 8, 777, 777, 128, True)
