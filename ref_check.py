@@ -3,9 +3,9 @@
     python ref_check.py k2            every case for one stage (several stages, or `all`)
     python ref_check.py --mutations   every mutation on every shape of the sweep: each must be caught
 
-A kernel passes when it is no further from float64 attention than the same computation with the kernel's own
-roundings and no others (the yardstick) explains. A fixed tolerance cannot do this: at N = 16384 a dropped key
-moves the output by less than 1e-3.
+A kernel passes when it is no further from float64 attention, or its gradients, than the same computation with
+the kernel's own roundings and no others (the yardstick) explains. A fixed tolerance cannot do this: at N =
+16384 a dropped key moves the output by less than 1e-3.
 """
 
 import argparse

@@ -196,6 +196,27 @@ def test_failures_name_the_gradient() -> None:
         assert verdict.max_error == far(found[name].double(), expected.gradients[at])
 
 
+def test_faults_that_equal_lengths_and_heads_do_not_show() -> None:
+    """A group's gradients from one of its heads only, and a causal mask aligned at the top left."""
+    problem = Problem(1, 4, 2, 130, 193, 64, True)
+    q, k, v, do = backward(problem)
+    expected = ref_check.Expected(q, k, v, True, do)
+    names = ("dq", "dk", "dv")
+    honest = dict(zip(names, ref_check.yardstick_gradients(*expected.inputs, True, False)))
+    assert expected.judge(honest, False).passed
+    one_head = ref_check.yardstick_gradients(
+        q[:, ::2], k, v, *(x[:, ::2] for x in (*expected.saved, do)), True, False
+    )
+    for name, x in zip(names[1:], one_head[1:]):
+        failures = expected.judge(honest | {name: x}, False).failures
+        assert failures[0].startswith(f"{name}: max error")
+    square = ref_check.Expected(q, k[:, :, :130], v[:, :, :130], True, do)  # what a top-left mask shows
+    top_left = ref_check.yardstick_gradients(*square.inputs, True, False)
+    for name, x in zip(names, top_left):
+        padded = torch.nn.functional.pad(x, (0, 0, 0, honest[name].shape[2] - x.shape[2]))
+        assert not expected.judge(honest | {name: padded}, False).passed
+
+
 def test_expected_computes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     for name in ("reference", "yardstick", "reference_gradients", "yardstick_gradients"):
