@@ -23,6 +23,7 @@ LADDER: dict[str, str] = {
     "k6": "k6",
     "bwd1": "bwd1",
     "bwd2": "bwd2",
+    "bwd3": "bwd3",
 }
 
 

@@ -1,0 +1,158 @@
+"""The kernels before and after a backward stage on WGMMA, and the scratch between them. Introduced by bwd3.
+
+    stats    (heads, block, 2, 64) fp32: LSE·log₂e, then D, of 64 query rows. A row that is past the end or
+             sees no key has an LSE of ∞, so that its P = exp2(S − ∞) is 0 whatever the scores.
+    dQ_sum   (heads, block, column block, 8·128·4) fp32: dQ of 64 query rows × 64 columns as the accumulator
+             of an m64n64 WGMMA holds it: element (g, t, j) is register 4g + j of thread t, row
+             16⌊t/32⌋ + ⌊(t mod 32)/4⌋ + 8⌊j/2⌋ and column 8g + 2(t mod 4) + j mod 2. What a warp accesses
+             at once, 16 bytes a thread, is 512 bytes in a row; no addition computes where its element lies.
+
+"heads" counts heads of all batches; blocks are padded to whole tiles of the main kernel.
+"""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.memory import SmemAllocator
+from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
+
+from harness.problem import Problem
+from kernels.common import LOG2_E, VECTOR, WARP, WARPGROUP, allocate_tiles, partition_tma, store_atom
+
+BLOCK = 64  # query rows of a block, and columns of a column block: M and N of dQ's product
+QUAD = 4  # fp32 in one 16-byte access
+ROWS_IN_FLIGHT = 4  # of O and of dO, a thread of the preprocess
+
+
+def scratch_shapes(problem: Problem, tile_q: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """What `workspace` returns for a main kernel with tiles of `tile_q` queries."""
+    blocks = math.ceil(problem.seqlen_q / tile_q) * tile_q // BLOCK
+    blocks = (problem.batch * problem.heads, blocks)
+    columns = problem.head_dim // BLOCK
+    return {
+        "stats": ((*blocks, 2, BLOCK), "float32"),
+        "dQ_sum": ((*blocks, columns, BLOCK * BLOCK), "float32"),
+    }
+
+
+def fake_scratch(head_dim: int) -> tuple[object, object]:
+    """Stand-ins for stats and dQ_sum, both contiguous."""
+    heads, blocks = cute.sym_int(), cute.sym_int()
+    stand_ins = []
+    for inner in ((2, BLOCK), (head_dim // BLOCK, BLOCK * BLOCK)):
+        size = math.prod(inner)
+        strides = (cute.sym_int64(divisibility=size), size, inner[1], 1)
+        stand_ins.append(make_fake_tensor(Float32, (heads, blocks, *inner), strides, assumed_align=128))
+    return tuple(stand_ins)
+
+
+class Preprocess:
+    """stats, and zeros for dQ_sum. A CTA takes a block; a thread holds 4 rows' chunks of O and dO at once."""
+
+    def __init__(self, head_dim: int):
+        self.chunks = head_dim // VECTOR  # lanes that share a row
+        self.threads = BLOCK * self.chunks // ROWS_IN_FLIGHT
+
+    @cute.jit
+    def __call__(self, mO, mDO, mLSE, mStats, mDQ_sum, stream):
+        heads, blocks, _, _ = mStats.shape
+        self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum).launch(
+            grid=(heads * blocks, 1, 1), block=(self.threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def preprocess(self, mO, mDO, mLSE, mStats, mDQ_sum):
+        tidx, _, _ = cute.arch.thread_idx()
+        tile, _, _ = cute.arch.block_idx()
+        _, heads, seqlen, _ = mO.shape
+        _, blocks, columns, size = mDQ_sum.shape
+        head_index, block = tile // blocks, tile % blocks
+        batch, head = head_index // heads, head_index % heads
+        group, chunk = tidx // self.chunks, tidx % self.chunks
+
+        # Rows past the end read the last row again, and count for nothing: loads without branches are all in
+        # flight before the first is waited for.
+        fragment = cute.make_layout((VECTOR, ROWS_IN_FLIGHT))
+        rO, rDO = [cute.make_rmem_tensor(fragment, mO.element_type) for _ in range(2)]  # (column, row)
+        for i in range_constexpr(ROWS_IN_FLIGHT):
+            row = cutlass.min(block * BLOCK + group + BLOCK // ROWS_IN_FLIGHT * i, seqlen - 1)
+            for mX, rX in ((mO, rO), (mDO, rDO)):
+                gX = cute.local_tile(mX[batch, head, row, None], (VECTOR,), (chunk,))
+                cute.autovec_copy(gX, rX[None, i])
+
+        zero = cute.make_rmem_tensor(cute.make_layout(QUAD), Float32)
+        zero.fill(0.0)
+        sums = cute.make_layout((QUAD, self.threads, columns * size // QUAD // self.threads))
+        gDQ_sum = cute.make_tensor(mDQ_sum[head_index, block, None, None].iterator, sums)
+        for i in range_constexpr(sums.shape[2]):
+            cute.autovec_copy(zero, gDQ_sum[None, tidx, i])
+
+        for i in range_constexpr(ROWS_IN_FLIGHT):
+            row = group + BLOCK // ROWS_IN_FLIGHT * i
+            products = rO[None, i].load().to(Float32) * rDO[None, i].load().to(Float32)
+            row_dot = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            row_dot = cute.arch.warp_reduction_sum(row_dot, threads_in_group=self.chunks)
+            if chunk == 0:
+                past = block * BLOCK + row >= seqlen
+                mStats[head_index, block, 1, row] = Float32(0.0) if past else row_dot
+        if tidx < BLOCK:
+            row = block * BLOCK + tidx
+            lse = mLSE[batch, head, cutlass.min(row, seqlen - 1)] * LOG2_E
+            unseen = row >= seqlen or lse == -Float32.inf
+            mStats[head_index, block, 0, tidx] = Float32.inf if unseen else lse
+
+
+class Postprocess:
+    """dQ = dQ_sum/√d, rounded. A CTA takes a block, a warpgroup 64 of its columns: with the layout the sums
+    were left in, they leave for shared memory like any accumulator, and for dQ by TMA, in whole rows."""
+
+    def __init__(self, head_dim: int):
+        self.head_dim = head_dim
+        self.columns = head_dim // BLOCK
+        self.threads = WARPGROUP * self.columns
+        self.scale = 1.0 / math.sqrt(head_dim)
+
+    @cute.jit
+    def __call__(self, mDQ_sum, mDQ, stream):
+        batch, heads, seqlen, _ = mDQ.shape
+        mma = make_trivial_tiled_mma(  # of its accumulator only the layout is used
+            mDQ.element_type, mDQ.element_type, OperandMajorMode.K, OperandMajorMode.K, Float32,
+            (1, self.columns, 1), (BLOCK, BLOCK), warpgroup.OperandSource.SMEM,
+        )  # fmt: skip
+        self.postprocess(mma, *store_atom(mDQ, BLOCK), mDQ_sum).launch(
+            grid=(cute.ceil_div(seqlen, BLOCK), heads, batch), block=(self.threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def postprocess(self, mma, store_DQ, mDQ, mDQ_sum):
+        tidx, _, _ = cute.arch.thread_idx()
+        block, head, batch = cute.arch.block_idx()
+        dtype = store_DQ.value_type
+        warpgroup_idx, thread = tidx // WARPGROUP, tidx % WARPGROUP
+        smem = SmemAllocator()
+        sDQ = allocate_tiles(smem, dtype, BLOCK, self.head_dim, 1)  # (row, head_dim, 1)
+
+        rDQ = cute.make_rmem_tensor(mma.partition_shape_C((BLOCK, self.head_dim)), Float32)
+        quads = cute.make_tensor(rDQ.iterator, cute.make_layout((QUAD, BLOCK // 8)))  # (register, g)
+        head_index = batch * mDQ.shape[2] + head
+        sums = cute.make_layout((QUAD, WARPGROUP, BLOCK // 8))
+        gDQ_sum = cute.make_tensor(mDQ_sum[head_index, block, warpgroup_idx, None].iterator, sums)
+        for g in range_constexpr(BLOCK // 8):
+            cute.autovec_copy(gDQ_sum[None, thread, g], quads[None, g])
+
+        rDQ16 = cute.make_rmem_tensor(rDQ.layout, dtype)
+        rDQ16.store((rDQ.load() * self.scale).to(dtype))
+        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+        copy_DQ = cute.make_tiled_copy_C(stmatrix, mma).get_slice(tidx)
+        cute.copy(stmatrix, copy_DQ.retile(rDQ16), copy_DQ.partition_D(sDQ)[None, None, None, 0])
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        if cute.arch.make_warp_uniform(tidx // WARP) == 0:
+            tDQgDQ, tDQsDQ = partition_tma(store_DQ, mDQ[None, None, head, batch], sDQ)
+            cute.copy(store_DQ, tDQsDQ[None, 0], tDQgDQ[None, block])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the CTA
