@@ -340,7 +340,7 @@ class FlashAttention2BackwardWgmma:
         cute.copy(load_DO, tDOgDO[None, q_block], tDOsDO[None, put.index], tma_bar_ptr=barrier)
         gStats = mStats[q_block * (self.tile_q // BLOCK), None, None].iterator
         gStats = cute.make_tensor(gStats, cute.make_layout(2 * self.tile_q))
-        parts = cpasync.group_bulk_copy_modes(gStats, sStats[None, put.index])
+        parts = [cute.group_modes(x, 0, 1) for x in (gStats, sStats[None, put.index])]
         with cute.arch.elect_one():
             cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32), *parts, mbar_ptr=barrier)
 

@@ -18,11 +18,21 @@ from harness.stage import Work
 STAGES = list(kernels.LADDER)
 CUDA_CORES = ("k1", "fa1", "k2", "bwd1", "bwd2")  # what these compute with; tensor cores and TMA come later
 TMA = ("k3_1", "k3_2", "k3_3")  # the same arithmetic, its loads by TMA
-WGMMA = ("k4_qk", "k4", "k5", "k6_1", "k6_2", "k6")
+WGMMA = ("k4_qk", "k4", "k5", "k6_1", "k6_2", "k6", "bwd3")
 # Products on tensor cores in the code, full and causal: k6_2 has a first Q·Kᵀ before its loop and a last P·V
 # behind it, k6 a second loop for tiles with hidden keys.
-PRODUCTS = {"k4_qk": (1, 1), "k4": (2, 2), "k5": (2, 2), "k6_1": (2, 2), "k6_2": (4, 4), "k6": (4, 6)}
-RESCALES = {"k6": (1, 2)}  # branches that wait for P·V before they touch O
+PRODUCTS = {
+    "k4_qk": (1, 1),
+    "k4": (2, 2),
+    "k5": (2, 2),
+    "k6_1": (2, 2),
+    "k6_2": (4, 4),
+    "k6": (4, 6),
+    "bwd3": (5, 5),
+}
+# Waits where they are not one a product: k6 has branches that wait for P·V before they touch O, bwd3 waits
+# for S and dP together, and for dV, dK and dQ.
+WAITS = {"k6": (5, 8), "bwd3": (2, 2)}
 SPECIALISED = ("k5", "k6_1", "k6_2", "k6")
 # Instructions a thread issues for one score, in the loop over unmasked tiles. May only fall.
 INSTRUCTIONS_PER_SCORE = {
@@ -87,12 +97,12 @@ def test_k3_loads_by_tma_and_still_multiplies_on_cuda_cores(
 
 @pytest.mark.parametrize(("stage_id", "head_dim", "causal"), [c for c in CONFIGS if c[0] in WGMMA])
 def test_wgmma_is_used_and_never_serialised(stage_id: str, head_dim: int, causal: bool) -> None:
-    for code in kernels_of(stage_id, head_dim, causal):
+    found = kernels_of(stage_id, head_dim, causal)
+    for code in [k for k in found if k.count("HGMMA")] or found:
         products = [i for i in code.instructions if i.opcode.startswith("HGMMA")]
         # A product ends in one commit group and one wait; a serialised one has them behind each instruction.
         assert sum("gsb0" in i.text for i in products) == PRODUCTS[stage_id][causal]
-        waits = PRODUCTS[stage_id][causal] + RESCALES.get(stage_id, (0, 0))[causal]
-        assert code.count("WARPGROUP.DEPBAR") == waits
+        assert code.count("WARPGROUP.DEPBAR") == WAITS.get(stage_id, PRODUCTS[stage_id])[causal]
         assert len(products) >= 4 * PRODUCTS[stage_id][causal]
         assert code.count("UTMALDG") >= 3
         assert code.count("LDG") == 0
@@ -304,6 +314,46 @@ def test_bwd2_adds_to_dq_without_asking_for_the_sum(head_dim: int, causal: bool)
     for code in found.values():
         assert code.count("ATOM") == 0
         assert code.count("RED") == 0 or code is main.code
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_bwd3_exchanges_ds_only(head_dim: int, causal: bool) -> None:
+    problem = problem_at("bwd3", head_dim, causal)
+    (main,) = machine_code.inspect(compile_stage("bwd3", problem), works_of("bwd3", problem))
+    products = [i.text for i in main.code.instructions if i.opcode.startswith("HGMMA")]
+    from_registers = [text for text in products if re.search(r"HGMMA\S* R\d+, R\d+, gdesc", text)]
+    exchanged = [text for text in products if "tnspA.tnspB" in text]
+    assert len(from_registers) == 2 * (128 if head_dim == 64 else 64) // 16, "dV and dK, queries summed over"
+    assert all("tnspB" in text for text in from_registers), "dO and Q with their modes exchanged"
+    assert len(exchanged) == 128 // 16, "dQ, keys summed over: dS and K with their modes exchanged"
+    others = [text for text in products if text not in from_registers + exchanged]
+    assert others
+    assert "tnsp" not in "".join(others), "S and dP"
+    body = main.code.instructions[(k := main_loop(main.code)).first : k.last + 1]
+    ds_bytes = sum(512 for i in body if i.opcode.startswith("STSM"))
+    assert ds_bytes == (128 if head_dim == 64 else 64) * 64 * 2 // 4, "a warp's quarter of dS, and no P"
+    # Of dQ's tile a thread holds a block's 32 registers, and adds them in fours.
+    assert [i.opcode for i in body if i.opcode.startswith("RED")] == 8 * [
+        "REDG.E.ADD.F32x4.FTZ.RN.STRONG.GPU"
+    ]
+    assert main.code.count("ATOM|LDG|STG") == 0
+    assert main.code.count("UTMASTG") == 2 * head_dim // 64, "dK and dV leave by TMA"
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_ends_of_bwd3_move_16_bytes_an_access(head_dim: int) -> None:
+    before, after = [
+        next(k for k in kernels_of("bwd3", head_dim, False) if name in k.symbol)
+        for name in ("Preprocess", "Postprocess")
+    ]
+    assert before.count(r"LDG\.E\.128") == 2 * 4, "four rows of O and of dO"
+    assert before.count(r"STG\.E\.128") == 64 * head_dim * 4 // 16 // (2 * head_dim), "dQ's sum"
+    assert before.count("LDG") == 2 * 4 + 1, "the LSE"
+    assert before.count("STG") == 8 + 4 + 1, "and D of four rows, LSE of one"
+    assert after.count("LDG") == after.count(r"LDG\.E\.128") == 8
+    assert after.count("STG") == 0
+    assert after.count("UTMASTG") == head_dim // 64
 
 
 # Reading a listing
