@@ -24,6 +24,8 @@ LADDER: dict[str, str] = {
     "bwd1": "bwd1",
     "bwd2": "bwd2",
     "bwd3": "bwd3",
+    "bwd4": "bwd4",
+    "bwd4_det": "bwd4",
 }
 
 

@@ -68,6 +68,9 @@ class Preprocess:
     def preprocess(self, mO, mDO, mLSE, mStats, mDQ_sum):
         tidx, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
+        tiles, _, _ = cute.arch.grid_dim()
+        cute.arch.griddepcontrol_launch_dependents()
+        tile = tiles - 1 - tile  # the main kernel begins with the first heads, and finds them in L2
         _, heads, seqlen, _ = mO.shape
         _, blocks, columns, size = mDQ_sum.shape
         head_index, block = tile // blocks, tile % blocks
@@ -124,14 +127,19 @@ class Postprocess:
             (1, self.columns, 1), (BLOCK, BLOCK), warpgroup.OperandSource.SMEM,
         )  # fmt: skip
         self.postprocess(mma, *store_atom(mDQ, BLOCK), mDQ_sum).launch(
-            grid=(cute.ceil_div(seqlen, BLOCK), heads, batch), block=(self.threads, 1, 1), stream=stream
+            grid=(cute.ceil_div(seqlen, BLOCK), heads, batch),
+            block=(self.threads, 1, 1),
+            use_pdl=True,
+            stream=stream,
         )
 
     @cute.kernel
     def postprocess(self, mma, store_DQ, mDQ, mDQ_sum):
         tidx, _, _ = cute.arch.thread_idx()
-        block, head, batch = cute.arch.block_idx()
+        # From the last head back: the main kernel has just left that in L2.
+        block, head, batch = [n - 1 - i for n, i in zip(cute.arch.grid_dim(), cute.arch.block_idx())]
         dtype = store_DQ.value_type
+        cute.arch.griddepcontrol_wait()
         warpgroup_idx, thread = tidx // WARPGROUP, tidx % WARPGROUP
         smem = SmemAllocator()
         sDQ = allocate_tiles(smem, dtype, BLOCK, self.head_dim, 1)  # (row, head_dim, 1)

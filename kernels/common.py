@@ -317,3 +317,44 @@ def fake_backward(head_dim: int) -> tuple[object, ...]:
     """Stand-ins for q, k, v, o, do, dq, dk, dv, as `fake_qkvo`'s: one shape, strides of their own."""
     extents = tuple(cute.sym_int() for _ in range(3))
     return tuple(_fake_rows(cutlass.BFloat16, (*extents, head_dim)) for _ in range(8))
+
+
+@cute.jit
+def fetch(mCounter, tiles):
+    """One warp: the next tile nobody has taken. A CTA's first is its own number, so `tiles` fetches are made
+    in all; the last of them leaves the counter at zero."""
+    grid, _, _ = cute.arch.grid_dim()
+    taken = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        taken = cute.arch.atomic_add(mCounter.iterator.llvm_ptr, Int32(1))
+        if taken == tiles - 1:
+            mCounter[0] = Int32(0)
+    return cute.arch.shuffle_sync(taken, 0) + grid
+
+
+@cute.jit
+def tell(ring, state, sTile, message):
+    """The producer warp: hand a tile's place to the others, four numbers, of which the first is 0 at the
+    end."""
+    ring.producer_acquire(state)
+    for i in range_constexpr(4):
+        sTile[i] = Int32(message[i])
+    ring.producer_commit(state)
+
+
+@cute.jit
+def hear(ring, state, sTile):
+    """The four numbers `tell` was given."""
+    ring.consumer_wait(state)
+    message = [cute.arch.make_warp_uniform(sTile[i]) for i in range(4)]
+    ring.consumer_release(state)
+    return message[0], message[1], message[2], message[3]
+
+
+# ---- introduced by bwd4: gradients of what the production kernels take -------------------------------------
+
+
+def fake_gqa_backward(head_dim: int, dtype: str) -> tuple[object, ...]:
+    """Stand-ins for q, k, v, o, do, dq, dk, dv: `fake_gqa`'s, and what is shaped like them."""
+    q, k, v, o = fake_gqa(head_dim, dtype)
+    return q, k, v, o, *(_fake_rows(like.element_type, like.shape) for like in (o, q, k, v))

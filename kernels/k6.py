@@ -43,6 +43,8 @@ from kernels.common import (
     compile_for_torch,
     fake_fp32,
     fake_gqa,
+    fetch,
+    hear,
     load_atom,
     multiply,
     operand_a,
@@ -50,6 +52,7 @@ from kernels.common import (
     put,
     round_fragment,
     store_atom,
+    tell,
 )
 
 STAGES = (
@@ -204,7 +207,7 @@ class Forward:
                 tile, _, _ = cute.arch.block_idx()
                 while tile < tiles:
                     q_block, head, batch = self.locate(tile, mQ, mK)
-                    self.tell(tile_ring, tile_put, sTile, (1, q_block, head, batch))
+                    tell(tile_ring, tile_put, sTile, (1, q_block, head, batch))
                     tile_put.advance()
                     kv_head = head // (mQ.shape[2] // mK.shape[2])
                     tQgQ, tQsQ = partition_tma(load_Q, mQ[None, None, head, batch], sQ)
@@ -222,8 +225,8 @@ class Forward:
                         put(k_ring, kv_put, load_K, tKgK[None, last - 1 - i], tKsK)
                         put(v_ring, kv_put, load_V, tVgV[None, last - 1 - i], tVsV)
                         kv_put.advance()
-                    tile = self.fetch(mCounter, tiles)
-                self.tell(tile_ring, tile_put, sTile, (0, 0, 0, 0))
+                    tile = fetch(mCounter, tiles)
+                tell(tile_ring, tile_put, sTile, (0, 0, 0, 0))
         else:
             # 2. a consumer's prologue
             cute.arch.setmaxregister_increase(self.config.registers[1])
@@ -256,7 +259,7 @@ class Forward:
             tOsO = copy_O.partition_D(sO)[None, None, None, consumer]
             stores = warp_idx == WARPGROUP // WARP * consumer
 
-            valid, q_block, head, batch = self.hear(tile_ring, tile_get, sTile)
+            valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
             tile_get.advance()
             while valid != 0:
                 first_row = q_block * self.tile_q + consumer * ROWS
@@ -337,7 +340,7 @@ class Forward:
                     q_ring.consumer_release(q_get)
                 for _ in range_constexpr(self.consumers):
                     q_get.advance()
-                valid, q_block, head, batch = self.hear(tile_ring, tile_get, sTile)
+                valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
                 tile_get.advance()
 
             if stores:
@@ -429,34 +432,6 @@ class Forward:
             inside = tile - first * q_blocks
             q_block, head = q_blocks - 1 - inside // section, first + inside % section
         return q_block, head % heads, head // heads
-
-    @cute.jit
-    def fetch(self, mCounter, tiles):
-        """One warp: the next tile nobody has taken. A CTA's first is its own number, so `tiles` fetches are
-        made in all; the last of them leaves the counter at zero."""
-        grid, _, _ = cute.arch.grid_dim()
-        taken = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            taken = cute.arch.atomic_add(mCounter.iterator.llvm_ptr, Int32(1))
-            if taken == tiles - 1:
-                mCounter[0] = Int32(0)
-        return cute.arch.shuffle_sync(taken, 0) + grid
-
-    @cute.jit
-    def tell(self, ring, state, sTile, message):
-        """The producer warp: hand a tile's place to the consumers."""
-        ring.producer_acquire(state)
-        for i in range_constexpr(4):
-            sTile[i] = Int32(message[i])
-        ring.producer_commit(state)
-
-    @cute.jit
-    def hear(self, ring, state, sTile):
-        """(valid, q_block, head, batch) of the consumer's next tile."""
-        ring.consumer_wait(state)
-        message = [cute.arch.make_warp_uniform(sTile[i]) for i in range(4)]
-        ring.consumer_release(state)
-        return message[0], message[1], message[2], message[3]
 
 
 class ForwardShort(Forward):

@@ -1,0 +1,747 @@
+"""BWD4: the production backward.
+
+The idea          Two warpgroups take turns. One issues the products of a step that need no thread (dK, dQ,
+                  the next Sᵀ) while the other exponentiates; without turns both do the same at the same
+                  time, and the tensor cores wait for the exponentials of both.
+What changes      against bwd3: persistent CTAs and a tile counter; a warp that loads and two that add dQ to
+                  its sum by bulk reduction; dV overlaps dS, the next Sᵀ overlaps dQ's way to shared memory;
+                  masked and unmasked loops apart; the next tile's K is loaded while this one is worked on,
+                  dK and dV leave while the next begins; fp16, GQA without an fp32 round trip, unequal
+                  lengths. `bwd4_det` adds to dQ in one order, whatever order the CTAs arrive in.
+What does not     preprocess and postprocess, who owns what, which products take registers.
+Supports          bf16 and fp16; head_dim 64 and 128; seqlen_q and seqlen_kv ≥ 1; GQA and MQA. A causal mask
+                  is aligned at the bottom right, as k6's; a query that sees no key gives and gets no
+                  gradient.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.cutlass_dsl import dsl_user_op
+from cutlass.memory import SmemAllocator
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTmaAsync
+from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
+
+from harness.inputs import Tensors
+from harness.problem import Problem
+from harness.stage import Stage, Work
+from kernels.bwd_ends import Postprocess, Preprocess, fake_scratch, scratch_shapes
+from kernels.common import (
+    CONSUMER,
+    LOG2_E,
+    PRODUCER,
+    ROWS_MAX,
+    WARP,
+    WARPGROUP,
+    allocate_tiles,
+    by_row,
+    compile_for_torch,
+    fake_fp32,
+    fake_gqa_backward,
+    fetch,
+    hear,
+    load_atom,
+    multiply,
+    operand_a,
+    partition_tma,
+    put,
+    refuse_heads_on_grid,
+    round_fragment,
+    store_atom,
+    swizzled_tiles,
+    tell,
+)
+
+STAGES = (
+    Stage(
+        "bwd4",
+        "the production backward",
+        "warp specialisation, turns, overlap inside a warpgroup, dQ by bulk reduction, persistent CTAs",
+        "bwd3",
+        direction="bwd",
+        model="flash_attention_2_backward",
+        rounds_p=True,
+        atomics=True,
+    ),
+    Stage(
+        "bwd4_det",
+        "the production backward, deterministic",
+        "dQ added in the order of the keys, so that every run gives the same bits",
+        "bwd4",
+        direction="bwd",
+        model="flash_attention_2_backward",
+        rounds_p=True,
+        options={"deterministic": True},
+    ),
+)
+
+ROWS = 64  # keys of a consumer, queries of a block: the M of a WGMMA
+CONSUMERS = 2  # warpgroups that multiply
+TILE_KV = ROWS * CONSUMERS
+PART = ROWS * 64  # elements of dQ that a consumer has of a tile of queries
+THREADS = WARPGROUP * (CONSUMERS + 1)
+REGISTERS = (24, 240)  # of a producer's thread, of a consumer's
+SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
+SECTION_BYTES = 8 * 2**20  # of Q, dO and dQ_sum: heads that are worked on together and stay in L2
+FINAL_SECTIONS = 4  # at the end, worked on as one: what is fetched last is then short
+
+
+class Barrier(IntEnum):
+    """Named barriers. A consumer has its own of each kind but the last: + consumer; where a slower warp may
+    still wait for the step before, + 2 · parity of the step."""
+
+    CTA = 0
+    DS_READY = 1
+    TURN = 5
+    DQ_FULL = 7
+    DQ_EMPTY = 11
+    OWN = 13
+    K_READ = 15
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a head_dim allows."""
+
+    tile_q: int
+    early_dV: bool  # dV beside dS, where registers allow
+    stages: int = 2  # of Q and dO
+    k_stages: int = 2
+
+
+CONFIGS = {64: Config(128, False), 128: Config(64, True)}
+
+
+@dsl_user_op
+def bulk_add(target: object, source: object, size: int, *, loc: object = None, ip: object = None) -> None:
+    """One thread: add `size` bytes of fp32 from `source` in shared memory to `target` in global memory."""
+    operands = Int64(target.toint(loc=loc, ip=ip)), Int32(source.toint(loc=loc, ip=ip)), Int32(size)
+    operands = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
+    ptx = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
+    llvm.inline_asm(None, operands, ptx, "l,r,r", has_side_effects=True, is_align_stack=False, loc=loc, ip=ip)
+
+
+class Backward:
+    """The CTA: two consumers of 64 keys each, then a warpgroup of which one warp loads and two add dQ."""
+
+    def __init__(self, head_dim: int, causal: bool, dtype: type, deterministic: bool, config: Config):
+        self.head_dim, self.causal, self.dtype, self.deterministic = head_dim, causal, dtype, deterministic
+        self.tile_q, self.stages, self.k_stages = config.tile_q, config.stages, config.k_stages
+        self.early_dV = config.early_dV
+        self.blocks = self.tile_q // ROWS  # of 64 queries
+        self.columns = head_dim // 64  # blocks of 64 columns: what the swizzle permutes
+        self.scale = 1.0 / math.sqrt(head_dim)
+        self.scale_log2 = self.scale * LOG2_E
+
+    @property
+    def smem_bytes(self) -> int:
+        rows = TILE_KV * (self.k_stages + 1) + 2 * self.stages * self.tile_q  # K, V, Q and dO
+        ds = 2 * TILE_KV * self.tile_q * 2
+        dq = TILE_KV * 64 * 4
+        stats = 2 * self.stages * self.tile_q * 4
+        barriers = 2 * (2 * self.stages + self.k_stages + 2) * 8
+        return rows * self.head_dim * 2 + ds + dq + stats + 16 + barriers
+
+    @cute.jit
+    def launch(self, mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mOrder, mCounter, stream):
+        batch, kv_heads, seqlen_kv, _ = mK.shape
+        tma = []
+        for mX, rows in ((mQ, self.tile_q), (mDO, self.tile_q), (mK, ROWS), (mV, ROWS)):
+            tma += load_atom(mX, rows)
+        for mX in (mDK, mDV):
+            tma += store_atom(mX, ROWS)
+        source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
+        mma_s, mma_kv, mma_q = [
+            make_trivial_tiled_mma(self.dtype, self.dtype, a, b, Float32, (1, 1, 1), (ROWS, n), place)
+            for a, b, n, place in (
+                (K, K, self.tile_q, source.SMEM),  # Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ
+                (K, MN, self.head_dim, source.RMEM),  # dV = Pᵀ·dO, dK = dSᵀ·Q
+                (MN, MN, 64, source.SMEM),  # dQ = dS·K
+            )
+        ]
+        tiles = cute.ceil_div(seqlen_kv, TILE_KV) * kv_heads * batch
+        self.kernel(mma_s, mma_kv, mma_q, *tma, mStats, mDQ_sum, mOrder, mCounter, tiles).launch(
+            grid=(cutlass.min(tiles, SMS), 1, 1),
+            block=(THREADS, 1, 1),
+            min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
+            use_pdl=True,  # K, V, Q and dO are loaded while the preprocess ends
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, mma_s, mma_kv, mma_q, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV,
+        store_dK, mDK, store_dV, mDV, mStats, mDQ_sum, mOrder, mCounter, tiles,
+    ):  # fmt: skip
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
+        seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
+        group = mQ.shape[2] // mK.shape[2]  # query heads of a key head
+        consumer_warps = WARPGROUP // WARP * CONSUMERS
+        d, tile_q = self.head_dim, self.tile_q
+
+        smem = SmemAllocator()
+        sK = allocate_tiles(smem, self.dtype, ROWS, d, CONSUMERS * self.k_stages)
+        sV = allocate_tiles(smem, self.dtype, ROWS, d, CONSUMERS)  # (key, head_dim, consumer)
+        sQ, sdO = [allocate_tiles(smem, self.dtype, self.tile_q, d, self.stages) for _ in range(2)]
+        sdS = allocate_tiles(
+            smem, self.dtype, ROWS, tile_q, CONSUMERS * 2
+        )  # (key, query, consumer + 2·parity)
+        sdQ = smem.allocate_tensor(
+            Float32, cute.make_layout((4, WARPGROUP, 8, CONSUMERS)), 1024
+        )  # (register, thread, quad, consumer)
+        sStats = smem.allocate_tensor(
+            Float32, cute.make_layout((ROWS, 2, self.blocks, self.stages)), 128
+        )  # (query, LSE or D, block, stage)
+        sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # valid, kv_block, kv_head, batch
+
+        q_bytes = self.tile_q * d * 2
+        q_ring, do_ring, k_ring, v_ring = [
+            PipelineTmaAsync.create(
+                num_stages=stages,
+                tx_count=tx_count,
+                barrier_storage=smem.allocate_array(Int64, 2 * stages),
+                producer_group=CooperativeGroup(Agent.Thread),
+                consumer_group=CooperativeGroup(Agent.Thread, consumer_warps),
+                defer_sync=True,
+            )
+            for stages, tx_count in (
+                (self.stages, q_bytes + 2 * self.tile_q * 4),  # Q and its queries' LSE and D
+                (self.stages, q_bytes),
+                (self.k_stages, TILE_KV * d * 2),
+                (1, TILE_KV * d * 2),
+            )
+        ]
+        tile_ring = PipelineAsync.create(
+            num_stages=1,
+            barrier_storage=smem.allocate_array(Int64, 2),
+            producer_group=CooperativeGroup(Agent.Thread, WARP),
+            consumer_group=CooperativeGroup(Agent.Thread, CONSUMERS * (WARPGROUP + WARP)),
+            defer_sync=True,
+        )
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+
+        if warp_idx >= consumer_warps:
+            cute.arch.setmaxregister_decrease(REGISTERS[0])
+            if warp_idx == consumer_warps:
+                # 1. the producer: fetch a tile of keys, tell the others, load it and the queries that see it
+                q_put = pipeline.make_pipeline_state(PRODUCER, self.stages)
+                k_put = pipeline.make_pipeline_state(PRODUCER, self.k_stages)
+                v_put, tile_put = [pipeline.make_pipeline_state(PRODUCER, 1) for _ in range(2)]
+                bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+                tile, _, _ = cute.arch.block_idx()
+                waited = cutlass.Boolean(False)
+                while tile < tiles:
+                    kv_block, kv_head, batch = self.locate(tile, mQ, mK)
+                    tell(tile_ring, tile_put, sTile, (1, kv_block, kv_head, batch))
+                    tile_put.advance()
+                    first, _, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
+                    tKgK, tKsK = partition_tma(load_K, mK[None, None, kv_head, batch], sK)
+                    tVgV, tVsV = partition_tma(load_V, mV[None, None, kv_head, batch], sV)
+                    k_ring.producer_acquire(k_put)
+                    for c in range_constexpr(CONSUMERS):
+                        gK, at = tKgK[None, kv_block * CONSUMERS + c], k_put.index * CONSUMERS + c
+                        cute.copy(load_K, gK, tKsK[None, at], tma_bar_ptr=k_ring.producer_get_barrier(k_put))
+                    for g in range(group, unroll=1):
+                        head = kv_head * group + g
+                        tQgQ, tQsQ = partition_tma(load_Q, mQ[None, None, head, batch], sQ)
+                        tOgO, tOsO = partition_tma(load_dO, mDO[None, None, head, batch], sdO)
+                        for i in range(first, last, unroll=1):
+                            put(q_ring, q_put, load_Q, tQgQ[None, i], tQsQ)
+                            if not waited:
+                                cute.arch.griddepcontrol_wait()
+                                waited = cutlass.Boolean(True)
+                            with cute.arch.elect_one():
+                                flat = cute.make_layout(2 * self.tile_q)
+                                gStats = mStats[batch * mQ.shape[2] + head, i * self.blocks, None, None]
+                                sX = sStats[None, None, None, q_put.index]
+                                both = [cute.make_tensor(x.iterator, flat) for x in (gStats, sX)]
+                                cute.copy(bulk, *both, mbar_ptr=q_ring.producer_get_barrier(q_put))
+                            if g == 0 and i == first:  # the tile before may still need V: not before Q
+                                self.put_V(v_ring, v_put, load_V, tVgV, tVsV, kv_block)
+                            put(do_ring, q_put, load_dO, tOgO[None, i], tOsO)
+                            q_put.advance()
+                    if first == last:
+                        self.put_V(v_ring, v_put, load_V, tVgV, tVsV, kv_block)
+                    k_put.advance()
+                    v_put.advance()
+                    tile = fetch(mCounter, tiles)
+                tell(tile_ring, tile_put, sTile, (0, 0, 0, 0))
+            elif warp_idx <= consumer_warps + CONSUMERS:
+                # 2. two warps, a tile of queries each: add the consumers' dQ to its sum
+                cute.arch.griddepcontrol_wait()  # for the zeros to add to
+                cute.arch.griddepcontrol_launch_dependents()
+                mine, step = warp_idx - consumer_warps - 1, Int32(0)
+                tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
+                self.sync(Barrier.DQ_EMPTY, mine, WARPGROUP + WARP, arrive=True)
+                valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
+                tile_get.advance()
+                while valid != 0:
+                    first, _, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
+                    for g in range(group, unroll=1):
+                        head_index = batch * mQ.shape[2] + kv_head * group + g
+                        for i in range(first, last, unroll=1):
+                            if step % 2 == mine:
+                                turn, final = self.turn_of(kv_block, i, seqlen_q, seqlen_kv)
+                                order = mOrder[head_index, None].iterator + i
+                                if const_expr(self.deterministic):
+                                    await_turn(order, turn)
+                                for c in range_constexpr(CONSUMERS):
+                                    self.sync(Barrier.DQ_FULL, 2 * mine + c, WARPGROUP + WARP)
+                                    if cute.arch.lane_idx() == 0:
+                                        gDQ_sum = mDQ_sum[head_index, i * self.blocks, 0, None].iterator
+                                        source = sdQ[None, None, None, c].iterator
+                                        bulk_add(gDQ_sum + c * PART, source, PART * 4)
+                                        cute.arch.cp_async_bulk_commit_group()
+                                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                                    cute.arch.sync_warp()
+                                    self.sync(Barrier.DQ_EMPTY, c, WARPGROUP + WARP, arrive=True)
+                                if const_expr(self.deterministic):
+                                    pass_turn(order, turn, final)
+                            step += 1
+                    valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
+                    tile_get.advance()
+        else:
+            # 3. a consumer's prologue
+            cute.arch.setmaxregister_increase(REGISTERS[1])
+            consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+            other, thread = consumer ^ 1, tidx % WARPGROUP
+            q_get, q_next = [pipeline.make_pipeline_state(CONSUMER, self.stages) for _ in range(2)]
+            q_next.advance()
+            k_get = pipeline.make_pipeline_state(CONSUMER, self.k_stages)
+            v_get, tile_get = [pipeline.make_pipeline_state(CONSUMER, 1) for _ in range(2)]
+            thr_s, thr_kv, thr_q = [mma.get_slice(0) for mma in (mma_s, mma_kv, mma_q)]
+            rS, rdP = [
+                cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, tile_q)), Float32) for _ in range(2)
+            ]
+            rdK, rdV = [cute.make_rmem_tensor(mma_kv.partition_shape_C((ROWS, d)), Float32) for _ in range(2)]
+            rdQ = cute.make_rmem_tensor(mma_q.partition_shape_C((ROWS, 64)), Float32)
+            rP, rdS = [
+                cute.make_rmem_tensor(cute.make_layout(cute.size(rS) // 2), Int32) for _ in range(2)
+            ]  # pairs of 16-bit values
+            S, dP = by_row(rS), by_row(rdP)  # (key, query) of this thread
+            tP, tdS = [
+                cute.make_tensor(cute.recast_ptr(x.iterator, None, self.dtype), operand_a(rS.layout))
+                for x in (rP, rdS)
+            ]
+            rdS16 = cute.make_tensor(tdS.iterator, rS.layout)
+            # Operands in shared memory are descriptors, with a stage as their last mode.
+            tSK, tSV = [mma_s.make_fragment_A(thr_s.partition_A(sX)) for sX in (sK, sV)]
+            tSQ, tSdO = [mma_s.make_fragment_B(thr_s.partition_B(sX)) for sX in (sQ, sdO)]
+            tKQ, tVdO = [
+                mma_kv.make_fragment_B(thr_kv.partition_B(exchanged(sX, tile_q, d, self.stages)))
+                for sX in (sQ, sdO)
+            ]
+            # dS and K again, as tiles of 64 columns: so dQ is split between the consumers
+            parts = self.blocks * CONSUMERS * 2
+            sdSc = cute.make_tensor(sdS.iterator, swizzled_tiles(self.dtype, ROWS, 64, parts).outer)
+            tQdS = mma_q.make_fragment_A(thr_q.partition_A(exchanged(sdSc, ROWS, 64, parts)))
+            parts = self.columns * CONSUMERS * self.k_stages
+            sKc = cute.make_tensor(sK.iterator, swizzled_tiles(self.dtype, ROWS, 64, parts).outer)
+            tQK = mma_q.make_fragment_B(thr_q.partition_B(exchanged(sKc, ROWS, 64, parts)))
+            where = cute.make_identity_tensor((ROWS, tile_q))
+            where_S, first_S = [by_row(mma_s.get_slice(t).partition_C(where)) for t in (thread, 0)]
+            stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+            copy_S, copy_KV = [
+                cute.make_tiled_copy_C(stmatrix, mma).get_slice(thread) for mma in (mma_s, mma_kv)
+            ]
+            # What a step needs; never an argument of a jit function, which would rebind its members.
+            x = SimpleNamespace(
+                rS=rS, rdP=rdP, rdQ=rdQ, rdK=rdK, rdV=rdV, rP=rP, rdS=rdS, S=S, dP=dP, tP=tP, tdS=tdS,
+                rdS16=rdS16, tSK=tSK, tSV=tSV, tSQ=tSQ, tSdO=tSdO, tKQ=tKQ, tVdO=tVdO, tQdS=tQdS, tQK=tQK,
+                where_S=where_S, first_S=first_S, copy_S=copy_S, tSsdS=copy_S.partition_D(sdS), sdQ=sdQ,
+                sStats=sStats, mma_s=mma_s, mma_kv=mma_kv, mma_q=mma_q, q_ring=q_ring, do_ring=do_ring,
+                consumer=consumer, other=other, thread=thread, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv,
+            )  # fmt: skip
+            stores = warp_idx == WARPGROUP // WARP * consumer
+            parity, stored = Int32(0), cutlass.Boolean(False)
+            k_left = pipeline.make_pipeline_state(
+                CONSUMER, self.k_stages
+            )  # of whom the last stores still read
+            if consumer == 1:
+                self.sync(Barrier.TURN, 0, 2 * WARPGROUP, arrive=True)  # the first turn
+
+            valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
+            tile_get.advance()
+            while valid != 0:
+                first, masked, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
+                rdK.fill(0.0)
+                rdV.fill(0.0)
+                k_ring.consumer_wait(k_get)
+                if stored:  # dV and dK of the tile before have left shared memory, or do so now
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    self.sync(Barrier.DQ_EMPTY, consumer, WARPGROUP + WARP, arrive=True)
+                    k_ring.consumer_release(k_left)
+                    k_left.advance()
+                heads = group if first < last else 0
+                for _ in range(heads, unroll=1):
+                    # 4. main loop: tiles of queries with a hidden pair, then the others; the last one apart
+                    q_ring.consumer_wait(q_get)
+                    self.scores(x, k_get.index, q_get.index)
+                    warpgroup.wait_group(0)
+                    v_ring.consumer_wait(v_get)
+                    split = cutlass.min(masked, last - 1)
+                    for i in range(first, split, unroll=1):
+                        self.step(x, k_get, q_get, q_next, parity, kv_block, i, masked=True, final=False)
+                        parity ^= 1
+                        q_get.advance()
+                        q_next.advance()
+                    for i in range(cutlass.max(first, split), last - 1, unroll=1):
+                        self.step(x, k_get, q_get, q_next, parity, kv_block, i, masked=False, final=False)
+                        parity ^= 1
+                        q_get.advance()
+                        q_next.advance()
+                    self.step(x, k_get, q_get, q_next, parity, kv_block, last - 1, masked=True, final=True)
+                    parity ^= 1
+                    q_get.advance()
+                    q_next.advance()
+                if first == last:
+                    v_ring.consumer_wait(v_get)
+                v_ring.consumer_release(v_get)
+                v_get.advance()
+
+                # 5. epilogue: dV through the consumer's tile of K, dK through its part of dQ
+                self.sync(Barrier.DQ_EMPTY, consumer, WARPGROUP + WARP)
+                self.sync(Barrier.K_READ, 0, 2 * WARPGROUP)  # the other's dQ is done with this tile
+                at = k_get.index * CONSUMERS + consumer
+                layout = swizzled_tiles(self.dtype, ROWS, d, 1)
+                own_sdQ = cute.recast_ptr(sdQ[None, None, None, consumer].iterator, layout.inner, self.dtype)
+                sdK = cute.make_tensor(own_sdQ, layout.outer)  # (key, head_dim, 1)
+                for rX, sX, stage, factor in ((rdV, sK, at, 1.0), (rdK, sdK, 0, self.scale)):
+                    rX16 = cute.make_rmem_tensor(rX.layout, self.dtype)
+                    rX16.store((rX.load() * factor).to(self.dtype))
+                    cute.copy(copy_KV, copy_KV.retile(rX16), copy_KV.partition_D(sX)[None, None, None, stage])
+                cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
+                self.sync(Barrier.OWN, consumer, WARPGROUP)
+                if stores:
+                    for store, mX, sX, stage in ((store_dV, mDV, sK, at), (store_dK, mDK, sdK, 0)):
+                        tXgX, tXsX = partition_tma(store, mX[None, None, kv_head, batch], sX)
+                        cute.copy(store, tXsX[None, stage], tXgX[None, kv_block * CONSUMERS + consumer])
+                    cute.arch.cp_async_bulk_commit_group()
+                else:
+                    k_ring.consumer_release(k_get)  # which is not free until the storing warp says so too
+                stored = stores
+                k_get.advance()
+                valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
+                tile_get.advance()
+
+            # The last arrivals at a barrier must not stay behind.
+            if stored:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                self.sync(Barrier.DQ_EMPTY, consumer, WARPGROUP + WARP, arrive=True)
+            self.sync(Barrier.DQ_EMPTY, consumer, WARPGROUP + WARP)
+            if consumer == 0:
+                self.sync(Barrier.TURN, 0, 2 * WARPGROUP)
+
+    def scores(self, x, k_stage, q_stage):
+        """Issue Sᵀ = K·Qᵀ of a tile of queries."""
+        tSK = x.tSK[None, None, None, k_stage * CONSUMERS + x.consumer]
+        multiply(x.mma_s, x.rS, tSK, x.tSQ[None, None, None, q_stage], False)
+
+    def step(self, x, k_get, q_get, q_next, parity, kv_block, q_tile, masked: bool, final: bool):
+        """The products of a tile of queries; its Sᵀ is there already, that of the next tile comes with it.
+
+        Nothing is in flight at either end: across a loop's back edge ptxas would serialise every WGMMA of the
+        kernel.
+        """
+        stage = q_get.index
+        dV = x.mma_kv, x.rdV, x.tP, x.tVdO[None, None, None, stage], True
+        x.do_ring.consumer_wait(q_get)
+        tSV, tSdO = x.tSV[None, None, None, x.consumer], x.tSdO[None, None, None, stage]
+        multiply(x.mma_s, x.rdP, tSV, tSdO, False)
+        first_key, first_query = kv_block * TILE_KV + x.consumer * ROWS, q_tile * self.tile_q
+        hides = x.where_S, x.first_S, first_key, first_query, x.seqlen_q, x.seqlen_kv
+        self.exponentials(x.S, x.sStats[None, 0, None, stage], *hides, masked)
+        round_fragment(x.rS, x.rP, self.dtype)
+        if self.early_dV:
+            multiply(*dV)
+        warpgroup.wait_group(1 if self.early_dV else 0)  # dP
+        self.gradients(x.S, x.dP, x.sStats[None, 1, None, stage], x.where_S)
+        round_fragment(x.rdP, x.rdS, self.dtype)
+        part = x.tSsdS[None, None, None, x.consumer + CONSUMERS * parity]
+        cute.copy(x.copy_S, x.copy_S.retile(x.rdS16), part)
+        cute.arch.fence_view_async_shared()  # written by threads, read by WGMMA
+        self.sync(Barrier.DS_READY, 2 * parity + x.other, 2 * WARPGROUP, arrive=True)
+
+        self.sync(Barrier.TURN, x.consumer, 2 * WARPGROUP)
+        if not self.early_dV:
+            multiply(*dV)
+        multiply(x.mma_kv, x.rdK, x.tdS, x.tKQ[None, None, None, stage], True)
+        self.sync(Barrier.DS_READY, 2 * parity + x.consumer, 2 * WARPGROUP)
+        self.queries(x, k_get.index, parity)
+        warpgroup.wait_group(1)  # dV and dK: the registers of P and dS are needed
+        if not final:
+            x.q_ring.consumer_wait(q_next)
+            self.scores(x, k_get.index, q_next.index)
+        self.sync(Barrier.TURN, x.other, 2 * WARPGROUP, arrive=True)
+        warpgroup.wait_group(0 if final else 1)  # dQ
+        x.q_ring.consumer_release(q_get)
+        x.do_ring.consumer_release(q_get)
+        self.sync(Barrier.DQ_EMPTY, x.consumer, WARPGROUP + WARP)
+        for quad in range(8):
+            registers = cute.make_tensor(x.rdQ.iterator + 4 * quad, cute.make_layout(4))
+            cute.autovec_copy(registers, x.sdQ[None, x.thread, quad, x.consumer])
+        cute.arch.fence_view_async_shared()  # written by threads, read by the bulk reduction
+        self.sync(Barrier.DQ_FULL, 2 * parity + x.consumer, WARPGROUP + WARP, arrive=True)
+        warpgroup.wait_group(0)
+
+    def queries(self, x, k_stage, parity):
+        """Issue dQ = dS·K over the CTA's keys: 64 columns of the tile's queries, or all 64 of its own half of
+        them."""
+        warpgroup.fence()
+        atom = cute.make_mma_atom(x.mma_q.op)
+        own_block, own_column = (x.consumer, 0) if self.blocks == CONSUMERS else (0, x.consumer)
+        for c in range(CONSUMERS):
+            part = own_block + self.blocks * (c + CONSUMERS * parity)
+            column = own_column + self.columns * (c + CONSUMERS * k_stage)
+            for k in range(ROWS // 16):
+                atom.set(warpgroup.Field.ACCUMULATE, c > 0 or k > 0)
+                cute.gemm(atom, x.rdQ, x.tQdS[None, None, k, part], x.tQK[None, None, k, column], x.rdQ)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def exponentials(
+        self,
+        S,
+        sLSE,
+        where_S,
+        first_S,
+        first_key,
+        first_query,
+        seqlen_q,
+        seqlen_kv,
+        masked: cutlass.Constexpr,
+    ):
+        """S becomes P = exp(S·scale − LSE), 0 where the mask hides; sLSE (query) is LSE·log2 e, +∞ past the
+        end."""
+        _, query = where_S[0, 0]  # of the thread's first column; the rest are static
+        rLSE = self.by_query(sLSE, query)
+        if const_expr(masked):
+            for r in range_constexpr(2):
+                row = first_key + where_S[r, 0][0]
+                hidden = Int32(0)  # queries from first_query + query on
+                if const_expr(self.causal):
+                    hidden = row - (seqlen_kv - seqlen_q) - first_query - query
+                if row >= seqlen_kv:
+                    hidden = Int32(self.tile_q)
+                for c in range_constexpr(cute.size(S, mode=[1])):
+                    S[r, c] = S[r, c] if first_S[0, c][1] >= hidden else -Float32.inf
+        for r in range_constexpr(2):
+            p = S[r, None].load() * self.scale_log2 - rLSE.load()
+            S[r, None].store(cute.math.exp2(p, fastmath=True))
+
+    @cute.jit
+    def gradients(self, P, dP, sD, where_S):
+        """dP becomes dS = P∘(dP − D), without the scale."""
+        rD = self.by_query(sD, where_S[0, 0][1])
+        for r in range_constexpr(2):
+            dP[r, None].store(P[r, None].load() * (dP[r, None].load() - rD.load()))
+
+    @cute.jit
+    def by_query(self, sX, query):
+        """What a thread needs of sX (query, block): pairs, 8 queries apart, from `query` on."""
+        rX = cute.make_rmem_tensor(cute.make_layout(((2, 8 * self.blocks),)), Float32)
+        for block in range_constexpr(self.blocks):
+            pairs = cute.make_tensor(
+                sX[None, block].iterator + query, cute.make_layout((2, 8), stride=(1, 8))
+            )
+            cute.autovec_copy(pairs, cute.make_tensor(rX.iterator + 16 * block, cute.make_layout((2, 8))))
+        return rX
+
+    @cute.jit
+    def q_tiles(self, kv_block, seqlen_q, seqlen_kv):
+        """(first, masked, last): the tiles of queries that see some of the keys, from `masked` on all."""
+        last = cute.ceil_div(seqlen_q, self.tile_q)
+        first, masked = Int32(0), Int32(0)
+        if const_expr(self.causal):
+            query = kv_block * TILE_KV - (seqlen_kv - seqlen_q)  # the first that sees the first key
+            first = cutlass.min(last, cutlass.max(0, query) // self.tile_q)
+            all_seen = cutlass.max(0, query + TILE_KV - 1)  # from this query on
+            masked = cutlass.min(last, cute.ceil_div(all_seen, self.tile_q))
+        if (kv_block + 1) * TILE_KV > seqlen_kv:
+            masked = last
+        return first, masked, last
+
+    @cute.jit
+    def turn_of(self, kv_block, q_tile, seqlen_q, seqlen_kv):
+        """(turn, final): when a tile of keys adds to dQ of a tile of queries.
+
+        Whoever comes before it was fetched before it: nobody waits for one who has not begun.
+        """
+        turn, final = kv_block, kv_block == cute.ceil_div(seqlen_kv, TILE_KV) - 1
+        if const_expr(self.causal):
+            # From the diagonal to the left: CTAs that begin together reach the tile in this order.
+            keys = cutlass.min(seqlen_kv, (q_tile + 1) * self.tile_q + seqlen_kv - seqlen_q)
+            turn, final = cute.ceil_div(keys, TILE_KV) - 1 - kv_block, kv_block == 0
+        return turn, final
+
+    @cute.jit
+    def locate(self, tile, mQ, mK):
+        """(kv_block, kv_head, batch) of the tile-th tile in the order they are fetched."""
+        heads, all_heads = mK.shape[2], mK.shape[2] * mK.shape[3]
+        kv_blocks = cute.ceil_div(mK.shape[0], TILE_KV)
+        kv_block, head = tile % kv_blocks, tile // kv_blocks
+        if const_expr(self.causal or self.deterministic):
+            section = (
+                SMS // kv_blocks
+            )  # heads; without a mask, so that CTAs begin in the order of their turns
+            if const_expr(self.causal):
+                # Longest first, in sections that keep their Q, dO and dQ_sum in L2.
+                head_bytes = mQ.shape[0] * (8 * self.head_dim) * (mQ.shape[2] // heads)
+                section = SECTION_BYTES // head_bytes
+            section = cutlass.max(1, cutlass.min(all_heads, section))
+            first = tile // (section * kv_blocks) * section
+            # The last sections are one: whoever fetches last should fetch something short.
+            end = cutlass.max(0, all_heads - FINAL_SECTIONS * section) // section * section
+            if first >= end:
+                first, section = end, all_heads - end
+            inside = tile - first * kv_blocks
+            kv_block, head = inside // section, first + inside % section
+            if const_expr(self.causal and self.deterministic):
+                kv_block = kv_blocks - 1 - kv_block  # shortest first, as `turn_of` wants it
+        return kv_block, head % heads, head // heads
+
+    @cute.jit
+    def put_V(self, ring, state, atom, tVgV, tVsV, kv_block):
+        ring.producer_acquire(state)
+        for c in range_constexpr(CONSUMERS):
+            gV = tVgV[None, kv_block * CONSUMERS + c]
+            cute.copy(atom, gV, tVsV[None, c], tma_bar_ptr=ring.producer_get_barrier(state))
+
+    @cute.jit
+    def sync(
+        self,
+        barrier: cutlass.Constexpr,
+        member,
+        threads: cutlass.Constexpr,
+        arrive: cutlass.Constexpr = False,
+    ):
+        """Wait at a member's barrier until `threads` have come, or only arrive there."""
+        if const_expr(arrive):
+            cute.arch.barrier_arrive(barrier_id=int(barrier) + member, number_of_threads=threads)
+        else:
+            cute.arch.barrier(barrier_id=int(barrier) + member, number_of_threads=threads)
+
+
+@cute.jit
+def await_turn(order, turn):
+    """One warp: wait until `order` holds `turn`."""
+    if cute.arch.lane_idx() == 0:
+        seen = cute.arch.load(order, Int32, sem="acquire", scope="gpu")
+        while seen != turn:
+            seen = cute.arch.load(order, Int32, sem="acquire", scope="gpu")
+        cute.arch.fence_proxy("async.global")  # what follows is the async proxy's
+
+
+@cute.jit
+def pass_turn(order, turn, final):
+    """One warp: let the next in, with all that was added so far; the last leaves 0 for the next launch."""
+    if cute.arch.lane_idx() == 0:
+        cute.arch.cp_async_bulk_wait_group(0)  # what was added has arrived, and not only left
+        cute.arch.fence_proxy("async.global")
+        cute.arch.store(order, 0 if final else turn + 1, sem="release", scope="gpu")
+
+
+def exchanged(sX: cute.Tensor, rows: int, columns: int, stages: int) -> cute.Tensor:
+    """The same bytes with rows and columns exchanged: (columns, rows, stages)."""
+    return cute.composition(sX, cute.make_ordered_layout((columns, rows, stages), order=(1, 0, 2)))
+
+
+class FlashAttentionBackward:
+    def __init__(
+        self,
+        head_dim: int,
+        causal: bool,
+        dtype: str,
+        deterministic: bool = False,
+        config: Config | None = None,
+    ):
+        element = getattr(cutlass, {"bfloat16": "BFloat16", "float16": "Float16"}[dtype])
+        self.main = Backward(head_dim, causal, element, deterministic, config or CONFIGS[head_dim])
+        self.preprocess, self.postprocess = Preprocess(head_dim), Postprocess(head_dim)
+
+    @cute.jit
+    def __call__(self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mOrder, mCounter, stream):
+        self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream)
+        self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mOrder, mCounter, stream)
+        self.postprocess(mDQ_sum, mDQ, stream)
+
+
+def supports(problem: Problem) -> str | None:
+    if problem.direction != "bwd":
+        return f"computes the backward pass, not {problem.direction!r}"
+    if problem.head_dim not in CONFIGS:
+        return f"takes head_dim 64 or 128, not {problem.head_dim}"
+    if (problem.seqlen_q == 0) != (problem.seqlen_kv == 0):
+        return "takes at least one query and one key"
+    if max(problem.seqlen_q, problem.seqlen_kv) * problem.batch * problem.heads > ROWS_MAX:
+        return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
+    return refuse_heads_on_grid(problem)
+
+
+def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+    tile_q = CONFIGS[problem.head_dim].tile_q
+    tiles, heads = math.ceil(problem.seqlen_q / tile_q), problem.batch * problem.heads
+    return scratch_shapes(problem, tile_q) | {
+        "order": ((heads, tiles), "int32"),  # whose turn it is to add to dQ_sum
+        "counter": ((1,), "int32"),  # of tiles taken; two launches at once must not share either
+    }
+
+
+def work(problem: Problem, **options: object) -> list[Work]:
+    kernel = FlashAttentionBackward(problem.head_dim, problem.causal, problem.dtype, **options).main
+    heads, kv_blocks = problem.batch * problem.heads, math.ceil(problem.seqlen_kv / TILE_KV)
+    last, masked, unmasked = math.ceil(problem.seqlen_q / kernel.tile_q), 0, 0
+    for kv_block in range(kv_blocks):
+        first = split = 0
+        if problem.causal:
+            query = kv_block * TILE_KV - (problem.seqlen_kv - problem.seqlen_q)
+            first = min(last, max(0, query) // kernel.tile_q)
+            split = math.ceil(max(0, query + TILE_KV - 1) / kernel.tile_q)
+        if (kv_block + 1) * TILE_KV > problem.seqlen_kv:
+            split = last
+        split = max(first, min(split, last - 1))  # the last tile of queries is not in a loop
+        masked += split - first
+        unmasked += max(0, last - 1 - split)
+    passes = kv_blocks * heads
+    tile_flops = 10 * TILE_KV * kernel.tile_q * problem.head_dim
+    return [
+        Work(
+            kernel="Backward",
+            unit=f"{TILE_KV} keys of a query head",
+            threads=WARPGROUP * CONSUMERS,
+            ctas=min(SMS, passes),
+            passes=passes,
+            trips=(masked / kv_blocks, unmasked / kv_blocks),
+            ffma=0,
+            hbm_bytes=problem.min_bytes / passes,
+            smem_bytes=kernel.smem_bytes,
+            tensor_flops=tile_flops * (1 + (masked + unmasked) / kv_blocks),
+        )
+    ]
+
+
+def compile_kernel(problem: Problem, **options: object) -> object:
+    kernel = FlashAttentionBackward(problem.head_dim, problem.causal, problem.dtype, **options)
+    q, *rest = fake_gqa_backward(problem.head_dim, problem.dtype)
+    order = (cute.sym_int(), cute.sym_int())
+    order = make_fake_tensor(Int32, order, (cute.sym_int64(), 1), assumed_align=4)
+    counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
+    scratch = (*fake_scratch(problem.head_dim), order, counter)
+    return compile_for_torch(kernel, q, *rest, fake_fp32(q), *scratch)
+
+
+def run_kernel(compiled: object, t: Tensors) -> None:
+    if t.dq.numel() or t.dk.numel():
+        w = t.workspace
+        scratch = (w["stats"], w["dQ_sum"], w["order"], w["counter"])
+        compiled(t.q, t.k, t.v, t.o, t.do, t.dq, t.dk, t.dv, t.lse, *scratch)
