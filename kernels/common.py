@@ -310,15 +310,6 @@ def store_atom(mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
     return _tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, rows)
 
 
-# ---- introduced by bwd1: what a backward stage reads and writes --------------------------------------------
-
-
-def fake_backward(head_dim: int) -> tuple[object, ...]:
-    """Stand-ins for q, k, v, o, do, dq, dk, dv, as `fake_qkvo`'s: one shape, strides of their own."""
-    extents = tuple(cute.sym_int() for _ in range(3))
-    return tuple(_fake_rows(cutlass.BFloat16, (*extents, head_dim)) for _ in range(8))
-
-
 @cute.jit
 def fetch(mCounter, tiles):
     """One warp: the next tile nobody has taken. A CTA's first is its own number, so `tiles` fetches are made
@@ -349,6 +340,15 @@ def hear(ring, state, sTile):
     message = [cute.arch.make_warp_uniform(sTile[i]) for i in range(4)]
     ring.consumer_release(state)
     return message[0], message[1], message[2], message[3]
+
+
+# ---- introduced by bwd1: what a backward stage reads and writes --------------------------------------------
+
+
+def fake_backward(head_dim: int) -> tuple[object, ...]:
+    """Stand-ins for q, k, v, o, do, dq, dk, dv, as `fake_qkvo`'s: one shape, strides of their own."""
+    extents = tuple(cute.sym_int() for _ in range(3))
+    return tuple(_fake_rows(cutlass.BFloat16, (*extents, head_dim)) for _ in range(8))
 
 
 # ---- introduced by bwd4: gradients of what the production kernels take -------------------------------------

@@ -538,6 +538,7 @@ TESTED = {
     "python bench.py all": PARSED,
     "python bench.py all --save": PARSED,
     "python bench.py k1 fa1 k2": PARSED,
+    "python bench.py bwd4 bwd4_det": PARSED,
     "python bench.py k2 --save": PARSED,
     "python ref_check.py --mutations": RUN_HERE,
     "python -m harness.ablation fa1": RUN_HERE,
