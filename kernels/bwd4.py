@@ -192,9 +192,8 @@ class Backward:
         sK = allocate_tiles(smem, self.dtype, ROWS, d, CONSUMERS * self.k_stages)
         sV = allocate_tiles(smem, self.dtype, ROWS, d, CONSUMERS)  # (key, head_dim, consumer)
         sQ, sdO = [allocate_tiles(smem, self.dtype, self.tile_q, d, self.stages) for _ in range(2)]
-        sdS = allocate_tiles(
-            smem, self.dtype, ROWS, tile_q, CONSUMERS * 2
-        )  # (key, query, consumer + 2·parity)
+        # (key, query, consumer + 2·parity)
+        sdS = allocate_tiles(smem, self.dtype, ROWS, tile_q, CONSUMERS * 2)
         sdQ = smem.allocate_tensor(
             Float32, cute.make_layout((4, WARPGROUP, 8, CONSUMERS)), 1024
         )  # (register, thread, quad, consumer)
@@ -364,9 +363,8 @@ class Backward:
             )  # fmt: skip
             stores = warp_idx == WARPGROUP // WARP * consumer
             parity, stored = Int32(0), cutlass.Boolean(False)
-            k_left = pipeline.make_pipeline_state(
-                CONSUMER, self.k_stages
-            )  # of whom the last stores still read
+            # The tile of K that the last stores still read
+            k_left = pipeline.make_pipeline_state(CONSUMER, self.k_stages)
             if consumer == 1:
                 self.sync(Barrier.TURN, 0, 2 * WARPGROUP, arrive=True)  # the first turn
 
@@ -510,17 +508,9 @@ class Backward:
 
     @cute.jit
     def exponentials(
-        self,
-        S,
-        sLSE,
-        where_S,
-        first_S,
-        first_key,
-        first_query,
-        seqlen_q,
-        seqlen_kv,
+        self, S, sLSE, where_S, first_S, first_key, first_query, seqlen_q, seqlen_kv,
         masked: cutlass.Constexpr,
-    ):
+    ):  # fmt: skip
         """S becomes P = exp(S·scale − LSE), 0 where the mask hides; sLSE (query) is LSE·log2 e, +∞ past the
         end."""
         _, query = where_S[0, 0]  # of the thread's first column; the rest are static
@@ -591,11 +581,10 @@ class Backward:
         kv_blocks = cute.ceil_div(mK.shape[0], TILE_KV)
         kv_block, head = tile % kv_blocks, tile // kv_blocks
         if const_expr(self.causal or self.deterministic):
-            section = (
-                SMS // kv_blocks
-            )  # heads; without a mask, so that CTAs begin in the order of their turns
+            # Heads in turn within a section: without a mask so that CTAs begin in the order of their turns,
+            section = SMS // kv_blocks
             if const_expr(self.causal):
-                # Longest first, in sections that keep their Q, dO and dQ_sum in L2.
+                # with one longest first, in sections that keep their Q, dO and dQ_sum in L2.
                 head_bytes = mQ.shape[0] * (8 * self.head_dim) * (mQ.shape[2] // heads)
                 section = SECTION_BYTES // head_bytes
             section = cutlass.max(1, cutlass.min(all_heads, section))
@@ -619,12 +608,9 @@ class Backward:
 
     @cute.jit
     def sync(
-        self,
-        barrier: cutlass.Constexpr,
-        member,
-        threads: cutlass.Constexpr,
+        self, barrier: cutlass.Constexpr, member, threads: cutlass.Constexpr,
         arrive: cutlass.Constexpr = False,
-    ):
+    ):  # fmt: skip
         """Wait at a member's barrier until `threads` have come, or only arrive there."""
         if const_expr(arrive):
             cute.arch.barrier_arrive(barrier_id=int(barrier) + member, number_of_threads=threads)
