@@ -27,7 +27,7 @@ import ref_check
 from harness import cases, machine_code, peers, results, timing
 from harness.attention import compile_stage, refuse
 from harness.inputs import hopper_gpu, random_inputs
-from harness.problem import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, Problem
+from harness.problem import HEAD_DIMS, SEQLENS, Problem, sweep_problem
 
 SUSTAINED_FROM = 16384  # sequence length from which the power cap, not the burst, is what a user sees
 STATIC_SEQLEN = 4096  # where the static report states its bound
@@ -83,7 +83,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         args.stages = list(kernels.LADDER)
     try:
         args.problems = [
-            problem_at(n, d, causal, direction)
+            sweep_problem(n, d, causal, direction)
             for direction in dict.fromkeys(kernels.load(stage_id)[0].direction for stage_id in args.stages)
             for d in args.head_dims
             for causal in args.causals
@@ -95,12 +95,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     except ValueError as error:
         raise Usage(str(error)) from None
     return args
-
-
-def problem_at(seqlen: int, head_dim: int, causal: bool, direction: str) -> Problem:
-    """The sweep's problem of this shape."""
-    shape = (max(1, TOTAL_TOKENS // seqlen), max(1, HIDDEN_SIZE // head_dim), seqlen, head_dim, causal)
-    return Problem.square(*shape, direction=direction)
 
 
 def stages_for(problem: Problem, args: argparse.Namespace) -> list[str]:
@@ -151,7 +145,7 @@ def static_report(stage_id: str, args: argparse.Namespace, console: Console) -> 
     lines = []
     for d in args.head_dims:
         for causal in args.causals:
-            problem = problem_at(n, d, causal, stage.direction)
+            problem = sweep_problem(n, d, causal, stage.direction)
             compiled = compile_stage(stage_id, problem)
             demands = machine_code.inspect(compiled, module.work(problem, **stage.options))
             for x in demands:

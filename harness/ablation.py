@@ -15,7 +15,7 @@ import kernels
 import ref_check
 from harness import machine_code, results, timing
 from harness.inputs import hopper_gpu, random_inputs
-from harness.problem import HEAD_DIMS, HIDDEN_SIZE, TOTAL_TOKENS, Problem
+from harness.problem import HEAD_DIMS, sweep_problem
 
 SEQLENS = (512, 4096, 16384)
 
@@ -27,8 +27,7 @@ def measure(stage_id: str, seqlens: tuple[int, ...] = SEQLENS) -> list[results.R
     for d in HEAD_DIMS:
         for causal in (False, True):
             for n in seqlens:
-                shape = (TOTAL_TOKENS // n, HIDDEN_SIZE // d, n, d, causal)
-                problem = Problem.square(*shape, direction=stage.direction)
+                problem = sweep_problem(n, d, causal, stage.direction)
                 q, k, v, *do = random_inputs(problem)
                 expected = ref_check.Expected(q, k, v, causal, *do)
                 calls = {}

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullFormatter
 
-from harness.problem import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, Problem
+from harness.problem import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, Problem, sweep_problem
 from harness.results import PEER_LABELS, Results, Row, write_atomically
 
 STAGE_COLOUR = "#c8102e"
@@ -207,8 +207,7 @@ def progress_problem(ladder: list[Results], head_dim: int, direction: str) -> Pr
     """Where `plot_progress` compares: N = 4096, or else the longest N that every stage has a time for."""
 
     def at(n: int) -> Problem:
-        shape = (TOTAL_TOKENS // n, HIDDEN_SIZE // head_dim, n, head_dim, False)
-        return Problem.square(*shape, direction=direction)
+        return sweep_problem(n, head_dim, False, direction)
 
     def timed_by_all(n: int) -> bool:
         return all((row := results.at(at(n))) and row.tflops is not None for results in ladder)

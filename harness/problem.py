@@ -89,11 +89,15 @@ class Problem:
         return f"b{self.batch} {heads} {n} d{self.head_dim} {causal} {self.dtype}"
 
 
+def sweep_problem(seqlen: int, head_dim: int, causal: bool, direction: str = "fwd") -> Problem:
+    """The benchmark's problem of this shape: 16384 tokens and hidden size 2048, at least one sequence and one
+    head."""
+    batch, heads = max(1, TOTAL_TOKENS // seqlen), max(1, HIDDEN_SIZE // head_dim)
+    return Problem.square(batch, heads, seqlen, head_dim, causal, direction=direction)
+
+
 def sweep(direction: str = "fwd") -> list[Problem]:
-    """The benchmark's 24 problems: 16384 tokens and hidden size 2048 whatever the sequence length."""
+    """The benchmark's 24 problems."""
     return [
-        Problem.square(TOTAL_TOKENS // n, HIDDEN_SIZE // d, n, d, causal, direction=direction)
-        for d in HEAD_DIMS
-        for causal in (False, True)
-        for n in SEQLENS
+        sweep_problem(n, d, causal, direction) for d in HEAD_DIMS for causal in (False, True) for n in SEQLENS
     ]

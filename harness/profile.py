@@ -53,11 +53,10 @@ def launch(stage_id: str, seqlen: int, head_dim: int, causal: bool, options: dic
 
     import ref_check
     from harness.inputs import random_inputs
-    from harness.problem import HIDDEN_SIZE, TOTAL_TOKENS, Problem
+    from harness.problem import sweep_problem
 
     stage, module = kernels.load(stage_id)
-    shape = (max(1, TOTAL_TOKENS // seqlen), HIDDEN_SIZE // head_dim, seqlen, head_dim, causal)
-    problem = Problem.square(*shape, direction=stage.direction)
+    problem = sweep_problem(seqlen, head_dim, causal, stage.direction)
     compiled = module.compile_kernel(problem, **(stage.options | options))
     q, k, v, *do = random_inputs(problem)
     tensors = ref_check.Expected(q, k, v, causal, *do).allocate(module, problem)

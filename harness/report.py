@@ -19,7 +19,7 @@ from pathlib import Path
 import kernels
 from harness import plots
 from harness.plots import format_rate, label
-from harness.problem import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, Problem
+from harness.problem import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, sweep_problem
 from harness.results import PEER_LABELS, Results, Row, bound_gpu, load_all, repository, write_atomically
 from harness.stage import Stage
 
@@ -57,7 +57,7 @@ def ladder_table(
 def _ladder_line(stage: Stage, results: Results | None, file: str, notes: str) -> list[str]:
     cells = [f"[`{stage.id}`]({notes}{file}.md)", _cell(stage.adds)]
     for causal in (False, True):
-        problem = _sweep_problem(LADDER_SEQLEN, LADDER_HEAD_DIM, causal, stage.direction)
+        problem = sweep_problem(LADDER_SEQLEN, LADDER_HEAD_DIM, causal, stage.direction)
         row = results.at(problem) if results else None
         if row is None or row.tflops is None:
             cells += [_reason(row), "", ""]
@@ -78,7 +78,7 @@ def stage_table(results: Results) -> str:
         for head_dim in HEAD_DIMS:
             for causal in (False, True):
                 name = f"**{head_dim}**, {'causal' if causal else 'full'}"
-                problems = [_sweep_problem(n, head_dim, causal, direction) for n in seqlens]
+                problems = [sweep_problem(n, head_dim, causal, direction) for n in seqlens]
                 lines.append([name, *(_stage_cell(results.at(problem), results) for problem in problems)])
         parts.append(_table([f"head_dim, {direction}", *map(str, seqlens)], lines, "l" + "r" * len(seqlens)))
     others = [row for row in own if row not in swept]
@@ -143,7 +143,7 @@ def sustained_table(measured: Mapping[str, Results]) -> str:
         if not timed:
             continue
         seqlen = max(row.seqlen_q for _, row in timed)
-        points = [_sweep_problem(seqlen, d, causal, direction) for d in HEAD_DIMS for causal in (False, True)]
+        points = [sweep_problem(seqlen, d, causal, direction) for d in HEAD_DIMS for causal in (False, True)]
         latest = {row.key: row for _, row in swept}
         stages = dict.fromkeys(stage for stage, row in timed if row.provider == stage)
         peers = sorted({row.provider for stage, row in timed if row.provider != stage}, key=_peer_order)
@@ -346,11 +346,6 @@ def _marked(text: str, known: Iterable[str], where: str) -> list[tuple[str, int,
 
 def _framed(content: str) -> str:
     return f"\n\n{content}\n\n"  # without the empty lines a table after a comment is not a table
-
-
-def _sweep_problem(seqlen: int, head_dim: int, causal: bool, direction: str) -> Problem:
-    shape = (TOTAL_TOKENS // seqlen, HIDDEN_SIZE // head_dim, seqlen, head_dim, causal)
-    return Problem.square(*shape, direction=direction)
 
 
 def _stage_cell(row: Row | None, results: Results) -> str:

@@ -36,6 +36,7 @@ from kernels.common import (
     allocate_tiles,
     by_row,
     compile_for_torch,
+    exchanged,
     fake_backward,
     fake_fp32,
     load_atom,
@@ -86,13 +87,6 @@ def add_quad(address: Int64, quad: tuple, *, loc: object = None, ip: object = No
     ptx = "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
     effects = {"has_side_effects": True, "is_align_stack": False}
     llvm.inline_asm(None, operands, ptx, "l,f,f,f,f", **effects, loc=loc, ip=ip)
-
-
-def exchanged(sX: cute.Tensor) -> cute.Tensor:
-    """(row, column, stage) of shared memory as (column, row, stage): the same bytes, for an operand whose
-    contiguous mode is not the one summed over."""
-    rows, columns, stages = (cute.size(sX, mode=[i]) for i in range(3))
-    return cute.composition(sX, cute.make_ordered_layout((columns, rows, stages), order=(1, 0, 2)))
 
 
 class FlashAttention2BackwardWgmma:

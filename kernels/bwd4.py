@@ -44,6 +44,7 @@ from kernels.common import (
     allocate_tiles,
     by_row,
     compile_for_torch,
+    exchanged,
     fake_fp32,
     fake_gqa_backward,
     fetch,
@@ -336,17 +337,14 @@ class Backward:
             # Operands in shared memory are descriptors, with a stage as their last mode.
             tSK, tSV = [mma_s.make_fragment_A(thr_s.partition_A(sX)) for sX in (sK, sV)]
             tSQ, tSdO = [mma_s.make_fragment_B(thr_s.partition_B(sX)) for sX in (sQ, sdO)]
-            tKQ, tVdO = [
-                mma_kv.make_fragment_B(thr_kv.partition_B(exchanged(sX, tile_q, d, self.stages)))
-                for sX in (sQ, sdO)
-            ]
+            tKQ, tVdO = [mma_kv.make_fragment_B(thr_kv.partition_B(exchanged(sX))) for sX in (sQ, sdO)]
             # dS and K again, as tiles of 64 columns: so dQ is split between the consumers
             parts = self.blocks * CONSUMERS * 2
             sdSc = cute.make_tensor(sdS.iterator, swizzled_tiles(self.dtype, ROWS, 64, parts).outer)
-            tQdS = mma_q.make_fragment_A(thr_q.partition_A(exchanged(sdSc, ROWS, 64, parts)))
+            tQdS = mma_q.make_fragment_A(thr_q.partition_A(exchanged(sdSc)))
             parts = self.columns * CONSUMERS * self.k_stages
             sKc = cute.make_tensor(sK.iterator, swizzled_tiles(self.dtype, ROWS, 64, parts).outer)
-            tQK = mma_q.make_fragment_B(thr_q.partition_B(exchanged(sKc, ROWS, 64, parts)))
+            tQK = mma_q.make_fragment_B(thr_q.partition_B(exchanged(sKc)))
             where = cute.make_identity_tensor((ROWS, tile_q))
             where_S, first_S = [by_row(mma_s.get_slice(t).partition_C(where)) for t in (thread, 0)]
             stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
@@ -635,11 +633,6 @@ def pass_turn(order, turn, final):
         cute.arch.cp_async_bulk_wait_group(0)  # what was added has arrived, and not only left
         cute.arch.fence_proxy("async.global")
         cute.arch.store(order, 0 if final else turn + 1, sem="release", scope="gpu")
-
-
-def exchanged(sX: cute.Tensor, rows: int, columns: int, stages: int) -> cute.Tensor:
-    """The same bytes with rows and columns exchanged: (columns, rows, stages)."""
-    return cute.composition(sX, cute.make_ordered_layout((columns, rows, stages), order=(1, 0, 2)))
 
 
 class FlashAttentionBackward:

@@ -220,6 +220,13 @@ def operand_a(accumulator: cute.Layout) -> cute.Layout:
     return cute.make_layout(((pair, half, 2), block, group // 2), stride=((1, 2, 4), s_block, 8))
 
 
+def exchanged(sX: cute.Tensor) -> cute.Tensor:
+    """(row, column, stage) of shared memory as (column, row, stage): the same bytes, for an operand whose
+    contiguous mode is not the one summed over."""
+    rows, columns, stages = (cute.size(sX, mode=[i]) for i in range(3))
+    return cute.composition(sX, cute.make_ordered_layout((columns, rows, stages), order=(1, 0, 2)))
+
+
 def work_on_wgmma(problem: Problem, kernel: object) -> Work:
     """The `Work` of a kernel whose main loop takes one tile of queries and one of keys through both products.
 

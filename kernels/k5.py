@@ -32,6 +32,7 @@ from kernels.common import (
     allocate_tiles,
     by_row,
     compile_for_torch,
+    exchanged,
     fake_fp32,
     fake_qkvo,
     load_atom,
@@ -106,8 +107,7 @@ class FlashAttention2Specialised:
             allocate_tiles(smem, BFloat16, self.tile_kv, self.head_dim, self.stages) for _ in range(2)
         ]  # (key, head_dim, stage)
         # V as operand B is (N, K) = (head_dim, key): the same bytes, modes exchanged.
-        exchanged = cute.make_ordered_layout((self.head_dim, self.tile_kv, self.stages), order=(1, 0, 2))
-        sVt = cute.composition(sV, exchanged)  # (head_dim, key, stage)
+        sVt = exchanged(sV)  # (head_dim, key, stage)
         tQgQ, tQsQ = partition_tma(load_Q, mQ, sQ)
         tKgK, tKsK = partition_tma(load_K, mK, sK)
         tVgV, tVsV = partition_tma(load_V, mV, sV)

@@ -41,6 +41,7 @@ from kernels.common import (
     allocate_tiles,
     by_row,
     compile_for_torch,
+    exchanged,
     fake_fp32,
     fake_gqa,
     fetch,
@@ -168,8 +169,7 @@ class Forward:
         sK, sV = [
             allocate_tiles(smem, self.dtype, self.tile_kv, self.head_dim, self.stages) for _ in range(2)
         ]  # (key, head_dim, stage)
-        exchanged = cute.make_ordered_layout((self.head_dim, self.tile_kv, self.stages), order=(1, 0, 2))
-        sVt = cute.composition(sV, exchanged)  # (head_dim, key, stage)
+        sVt = exchanged(sV)  # (head_dim, key, stage)
         sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # valid, q_block, head, batch
 
         q_ring, k_ring, v_ring = [

@@ -289,8 +289,8 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 9.00 GiB of which "
         "1.50 GiB is free."
     )
-    monkeypatch.setattr(bench, "TOTAL_TOKENS", 256)
-    monkeypatch.setattr(bench, "HIDDEN_SIZE", 128)
+    monkeypatch.setattr("harness.problem.TOTAL_TOKENS", 256)
+    monkeypatch.setattr("harness.problem.HIDDEN_SIZE", 128)
     monkeypatch.setattr(bench, "random_inputs", lambda problem: random_inputs(problem, "cpu"))
     monkeypatch.setattr(bench.cases, "ready", ready)
     monkeypatch.setattr(timing, "environment", lambda found: environment | {"peers": found, "host_us": {}})
