@@ -150,7 +150,7 @@ def static_report(stage_id: str, args: argparse.Namespace, console: Console) -> 
             demands = machine_code.inspect(compiled, module.work(problem, **stage.options))
             for x in demands:
                 who = (x.work.kernel, str(d), str(int(causal)))
-                mix = ", ".join(f"{count} {kind}" for kind, count in x.mix.items())
+                mix = ", ".join(f"{count:.0f} {kind}" for kind, count in x.mix.items())
                 spills = x.code.count("LDL|STL")
                 sizes = (x.code.registers, x.code.frame_bytes, spills, x.work.smem_bytes)
                 code.add_row(*who, *map(str, sizes), mix)
