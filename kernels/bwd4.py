@@ -49,6 +49,7 @@ from kernels.common import (
     fake_gqa_backward,
     fetch,
     hear,
+    in_sections,
     load_atom,
     multiply,
     operand_a,
@@ -92,7 +93,6 @@ THREADS = WARPGROUP * (CONSUMERS + 1)
 REGISTERS = (24, 240)  # of a producer's thread, of a consumer's
 SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
 SECTION_BYTES = 8 * 2**20  # of Q, dO and dQ_sum: heads that are worked on together and stay in L2
-FINAL_SECTIONS = 4  # at the end, worked on as one: what is fetched last is then short
 
 
 class Barrier(IntEnum):
@@ -585,14 +585,7 @@ class Backward:
                 # with one longest first, in sections that keep their Q, dO and dQ_sum in L2.
                 head_bytes = mQ.shape[0] * (8 * self.head_dim) * (mQ.shape[2] // heads)
                 section = SECTION_BYTES // head_bytes
-            section = cutlass.max(1, cutlass.min(all_heads, section))
-            first = tile // (section * kv_blocks) * section
-            # The last sections are one: whoever fetches last should fetch something short.
-            end = cutlass.max(0, all_heads - FINAL_SECTIONS * section) // section * section
-            if first >= end:
-                first, section = end, all_heads - end
-            inside = tile - first * kv_blocks
-            kv_block, head = inside // section, first + inside % section
+            kv_block, head = in_sections(tile, kv_blocks, all_heads, section)
             if const_expr(self.causal and self.deterministic):
                 kv_block = kv_blocks - 1 - kv_block  # shortest first, as `turn_of` wants it
         return kv_block, head % heads, head // heads

@@ -330,6 +330,21 @@ def fetch(mCounter, tiles):
     return cute.arch.shuffle_sync(taken, 0) + grid
 
 
+FINAL_SECTIONS = 4  # at the end, worked on as one: what is fetched last is then short
+
+
+@cute.jit
+def in_sections(tile, blocks, heads, section):
+    """(block, head) of the tile-th tile, `section` heads at a time: of these first everyone's block 0."""
+    section = cutlass.max(1, cutlass.min(heads, section))
+    first = tile // (section * blocks) * section
+    final = cutlass.max(0, heads - FINAL_SECTIONS * section) // section * section
+    if first >= final:
+        first, section = final, heads - final
+    inside = tile - first * blocks
+    return inside // section, first + inside % section
+
+
 @cute.jit
 def tell(ring, state, sTile, message):
     """The producer warp: hand a tile's place to the others, four numbers, of which the first is 0 at the

@@ -46,6 +46,7 @@ from kernels.common import (
     fake_gqa,
     fetch,
     hear,
+    in_sections,
     load_atom,
     multiply,
     operand_a,
@@ -108,7 +109,6 @@ ROWS = 64  # of a consumer
 SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
 GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is rescaled
 SECTION_BYTES = 8 * 2**20  # of K and V: heads that are worked on together and stay in L2
-FINAL_SECTIONS = 4  # at the end, worked on as one: what is fetched last is then short
 SMEM_MAX = 232448  # bytes a CTA may have on Hopper; 1 KiB of it is left to the barriers
 
 
@@ -423,14 +423,8 @@ class Forward:
         if const_expr(self.causal):
             # Longest first, in sections of as many heads as keep their K and V in L2.
             head_bytes = mK.shape[0] * (4 * self.head_dim)
-            section = cutlass.max(1, cutlass.min(all_heads, SECTION_BYTES // head_bytes))
-            first = tile // (section * q_blocks) * section
-            # The last sections are one: whoever fetches last should fetch something short.
-            final = cutlass.max(0, all_heads - FINAL_SECTIONS * section) // section * section
-            if first >= final:
-                first, section = final, all_heads - final
-            inside = tile - first * q_blocks
-            q_block, head = q_blocks - 1 - inside // section, first + inside % section
+            shortness, head = in_sections(tile, q_blocks, all_heads, SECTION_BYTES // head_bytes)
+            q_block = q_blocks - 1 - shortness
         return q_block, head % heads, head // heads
 
 
