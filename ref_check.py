@@ -66,14 +66,21 @@ def _chunks(batch: int, heads: int, rows: int, keys: int) -> Iterator[tuple[int,
                 yield b, slice(h, min(h + heads_at_once, heads)), slice(r, min(r + rows_at_once, rows))
 
 
+def diagonal_offset(seqlen_q: int, seqlen_kv: int, top_left: bool) -> int:
+    """Of a causal mask: query i sees keys up to i + offset. Aligned at the bottom right the last query sees
+    every key, with `top_left` the first query sees one."""
+    return 0 if top_left else seqlen_kv - seqlen_q
+
+
 def _scores(queries, keys, rows: torch.Tensor, columns: torch.Tensor, offset: int, causal: bool):
-    """scale·Q·Kᵀ (heads, rows, keys), −∞ where a causal mask hides: past the diagonal, which `offset` =
-    seqlen_kv − seqlen_q aligns at the bottom right, so that the last query sees every key."""
+    """scale·Q·Kᵀ (heads, rows, keys), −∞ where a causal mask of this `diagonal_offset` hides."""
     scores = (queries @ keys.transpose(-1, -2)).div_(math.sqrt(queries.shape[-1]))
     return scores.masked_fill_(columns > rows[:, None] + offset, -math.inf) if causal else scores
 
 
-def _attention(q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dtype, rounds_p: Rounding):
+def _attention(
+    q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dtype, rounds_p: Rounding, top_left: bool
+):
     """(O, LSE) of q, k, v (B, H, N, d) computed in `dtype`; `rows` selects query rows (all by default).
 
     A query that sees no key has O = 0 and LSE = −∞.
@@ -81,6 +88,7 @@ def _attention(q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dt
     batch, heads, seqlen_q, head_dim = q.shape
     seqlen_kv, group = k.shape[2], heads // max(1, k.shape[1])
     rows = torch.arange(seqlen_q, device=q.device) if rows is None else rows
+    offset = diagonal_offset(seqlen_q, seqlen_kv, top_left)
     o = torch.empty(batch, heads, len(rows), head_dim, dtype=dtype, device=q.device)
     lse = torch.empty(batch, heads, len(rows), dtype=dtype, device=q.device)
     columns = torch.arange(seqlen_kv, device=q.device)
@@ -88,7 +96,7 @@ def _attention(q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dt
         kv_heads = torch.arange(some_heads.start, some_heads.stop, device=q.device) // group
         keys, values = k[b, kv_heads].to(dtype), v[b, kv_heads].to(dtype)
         queries = q[b, some_heads][:, rows[piece]].to(dtype)
-        scores = _scores(queries, keys, rows[piece], columns, seqlen_kv - seqlen_q, causal)
+        scores = _scores(queries, keys, rows[piece], columns, offset, causal)
         maximum = scores.amax(-1, keepdim=True)
         maximum.masked_fill_(maximum == -math.inf, 0.0)  # −∞ − (−∞) would be NaN
         if isinstance(rounds_p, tuple):
@@ -108,10 +116,12 @@ def _attention(q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dt
     return o, lse
 
 
-def reference(q, k, v, causal: bool, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(
+    q, k, v, causal: bool, rows: torch.Tensor | None = None, top_left: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in float64 from the rounded inputs, never downcast: O (B, H, rows, d) and LSE (B, H,
     rows)."""
-    return _attention(q, k, v, causal, rows, torch.float64, rounds_p=False)
+    return _attention(q, k, v, causal, rows, torch.float64, rounds_p=False, top_left=top_left)
 
 
 def rounding_of(stage: object, module: object, problem: Problem, **options: object) -> Rounding:
@@ -121,16 +131,20 @@ def rounding_of(stage: object, module: object, problem: Problem, **options: obje
     return stage.rounds_p
 
 
-def yardstick(q, k, v, causal: bool, rounds_p: Rounding, rows: torch.Tensor | None = None) -> torch.Tensor:
+def yardstick(
+    q, k, v, causal: bool, rounds_p: Rounding, rows: torch.Tensor | None = None, top_left: bool = False
+) -> torch.Tensor:
     """Attention with the kernel's roundings and no others: fp32 scores, softmax and sums, output to q's type,
     and P to q's type where the kernel's P·V multiplies rounded P (`rounding_of`)."""
-    return _attention(q, k, v, causal, rows, torch.float32, rounds_p)[0].to(q.dtype)
+    return _attention(q, k, v, causal, rows, torch.float32, rounds_p, top_left)[0].to(q.dtype)
 
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # dQ (B, H, Nq, d), dK and dV (B, Hkv, Nkv, d)
 
 
-def _gradients(q, k, v, o, lse, do, causal, dtype, rounds_p, rows=None, columns=None) -> Gradients:
+def _gradients(
+    q, k, v, o, lse, do, causal, dtype, rounds_p, rows=None, columns=None, top_left=False
+) -> Gradients:
     """(dQ, dK, dV) computed in `dtype` by the formulas every kernel uses, from the O and LSE given:
 
     P = e^(S − LSE), D = rowsum(dO∘O), dS = P∘(dO·Vᵀ − D); dQ = scale·dS·K, dK = scale·dSᵀ·Q, dV = Pᵀ·dO.
@@ -141,6 +155,7 @@ def _gradients(q, k, v, o, lse, do, causal, dtype, rounds_p, rows=None, columns=
     seqlen_kv, group, scale = k.shape[2], heads // max(1, k.shape[1]), 1.0 / math.sqrt(head_dim)
     rows = torch.arange(seqlen_q, device=q.device) if rows is None else rows
     columns = torch.arange(seqlen_kv, device=q.device) if columns is None else columns
+    offset = diagonal_offset(seqlen_q, seqlen_kv, top_left)
     rounded = (lambda x: x.to(q.dtype).to(dtype)) if rounds_p else (lambda x: x)
     dq = torch.empty(batch, heads, len(rows), head_dim, dtype=dtype, device=q.device)
     dk, dv = (
@@ -152,7 +167,7 @@ def _gradients(q, k, v, o, lse, do, causal, dtype, rounds_p, rows=None, columns=
         queries, out, d_out = (x[b, some_heads][:, rows[piece]].to(dtype) for x in (q, o, do))
         shift = lse[b, some_heads][:, rows[piece], None].to(dtype)
         shift = shift.masked_fill(shift == -math.inf, 0.0)  # a row that sees no key: P = e^(−∞ − 0) = 0
-        p = _scores(queries, keys, rows[piece], columns, seqlen_kv - seqlen_q, causal).sub_(shift).exp_()
+        p = _scores(queries, keys, rows[piece], columns, offset, causal).sub_(shift).exp_()
         ds = d_out @ values.transpose(-1, -2)
         ds.sub_((d_out * out).sum(-1, keepdim=True)).mul_(p)
         p, ds = rounded(p), rounded(ds)
@@ -162,18 +177,20 @@ def _gradients(q, k, v, o, lse, do, causal, dtype, rounds_p, rows=None, columns=
     return dq, dk, dv
 
 
-def reference_gradients(q, k, v, o, lse, do, causal: bool) -> Gradients:
+def reference_gradients(q, k, v, o, lse, do, causal: bool, top_left: bool = False) -> Gradients:
     """dQ, dK, dV in float64, never downcast, from `reference`'s O and LSE."""
-    return _gradients(q, k, v, o, lse, do, causal, torch.float64, rounds_p=False)
+    return _gradients(q, k, v, o, lse, do, causal, torch.float64, rounds_p=False, top_left=top_left)
 
 
-def yardstick_gradients(q, k, v, o, lse, do, causal: bool, rounds_p: bool) -> Gradients:
+def yardstick_gradients(
+    q, k, v, o, lse, do, causal: bool, rounds_p: bool, top_left: bool = False
+) -> Gradients:
     """dQ, dK, dV with a kernel's roundings and no others, from what it reads: O in q's type and LSE in fp32.
 
     All in fp32 but P and dS, which are rounded to q's type before their products where `rounds_p`, and the
     results, in q's type.
     """
-    found = _gradients(q, k, v, o, lse, do, causal, torch.float32, rounds_p)
+    found = _gradients(q, k, v, o, lse, do, causal, torch.float32, rounds_p, top_left=top_left)
     return tuple(x.to(q.dtype) for x in found)
 
 
@@ -334,14 +351,14 @@ class Expected:
     they judge.
     """
 
-    def __init__(self, q, k, v, causal: bool, do: torch.Tensor | None = None):
-        self.q, self.k, self.v, self.do, self.causal = q, k, v, do, causal
+    def __init__(self, q, k, v, causal: bool, do: torch.Tensor | None = None, top_left: bool = False):
+        self.q, self.k, self.v, self.do, self.causal, self.top_left = q, k, v, do, causal, top_left
         self._yardsticks: dict[tuple[str, Rounding], torch.Tensor | Gradients] = {}
 
     @functools.cached_property
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """O and LSE in float64."""
-        return reference(self.q, self.k, self.v, self.causal)
+        return reference(self.q, self.k, self.v, self.causal, top_left=self.top_left)
 
     @functools.cached_property
     def saved(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -352,7 +369,8 @@ class Expected:
     @functools.cached_property
     def gradients(self) -> Gradients:
         """dQ, dK, dV in float64."""
-        return reference_gradients(self.q, self.k, self.v, *self.forward, self.do, self.causal)
+        inputs = self.q, self.k, self.v, *self.forward, self.do
+        return reference_gradients(*inputs, self.causal, top_left=self.top_left)
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -382,13 +400,14 @@ class Expected:
 
     def _yardstick(self, kind: str, rounding: Rounding, compute: Callable, *inputs: object) -> object:
         if (kind, rounding) not in self._yardsticks:
-            self._yardsticks[kind, rounding] = compute(*inputs, rounding)
+            self._yardsticks[kind, rounding] = compute(*inputs, rounding, top_left=self.top_left)
         return self._yardsticks[kind, rounding]
 
 
-def check(q, k, v, causal: bool, o, lse=None, rounds_p: Rounding = False) -> Verdict:
+def check(q, k, v, causal: bool, o, lse=None, rounds_p: Rounding = False, top_left: bool = False) -> Verdict:
     """Judge a kernel's output for inputs q, k, v against float64 attention."""
-    return Expected(q, k, v, causal).judge({"o": o, **({} if lse is None else {"lse": lse})}, rounds_p)
+    found = {"o": o, **({} if lse is None else {"lse": lse})}
+    return Expected(q, k, v, causal, top_left=top_left).judge(found, rounds_p)
 
 
 # ---- the needle test ---------------------------------------------------------------------------------------
@@ -400,8 +419,11 @@ def needle_inputs(problem: Problem, device: str, amplitude: float = 32.0, seed: 
     Keys are random ±1 words and a query is `amplitude` times the word of its target, so that every other
     key's weight underflows. Targets are the first and last keys of every 16-key tile, hence of any tile that
     is a multiple of 16: a tile that is dropped or read in another's place shows in some row, at any length;
-    one that is counted twice shows in the LSE.
+    one that is counted twice shows in the LSE. Raises ValueError where a query sees no key.
     """
+    offset = diagonal_offset(problem.seqlen_q, problem.seqlen_kv, problem.top_left)
+    if problem.causal and offset < 0:
+        raise ValueError(f"{problem}: the first queries see no key, and have no target")
     generator = torch.Generator(device).manual_seed(seed)
     shape = (problem.batch, problem.heads, problem.seqlen_kv, problem.head_dim)
     k = torch.randint(0, 2, shape, device=device, generator=generator).mul(2).sub(1).to(torch.bfloat16)
@@ -410,7 +432,7 @@ def needle_inputs(problem: Problem, device: str, amplitude: float = 32.0, seed: 
     needles = index[(index % 16 == 0) | (index % 16 == 15) | (index == problem.seqlen_kv - 1)]
     rows = torch.arange(problem.seqlen_q, device=device)
     visible = (
-        torch.searchsorted(needles, rows, right=True)
+        torch.searchsorted(needles, rows + offset, right=True)
         if problem.causal
         else torch.full_like(rows, len(needles))
     )
@@ -436,9 +458,9 @@ def needle_gradient_inputs(problem: Problem, device: str, seed: int = 0):
         torch.randint(0, 2, x.shape, device=device, generator=generator).mul(2).sub(1).to(x.dtype)
         for x in (v, q)
     )
-    lse = reference(q, k, v, problem.causal)[1]
+    lse = reference(q, k, v, problem.causal, top_left=problem.top_left)[1]
     o = torch.zeros_like(q)
-    exact = reference_gradients(q, k, v, o, lse, do, problem.causal)
+    exact = reference_gradients(q, k, v, o, lse, do, problem.causal, top_left=problem.top_left)
     return (q, k, v, o, lse.float(), do), exact
 
 

@@ -15,11 +15,13 @@ FORWARD = "k6"
 BACKWARD = "bwd4"  # what gradients are computed with
 
 
-def problem_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> Problem:
+def problem_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, top_left: bool = False
+) -> Problem:
     """The `Problem` of tensors (batch, heads, seqlen, head_dim).
 
     Raises TypeError for what is not a tensor or has another dtype, ValueError for shapes that do not belong
-    together.
+    together, and as `Problem` does for `top_left`.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, x)
@@ -50,6 +52,7 @@ def problem_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool =
         head_dim=q.shape[3],
         causal=bool(causal),
         dtype=str(q.dtype).removeprefix("torch."),
+        top_left=top_left,
     )
 
 
@@ -99,15 +102,16 @@ def refuse(stage_id: str, problem: Problem) -> None:
 
 
 def compile_stage(stage_id: str, problem: Problem) -> object:
-    """The stage compiled for `problem`'s head_dim, causal flag and dtype; one compile serves every other
-    extent."""
-    return _compile(stage_id, problem.head_dim, problem.causal, problem.dtype)
+    """The stage compiled for `problem`'s head_dim, mask and dtype; one compile serves every other extent."""
+    return _compile(stage_id, problem.head_dim, problem.causal, problem.dtype, problem.top_left)
 
 
 @functools.cache
-def _compile(stage_id: str, head_dim: int, causal: bool, dtype: str) -> object:
+def _compile(stage_id: str, head_dim: int, causal: bool, dtype: str, top_left: bool) -> object:
     stage, module = kernels.load(stage_id)
-    any_shape = Problem.square(1, 1, 1, head_dim, causal, dtype=dtype, direction=stage.direction)
+    any_shape = Problem.square(
+        1, 1, 1, head_dim, causal, dtype=dtype, direction=stage.direction, top_left=top_left
+    )
     return module.compile_kernel(any_shape, **stage.options)
 
 
@@ -137,6 +141,7 @@ def prepare(
     v: torch.Tensor,
     *,
     causal: bool = False,
+    top_left: bool = False,
     stage: str = FORWARD,
     out: torch.Tensor | None = None,
 ) -> tuple[object, object, Tensors]:
@@ -145,7 +150,7 @@ def prepare(
     Raises TypeError or ValueError for inputs the stage does not take, MemoryError when its scratch does not
     fit.
     """
-    problem = problem_of(q, k, v, causal)
+    problem = problem_of(q, k, v, causal, top_left)
     refuse(stage, problem)
     _check_device(stage, q)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -168,11 +173,12 @@ def prepare_backward(
     lse: torch.Tensor,
     *,
     causal: bool = False,
+    top_left: bool = False,
     stage: str = BACKWARD,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[object, object, Tensors]:
     """`prepare` for a backward stage."""
-    problem = problem_of(q, k, v, causal).with_(direction="bwd")
+    problem = problem_of(q, k, v, causal, top_left).with_(direction="bwd")
     _check_like("o", o, "q", q)
     _check_like("do", do, "q", q)
     _check_tensor("lse", lse)
@@ -204,8 +210,8 @@ def prepare_backward(
     return module, compile_stage(stage, problem), tensors
 
 
-def _attention(q, k, v, causal: bool, stage: str, out: torch.Tensor | None = None):
-    module, compiled, tensors = prepare(q, k, v, causal=causal, stage=stage, out=out)
+def _attention(q, k, v, causal: bool, top_left: bool, stage: str, out: torch.Tensor | None = None):
+    module, compiled, tensors = prepare(q, k, v, causal=causal, top_left=top_left, stage=stage, out=out)
     with torch.cuda.device(q.device):
         module.run_kernel(compiled, tensors)
     return tensors.o, tensors.lse
@@ -215,11 +221,11 @@ class _Differentiable(torch.autograd.Function):
     """Forward by a stage, backward by the stage BACKWARD. LSE is a second output without a gradient."""
 
     @staticmethod
-    def forward(ctx, q, k, v, causal: bool, stage: str):
-        o, lse = _attention(q, k, v, causal, stage)
+    def forward(ctx, q, k, v, causal: bool, top_left: bool, stage: str):
+        o, lse = _attention(q, k, v, causal, top_left, stage)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.mark_non_differentiable(lse)
-        ctx.causal = causal
+        ctx.mask = {"causal": causal, "top_left": top_left}
         return o, lse
 
     @staticmethod
@@ -229,8 +235,8 @@ class _Differentiable(torch.autograd.Function):
             check_layout("do", do)
         except ValueError:  # such as the expanded scalar that sum() hands back
             do = do.contiguous()
-        grads = attention_backward(do, *ctx.saved_tensors, causal=ctx.causal, stage=BACKWARD)
-        return *grads, None, None
+        grads = attention_backward(do, *ctx.saved_tensors, **ctx.mask, stage=BACKWARD)
+        return *grads, None, None, None
 
 
 def attention(
@@ -239,6 +245,7 @@ def attention(
     v: torch.Tensor,
     *,
     causal: bool = False,
+    top_left: bool = False,
     stage: str = FORWARD,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -250,16 +257,20 @@ def attention(
     scaled scores, fp32 (batch, heads, seqlen), which carries no gradient. `out` receives o instead of a new
     tensor.
 
+    With `causal` query i sees keys up to i + seqlen_kv − seqlen_q, a mask aligned at the bottom right; one
+    that sees none has o = 0 and lse = −∞. With `top_left` besides it sees keys up to i, as PyTorch's
+    `is_causal` means it. At equal lengths the two are one mask, and every stage takes either.
+
     Where autograd is on and an input requires a gradient, o has one, computed by the stage BACKWARD; `out` is
     then refused. Raises TypeError, ValueError or MemoryError before anything is launched.
     """
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v)):
         if out is not None:
             raise ValueError("out cannot be given where an input requires a gradient")
-        refuse(BACKWARD, problem_of(q, k, v, causal).with_(direction="bwd"))
-        o, lse = _Differentiable.apply(q, k, v, causal, stage)
+        refuse(BACKWARD, problem_of(q, k, v, causal, top_left).with_(direction="bwd"))
+        o, lse = _Differentiable.apply(q, k, v, causal, top_left, stage)
     else:
-        o, lse = _attention(q, k, v, causal, stage, out)
+        o, lse = _attention(q, k, v, causal, top_left, stage, out)
     return (o, lse) if return_lse else o
 
 
@@ -272,16 +283,18 @@ def attention_backward(
     lse: torch.Tensor,
     *,
     causal: bool = False,
+    top_left: bool = False,
     stage: str = BACKWARD,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `attention` by the kernel of `stage`, on PyTorch's current stream: dq, dk, dv.
 
-    do is the gradient of o; q, k, v, o, lse are what `attention` took and, with `return_lse`, gave. Layouts
-    as there, lse contiguous. `out`, three tensors like q, k and v, receives the gradients instead of new
-    ones. Raises TypeError, ValueError or MemoryError before anything is launched.
+    do is the gradient of o; q, k, v, o, lse are what `attention` took and, with `return_lse`, gave. Mask and
+    layouts as there, lse contiguous. `out`, three tensors like q, k and v, receives the gradients instead of
+    new ones. Raises TypeError, ValueError or MemoryError before anything is launched.
     """
-    module, compiled, tensors = prepare_backward(do, q, k, v, o, lse, causal=causal, stage=stage, out=out)
+    mask = {"causal": causal, "top_left": top_left}
+    module, compiled, tensors = prepare_backward(do, q, k, v, o, lse, **mask, stage=stage, out=out)
     with torch.cuda.device(q.device):
         if q.numel() and k.numel():
             module.run_kernel(compiled, tensors)

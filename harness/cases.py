@@ -56,40 +56,49 @@ def small(stage_id: str, **changes: object) -> list[Problem]:
 def inputs_for(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ...]:
     """Random q, k, v, and of a backward problem also o, lse, do."""
     q, k, v, *do = random_inputs(problem, seed=seed)
-    return ref_check.Expected(q, k, v, problem.causal, *do).inputs
+    return ref_check.Expected(q, k, v, problem.causal, *do, top_left=problem.top_left).inputs
 
 
-def ready(stage_id: str, inputs: tuple[torch.Tensor, ...], causal: bool) -> tuple[object, object, Tensors]:
+def ready(
+    stage_id: str, inputs: tuple[torch.Tensor, ...], causal: bool, top_left: bool = False
+) -> tuple[object, object, Tensors]:
     """`prepare` or `prepare_backward`: (module, compiled, tensors) of a stage for `Expected.inputs`."""
     if len(inputs) == 3:
-        return prepare(*inputs, causal=causal, stage=stage_id)
+        return prepare(*inputs, causal=causal, top_left=top_left, stage=stage_id)
     *inputs, do = inputs
-    return prepare_backward(do, *inputs, causal=causal, stage=stage_id)
+    return prepare_backward(do, *inputs, causal=causal, top_left=top_left, stage=stage_id)
 
 
-def run(stage_id: str, inputs: tuple[torch.Tensor, ...], causal: bool, out: object = None) -> Outputs:
+def run(
+    stage_id: str,
+    inputs: tuple[torch.Tensor, ...],
+    causal: bool,
+    out: object = None,
+    top_left: bool = False,
+) -> Outputs:
     """The stage's outputs through `attention` or `attention_backward`, for `Expected.inputs`."""
+    options = {"causal": causal, "top_left": top_left, "stage": stage_id, "out": out}
     if len(inputs) == 3:
-        found = attention(*inputs, causal=causal, stage=stage_id, out=out, return_lse=True)
-        return dict(zip(("o", "lse"), found))
+        return dict(zip(("o", "lse"), attention(*inputs, **options, return_lse=True)))
     *inputs, do = inputs
-    found = attention_backward(do, *inputs, causal=causal, stage=stage_id, out=out)
-    return dict(zip(("dq", "dk", "dv"), found))
+    return dict(zip(("dq", "dk", "dv"), attention_backward(do, *inputs, **options)))
 
 
-def run_poisoned(stage_id: str, inputs: tuple[torch.Tensor, ...], causal: bool) -> Outputs:
+def run_poisoned(
+    stage_id: str, inputs: tuple[torch.Tensor, ...], causal: bool, top_left: bool = False
+) -> Outputs:
     """The stage's outputs, into outputs and scratch filled with NaN."""
-    module, compiled, tensors = ready(stage_id, inputs, causal)
+    module, compiled, tensors = ready(stage_id, inputs, causal, top_left)
     module.run_kernel(compiled, poison(tensors))
     return tensors.outputs
 
 
-def judged(stage_id: str, q, k, v, do, causal: bool, what: object) -> Iterator[str]:
+def judged(stage_id: str, q, k, v, do, causal: bool, what: object, top_left: bool = False) -> Iterator[str]:
     """The pass rule; `do` is None for a forward stage."""
     stage, module = kernels.load(stage_id)
-    expected = ref_check.Expected(q, k, v, causal, do)
-    module, compiled, tensors = ready(stage_id, expected.inputs, causal)
-    rounding = ref_check.rounding_of(stage, module, problem_of(q, k, v, causal))
+    expected = ref_check.Expected(q, k, v, causal, do, top_left)
+    module, compiled, tensors = ready(stage_id, expected.inputs, causal, top_left)
+    rounding = ref_check.rounding_of(stage, module, problem_of(q, k, v, causal, top_left))
     yield from noted(expected.run(module, compiled, tensors, rounding), what)
 
 
@@ -144,26 +153,34 @@ def lengths(stage_id, args):
 def needle(stage_id, args):
     for n in NEEDLE_LENGTHS:
         for problem in small(stage_id, batch=1, heads=2, kv_heads=2, seqlen_q=n, seqlen_kv=n):
-            q, k, v, target = ref_check.needle_inputs(problem, "cuda")
-            found = run_poisoned(stage_id, (q, k, v), problem.causal)
-            wrong = (found["o"] != v[:, :, target]).any(-1).nonzero()
-            if len(wrong):
-                row = wrong[0, 2].item()
-                key = target[row].item()
-                yield f"{problem}: {len(wrong)} rows miss their key, first row {row} (key {key})"
-            ref_lse = ref_check.reference(q, k, v, problem.causal)[1]
-            off = (found["lse"] - ref_lse).abs()
-            if not (off <= ref_check.LSE_TOLERANCE * ref_lse.abs()).all():
-                yield f"{problem}: LSE off by {off.max().item():.3g}: a tile counted twice?"
+            yield from needle_in(stage_id, problem)
+
+
+def needle_in(stage_id: str, problem: Problem) -> Iterator[str]:
+    """What a stage makes of `needle_inputs`, or of a backward problem of `needle_gradient_inputs`."""
+    mask = {"causal": problem.causal, "top_left": problem.top_left}
+    if problem.direction == "bwd":
+        inputs, exact = ref_check.needle_gradient_inputs(problem, "cuda")
+        yield from ref_check.needles_missed(problem, run_poisoned(stage_id, inputs, **mask), exact)
+        return
+    q, k, v, target = ref_check.needle_inputs(problem, "cuda")
+    found = run_poisoned(stage_id, (q, k, v), **mask)
+    wrong = (found["o"] != v[:, :, target]).any(-1).nonzero()
+    if len(wrong):
+        row = wrong[0, 2].item()
+        key = target[row].item()
+        yield f"{problem}: {len(wrong)} rows miss their key, first row {row} (key {key})"
+    ref_lse = ref_check.reference(q, k, v, **mask)[1]
+    off = (found["lse"] - ref_lse).abs()
+    if not (off <= ref_check.LSE_TOLERANCE * ref_lse.abs()).all():
+        yield f"{problem}: LSE off by {off.max().item():.3g}: a tile counted twice?"
 
 
 @case("bwd")
 def gradient_needle(stage_id, args):
     for n in NEEDLE_LENGTHS:
         for problem in small(stage_id, batch=1, heads=2, kv_heads=2, seqlen_q=n, seqlen_kv=n):
-            inputs, exact = ref_check.needle_gradient_inputs(problem, "cuda")
-            found = run_poisoned(stage_id, inputs, problem.causal)
-            yield from ref_check.needles_missed(problem, found, exact)
+            yield from needle_in(stage_id, problem)
 
 
 @case()
@@ -268,31 +285,79 @@ def other_shapes(stage_id, args):
             yield f"{problem}: dq of queries that see no key is not zero"
 
 
+@case()
+def top_left_mask(stage_id, args):
+    """A causal mask aligned at the top left. At unequal lengths, rows past the last key see every key, and
+    keys past the last row are seen by none: computed correctly, or refused by name. At equal ones, where it
+    is the mask that every stage has, computed correctly."""
+    stage, module = kernels.load(stage_id)
+    plain = Problem.square(1, 4, 203, 64, True, direction=stage.direction, top_left=True)
+    problems = [
+        plain.with_(head_dim=d, **changes)
+        for d in HEAD_DIMS
+        for changes in (
+            {},
+            {"seqlen_kv": 1025},
+            {"seqlen_q": 1025},
+            {"seqlen_q": 1},  # the only query sees one key of 203
+            {"seqlen_kv": 1},
+            {"seqlen_q": 128, "seqlen_kv": 129},  # tiles of keys end where they are seen no more
+            {"seqlen_q": 129, "seqlen_kv": 128},
+            {"seqlen_q": 257, "seqlen_kv": 4161, "heads": 8, "kv_heads": 2},
+            {"seqlen_q": 4161, "seqlen_kv": 257, "heads": 8, "kv_heads": 2},
+            {"seqlen_q": 1025, "heads": 16, "kv_heads": 1},
+            {"seqlen_kv": 1025, "dtype": "float16"},
+            # More tiles than SMs: of keys, a CTA has some that are seen and some that are not.
+            {"batch": 4, "heads": 16, "kv_heads": 16, "seqlen_kv": 1025},
+        )
+    ]
+    for lengths in ((257, 1025), (1025, 257)):
+        wide = dict(zip(("seqlen_q", "seqlen_kv"), lengths))
+        problems.append(plain.with_(head_dim=256, kv_heads=2, **wide))
+    for problem in problems:
+        q, k, v, *do = random_inputs(problem)
+        if reason := module.supports(problem):
+            inputs = inputs_for(problem)
+            yield from refused(lambda: run(stage_id, inputs, True, top_left=True), ValueError, reason)
+            continue
+        yield from judged(stage_id, q, k, v, *(do or [None]), True, problem, top_left=True)
+        if problem.dtype == "bfloat16" and problem.heads == problem.kv_heads:
+            yield from needle_in(stage_id, problem)
+        if do and problem.seqlen_kv > problem.seqlen_q:
+            found = run_poisoned(stage_id, inputs_for(problem), True, top_left=True)
+            for name in ("dk", "dv"):
+                if found[name][:, :, problem.seqlen_q :].any():
+                    yield f"{problem}: {name} of keys that no query sees is not zero"
+
+
 @case("bwd")
 def after_the_forward_stage(stage_id, args):
     """Gradients from the O and LSE that FORWARD writes, and by autograd for the stage it runs."""
     stage, module = kernels.load(stage_id)
     wide = small(stage_id, heads=8, kv_heads=2, seqlen_q=257, seqlen_kv=1025)
-    for problem in (*small(stage_id), *wide):
+    high = small(stage_id, heads=8, kv_heads=2, seqlen_q=1025, seqlen_kv=257)
+    top_left = [problem.with_(top_left=True) for problem in (*wide, *high) if problem.causal]
+    for problem in (*small(stage_id), *wide, *top_left):
         if module.supports(problem):
             continue
         q, k, v, do = random_inputs(problem)
-        causal = problem.causal
-        o, lse = attention(q, k, v, causal=causal, stage=FORWARD, return_lse=True)
-        found = run(stage_id, (q, k, v, o, lse, do), causal)
-        expected = ref_check.Expected(q, k, v, causal, do)
+        mask = {"causal": problem.causal, "top_left": problem.top_left}
+        o, lse = attention(q, k, v, **mask, stage=FORWARD, return_lse=True)
+        found = run(stage_id, (q, k, v, o, lse, do), **mask)
+        expected = ref_check.Expected(q, k, v, do=do, **mask)
         rounding = ref_check.rounding_of(*kernels.load(FORWARD), problem.with_(direction="fwd"))
-        yard_o, yard_lse = ref_check.yardstick(q, k, v, causal, rounding), expected.saved[1]
-        yard = ref_check.yardstick_gradients(q, k, v, yard_o, yard_lse, do, causal, stage.rounds_p)
+        yard_o = ref_check.yardstick(q, k, v, rounds_p=rounding, **mask)
+        yard_inputs = q, k, v, yard_o, expected.saved[1], do
+        yard = ref_check.yardstick_gradients(*yard_inputs, rounds_p=stage.rounds_p, **mask)
         floors = ref_check.cancellation(q, k, v, do)
         yield from noted(ref_check.judge_gradients(found, expected.gradients, yard, floors), problem)
         if stage_id != BACKWARD:
             continue
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         for what, given in (("autograd", do), ("autograd of a sum", torch.ones_like(do))):
-            out = attention(*leaves, causal=causal)
+            out = attention(*leaves, **mask)
             grads = torch.autograd.grad(*((out, leaves, given) if given is do else (out.sum(), leaves)))
-            explicit = run(stage_id, (q, k, v, o, lse, given), causal)
+            explicit = run(stage_id, (q, k, v, o, lse, given), **mask)
             for name in differing(stage_id, dict(zip(explicit, grads)), explicit):
                 yield f"{problem}: {name} by {what} differs from attention_backward's"
 
@@ -532,10 +597,15 @@ def cuda_graph(stage_id, args):
 def repeats(stage_id, args):
     """Launches on the same tensors, scratch included, give the same; with float atomics the spread is
     printed."""
-    for problem in small(stage_id, seqlen_q=1025, seqlen_kv=1025):
+    square = small(stage_id, seqlen_q=1025, seqlen_kv=1025)
+    unequal = small(stage_id, seqlen_q=257, seqlen_kv=1025)
+    unequal = [problem.with_(top_left=True) for problem in unequal if problem.causal]
+    supports = kernels.load(stage_id)[1].supports
+    for problem in (*square, *(problem for problem in unequal if supports(problem) is None)):
         inputs = inputs_for(problem)
-        first = run_poisoned(stage_id, inputs, problem.causal)
-        module, compiled, tensors = ready(stage_id, inputs, problem.causal)
+        mask = {"causal": problem.causal, "top_left": problem.top_left}
+        first = run_poisoned(stage_id, inputs, **mask)
+        module, compiled, tensors = ready(stage_id, inputs, **mask)
         differ = 0
         spread = {name: torch.zeros((), device="cuda") for name in first}
         for _ in range(args.repeats):
@@ -599,9 +669,11 @@ def sanitizer(stage_id, args):
 
 
 def one_launch(stage_id: str) -> int:
-    for problem in small(stage_id, batch=1, heads=2, kv_heads=2, seqlen_q=113, seqlen_kv=113):
-        if problem.head_dim == 128:
-            run(stage_id, inputs_for(problem), problem.causal)
+    problems = small(stage_id, batch=1, heads=2, kv_heads=2, seqlen_q=113, seqlen_kv=113)
+    problems += [x.with_(seqlen_kv=401, top_left=True) for x in problems if x.causal]  # keys that none sees
+    for problem in problems:
+        if problem.head_dim == 128 and kernels.load(stage_id)[1].supports(problem) is None:
+            run(stage_id, inputs_for(problem), problem.causal, top_left=problem.top_left)
     torch.cuda.synchronize()
     return 0
 
@@ -611,24 +683,30 @@ def one_launch(stage_id: str) -> int:
 
 def run_model(stage_id: str) -> list[str]:
     """The stage's NumPy model in float64 against the reference: what can be checked without a GPU."""
-    stage, _ = kernels.load(stage_id)
+    stage, module = kernels.load(stage_id)
     by_name = models.MODELS if stage.direction == "fwd" else models.BACKWARD_MODELS
     model, failures = by_name[stage.model], []
-    for n in (1, 3, 64, 65, 203, 512):
-        for d in HEAD_DIMS:
-            for causal in (False, True):
-                problem = Problem.square(1, 1, n, d, causal, direction=stage.direction)
-                q, k, v, *do = (x.double() for x in random_inputs(problem, "cpu", seed=n))
-                expected = ref_check.Expected(q, k, v, causal, *do)
-                inputs, exact = (q, k, v), expected.forward
-                if do:
-                    inputs, exact = (q, k, v, *expected.forward, *do), expected.gradients
-                found = model(*(x[0, 0].numpy() for x in inputs), causal=causal)
-                off = max(abs(x - ref[0, 0].numpy()).max() for x, ref in zip(found, exact))
-                if not off <= 1e-12:
-                    failures.append(
-                        f"n{n} d{d} causal={causal}: {stage.model} is {off:.3g} away from the reference"
-                    )
+    square = Problem.square(1, 1, 1, 64, False, direction=stage.direction)
+    problems = [
+        square.with_(seqlen_q=n, seqlen_kv=n, head_dim=d, causal=causal)
+        for n in (1, 3, 64, 65, 203, 512)
+        for d in HEAD_DIMS
+        for causal in (False, True)
+    ]
+    top_left = square.with_(causal=True, top_left=True)
+    unequal = [top_left.with_(seqlen_q=n, seqlen_kv=m) for n, m in ((65, 203), (203, 65), (1, 3), (3, 1))]
+    problems += [problem for problem in unequal if module.supports(problem) is None]
+    for problem in problems:
+        mask = {"causal": problem.causal, "top_left": problem.top_left}
+        q, k, v, *do = (x.double() for x in random_inputs(problem, "cpu", seed=problem.seqlen_q))
+        expected = ref_check.Expected(q, k, v, do=do[0] if do else None, **mask)
+        inputs, exact = (q, k, v), expected.forward
+        if do:
+            inputs, exact = (q, k, v, *expected.forward, *do), expected.gradients
+        found = model(*(x[0, 0].numpy() for x in inputs), **mask)
+        off = max(abs(x - ref[0, 0].numpy()).max() for x, ref in zip(found, exact))
+        if not off <= 1e-12:
+            failures.append(f"{problem}: {stage.model} is {off:.3g} away from the reference")
     return failures
 
 

@@ -2,8 +2,9 @@
 
 One head: q (Nq, d), k (Nk, d), v (Nk, dv), of any one floating-point type, in which all arithmetic is done.
 Attention is O = softmax(scale·Q·Kᵀ)·V with scale 1/√d unless given; lse (Nq,) is the natural logarithm of a
-row's sum of exponentials. `causal` hides keys j > i and needs as many keys as queries. The derivations are in
-notes/mathematics.md; FA1 is arXiv 2205.14135, FA2 is arXiv 2307.08691.
+row's sum of exponentials. `causal` hides keys j > i and needs as many keys as queries, unless `top_left` says
+that a mask of unequal lengths is to be aligned there. The derivations are in notes/mathematics.md; FA1 is
+arXiv 2205.14135, FA2 is arXiv 2307.08691.
 """
 
 import math
@@ -35,24 +36,24 @@ def online_softmax(x: Array) -> Array:
 
 
 def safe_softmax_attention(
-    q: Array, k: Array, v: Array, *, causal: bool = False, scale: float | None = None
+    q: Array, k: Array, v: Array, *, causal: bool = False, top_left: bool = False, scale: float | None = None
 ) -> tuple[Array, Array]:
     """The definition: all scores, then their softmax, then the output. Returns o (Nq, dv) and lse (Nq,)."""
-    scale = _checked_scale(q, k, v, causal, scale)
+    scale = _checked_scale(q, k, v, causal, top_left, scale)
     s = _hide(q @ k.T * scale, 0, 0, len(k), causal)  # (Nq, Nk)
     p, lse = _three_passes(s)  # (Nq, Nk), (Nq,)
     return p @ v, lse
 
 
 def flash_attention_single_pass(
-    q: Array, k: Array, v: Array, *, causal: bool = False, scale: float | None = None
+    q: Array, k: Array, v: Array, *, causal: bool = False, top_left: bool = False, scale: float | None = None
 ) -> tuple[Array, Array]:
     """One key at a time; after key j, o is the attention over keys 0…j. Returns o (Nq, dv) and lse (Nq,).
 
     The online softmax carried on to the output: with m and l the running maximum and sum,
     o_j = o_(j−1) · l_(j−1)·e^(m_(j−1) − m_j)/l_j + v_j · e^(s_j − m_j)/l_j.
     """
-    scale = _checked_scale(q, k, v, causal, scale)
+    scale = _checked_scale(q, k, v, causal, top_left, scale)
     o, row_max, row_sum = _empty_state(q, v)
     for j in range(len(k)):
         rows = slice(j if causal else 0, None)  # the queries that see key j
@@ -68,10 +69,17 @@ def flash_attention_single_pass(
 
 
 def flash_attention_tiled(
-    q: Array, k: Array, v: Array, *, causal: bool = False, scale: float | None = None, tile_kv: int = 64
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    top_left: bool = False,
+    scale: float | None = None,
+    tile_kv: int = 64,
 ) -> tuple[Array, Array]:
     """The single pass, `tile_kv` keys a step, all queries at once. Returns o (Nq, dv) and lse (Nq,)."""
-    scale = _checked_scale(q, k, v, causal, scale)
+    scale = _checked_scale(q, k, v, causal, top_left, scale)
     o, row_max, row_sum = _empty_state(q, v)
     for key in _starts(len(k), tile_kv):
         s = q @ _load(k, key, tile_kv).T * scale  # (Nq, tile_kv)
@@ -91,6 +99,7 @@ def flash_attention_1(
     v: Array,
     *,
     causal: bool = False,
+    top_left: bool = False,
     scale: float | None = None,
     tile_q: int = 64,
     tile_kv: int = 64,
@@ -100,7 +109,7 @@ def flash_attention_1(
     o, row_max and row_sum stand for global memory: a step reads a tile of each and writes it back,
     o normalised.
     """
-    scale = _checked_scale(q, k, v, causal, scale)
+    scale = _checked_scale(q, k, v, causal, top_left, scale)
     o, row_max, row_sum = _empty_state(q, v)
     for key in _starts(len(k), tile_kv):
         k_tile, v_tile = _load(k, key, tile_kv), _load(v, key, tile_kv)
@@ -126,6 +135,7 @@ def flash_attention_2(
     v: Array,
     *,
     causal: bool = False,
+    top_left: bool = False,
     scale: float | None = None,
     tile_q: int = 64,
     tile_kv: int = 64,
@@ -135,7 +145,7 @@ def flash_attention_2(
     The division comes once, after the last tile. Only tiles that meet the diagonal or the end of the keys are
     masked; those past the diagonal are not visited.
     """
-    scale = _checked_scale(q, k, v, causal, scale)
+    scale = _checked_scale(q, k, v, causal, top_left, scale)
     o, lse = np.empty((len(q), v.shape[1]), q.dtype), np.empty(len(q), q.dtype)
     for row in _starts(len(q), tile_q):
         q_tile = q[row : row + tile_q]  # (rows, d)
@@ -166,6 +176,7 @@ def flash_attention_2_backward(
     do: Array,
     *,
     causal: bool = False,
+    top_left: bool = False,
     scale: float | None = None,
     tile_q: int = 64,
     tile_kv: int = 64,
@@ -175,7 +186,7 @@ def flash_attention_2_backward(
     P is recomputed from lse; dS = P∘(dP − D) with D = rowsum(dO∘O), of length Nq. dk and dv of a key tile are
     complete after its inner loop; dq gathers from every key tile, which on a GPU takes atomic additions.
     """
-    scale = _checked_scale(q, k, v, causal, scale)
+    scale = _checked_scale(q, k, v, causal, top_left, scale)
     delta = (do * o).sum(axis=1)  # D (Nq,)
     dq, dk, dv = np.zeros_like(q), np.empty_like(k), np.empty_like(v)
     for key in _starts(len(k), tile_kv):
@@ -248,7 +259,7 @@ def _empty_state(q: Array, v: Array) -> tuple[Array, Array, Array]:
     return np.zeros((n, v.shape[1]), q.dtype), np.full(n, -np.inf, q.dtype), np.zeros(n, q.dtype)
 
 
-def _checked_scale(q: Array, k: Array, v: Array, causal: bool, scale: float | None) -> float:
+def _checked_scale(q: Array, k: Array, v: Array, causal: bool, top_left: bool, scale: float | None) -> float:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 2 or not np.issubdtype(x.dtype, np.floating):
             raise ValueError(f"{name} must be a floating-point matrix, got {x.dtype} of shape {x.shape}")
@@ -256,6 +267,8 @@ def _checked_scale(q: Array, k: Array, v: Array, causal: bool, scale: float | No
         raise ValueError(f"q and k must have the same head_dim, got {q.shape[1]} and {k.shape[1]}")
     if len(k) != len(v):
         raise ValueError(f"k and v must have the same length, got {len(k)} and {len(v)}")
-    if causal and len(q) != len(k):
-        raise ValueError(f"causal needs q and k of the same length, got {len(q)} and {len(k)}")
+    if top_left and not causal:
+        raise ValueError("top_left aligns a causal mask, and there is none: causal is False")
+    if causal and not top_left and len(q) != len(k):
+        raise ValueError(f"causal needs q and k of the same length or top_left, got {len(q)} and {len(k)}")
     return 1.0 / math.sqrt(q.shape[1]) if scale is None else scale

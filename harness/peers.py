@@ -43,8 +43,17 @@ class Peer:
         return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
 
 
+def _check_alignment(problem: Problem, top_left: bool) -> None:
+    """Raise ValueError unless the problem's mask is that of a peer that aligns a causal one at the top left,
+    or at the bottom right: another mask would be timed as if it were the problem's."""
+    if problem.causal and problem.seqlen_q != problem.seqlen_kv and problem.top_left != top_left:
+        raise ValueError(f"aligns a causal mask at the {'top left' if top_left else 'bottom right'}")
+
+
 def _sdpa(backend: SDPBackend) -> Forward:
     def forward(problem, q, k, v):
+        _check_alignment(problem, top_left=True)
+
         def call():
             with sdpa_kernel(backend):
                 return F.scaled_dot_product_attention(
@@ -60,6 +69,7 @@ def _flex(problem, q, k, v):
     from torch._functorch import config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    _check_alignment(problem, top_left=True)
     mask = None
     if problem.causal:
         mask = create_block_mask(
@@ -73,6 +83,8 @@ def _flex(problem, q, k, v):
 
 def _fa4(problem, q, k, v):
     from flash_attn.cute import flash_attn_func
+
+    _check_alignment(problem, top_left=False)
 
     def call():
         found = flash_attn_func(q, k, v, causal=problem.causal)

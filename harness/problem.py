@@ -40,7 +40,11 @@ H100_SXM = Gpu("NVIDIA H100 SXM", sms=132, clock_ghz=1.98, hbm_bytes_per_s=3.35e
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention problem. Tensors are (batch, heads, seqlen, head_dim) with a unit last stride."""
+    """One attention problem. Tensors are (batch, heads, seqlen, head_dim) with a unit last stride.
+
+    A causal mask is aligned at the bottom right: query i sees keys up to i + seqlen_kv − seqlen_q. With
+    `top_left` it is aligned there: query i sees keys up to i. At equal lengths the two are the same mask.
+    """
 
     batch: int
     heads: int
@@ -51,6 +55,13 @@ class Problem:
     causal: bool
     dtype: str = "bfloat16"
     direction: str = "fwd"
+    top_left: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.top_left, bool):
+            raise TypeError(f"top_left must be True or False, not {self.top_left!r}")
+        if self.top_left and not self.causal:
+            raise ValueError("top_left aligns a causal mask, and there is none: causal is False")
 
     @staticmethod
     def square(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool, **rest: object) -> "Problem":
@@ -83,7 +94,7 @@ class Problem:
         return replace(self, **changes)
 
     def __str__(self) -> str:
-        causal = "causal" if self.causal else "full"
+        causal = ("causal top-left" if self.top_left else "causal") if self.causal else "full"
         heads = f"h{self.heads}" if self.heads == self.kv_heads else f"h{self.heads}:{self.kv_heads}"
         n = f"n{self.seqlen_q}" if self.seqlen_q == self.seqlen_kv else f"n{self.seqlen_q}:{self.seqlen_kv}"
         return f"b{self.batch} {heads} {n} d{self.head_dim} {causal} {self.dtype}"

@@ -53,6 +53,7 @@ class Row:
     head_dim: int
     causal: bool
     dtype: str
+    top_left: bool = False
     ms_median: float | None = None
     ms_iqr: float | None = None
     tflops: float | None = None
@@ -100,6 +101,7 @@ class Row:
 
 
 ROW_TYPES = get_type_hints(Row)
+ONLY_WHERE_TRUE = ("top_left",)  # fields that a file's rows otherwise lack
 TIMING_FIELDS = ("ms_median", "ms_iqr", "tflops", "tflops_sustained")
 
 
@@ -145,7 +147,7 @@ class Results:
         write = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
         pairs = sorted(self.environment.items())
         environment = ",\n  ".join(f"{write(key)}: {write(value)}" for key, value in pairs)
-        lines = ",\n  ".join(write(asdict(row)) for row in rows)
+        lines = ",\n  ".join(write(_written(row)) for row in rows)
         text = (
             f'{{\n"schema": {SCHEMA},\n"stage": {write(self.stage)},\n'
             f'"environment": {{\n  {environment}\n}},\n"rows": [\n  {lines}\n]\n}}\n'
@@ -259,9 +261,14 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def _written(row: Row) -> dict[str, Any]:
+    """The row as a file has it."""
+    return {name: value for name, value in asdict(row).items() if value or name not in ONLY_WHERE_TRUE}
+
+
 def _order(row: Row, stage: str) -> tuple:
     """Rows in a file: by problem, and for one problem the stage first."""
-    kind = (row.direction, row.dtype, row.head_dim, row.causal)
+    kind = (row.direction, row.dtype, row.head_dim, row.causal, row.top_left)
     shape = (row.seqlen_q, row.seqlen_kv, row.batch, row.heads, row.kv_heads)
     return *kind, *shape, row.provider != stage, row.provider
 
@@ -274,7 +281,7 @@ def _parse(data: object) -> Results:
         _require(isinstance(data[key], kind), f"{key} is not a {kind.__name__}")
     for number, row in enumerate(data["rows"], start=1):
         _require(isinstance(row, dict), f"row {number} is not an object")
-        _exactly(row, tuple(ROW_TYPES), f"row {number}")
+        _exactly(row, tuple(ROW_TYPES), f"row {number}", ONLY_WHERE_TRUE)
     return Results(data["stage"], data["environment"], [Row(**row) for row in data["rows"]])
 
 
@@ -283,8 +290,10 @@ def _require(condition: bool, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-def _exactly(found: dict[str, Any], expected: tuple[str, ...], where: str) -> None:
-    missing = [key for key in expected if key not in found]
+def _exactly(
+    found: dict[str, Any], expected: tuple[str, ...], where: str, optional: tuple[str, ...] = ()
+) -> None:
+    missing = [key for key in expected if key not in found and key not in optional]
     unknown = [key for key in found if key not in expected]
     _require(not missing, f"{where} lacks {', '.join(missing)}")
     _require(not unknown, f"{where} has unknown {', '.join(unknown)}")
@@ -315,6 +324,8 @@ def _row_defect(row: Row, stage: str) -> str | None:
             return f"{name} is {value!r}, not a finite number"
     if row.direction not in DIRECTIONS:
         return f"direction is {row.direction!r}; it is one of {', '.join(DIRECTIONS)}"
+    if row.top_left and not row.causal:
+        return "has top_left without causal"
     if row.check not in ("pass", None):
         return f"check is {row.check!r}; it is 'pass' or nothing"
     timed = [name for name in TIMING_FIELDS if getattr(row, name) is not None]

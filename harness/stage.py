@@ -3,7 +3,9 @@
 A kernel file has `STAGES`, a tuple of `Stage`, and
 
 - `supports(problem) -> str | None`: why its stages refuse the problem, the other direction included, or None.
-  The harness raises the reason, after the stage's id, as a ValueError before anything is launched.
+  The harness raises the reason, after the stage's id, as a ValueError before anything is launched. A stage
+  that takes unequal lengths computes both alignments of a causal mask (`Problem.top_left`) or refuses one; at
+  equal lengths they are one mask, and need no telling apart.
 - `workspace(problem) -> {name: (shape, dtype)}`: scratch the harness allocates, by the rule in
   `harness.inputs.allocate` on what starts at zero.
 - `compile_kernel(problem, **options) -> compiled`: needs no tensors and no GPU. Head_dim, mask and dtype are

@@ -10,8 +10,8 @@ What changes      against bwd3: persistent CTAs and a tile counter; a warp that 
                   lengths. `bwd4_det` adds to dQ in one order, whatever order the CTAs arrive in.
 What does not     preprocess and postprocess, who owns what, which products take registers.
 Supports          bf16 and fp16; head_dim 64 and 128; seqlen_q and seqlen_kv ≥ 1; GQA and MQA. A causal mask
-                  is aligned at the bottom right, as k6's; a query that sees no key gives and gets no
-                  gradient.
+                  is aligned at the bottom right or, with top_left, there, as k6's; a query that sees no key,
+                  and a key that no query sees, gives and gets no gradient.
 """
 
 import math
@@ -133,8 +133,11 @@ def bulk_add(target: object, source: object, size: int, *, loc: object = None, i
 class Backward:
     """The CTA: two consumers of 64 keys each, then a warpgroup of which one warp loads and two add dQ."""
 
-    def __init__(self, head_dim: int, causal: bool, dtype: type, deterministic: bool, config: Config):
+    def __init__(
+        self, head_dim: int, causal: bool, dtype: type, deterministic: bool, config: Config, top_left: bool
+    ):
         self.head_dim, self.causal, self.dtype, self.deterministic = head_dim, causal, dtype, deterministic
+        self.top_left = top_left  # where a causal mask is aligned
         self.tile_q, self.stages, self.k_stages = config.tile_q, config.stages, config.k_stages
         self.early_dV = config.early_dV
         self.blocks = self.tile_q // ROWS  # of 64 queries
@@ -518,7 +521,7 @@ class Backward:
                 row = first_key + where_S[r, 0][0]
                 hidden = Int32(0)  # queries from first_query + query on
                 if const_expr(self.causal):
-                    hidden = row - (seqlen_kv - seqlen_q) - first_query - query
+                    hidden = row - self.offset(seqlen_q, seqlen_kv) - first_query - query
                 if row >= seqlen_kv:
                     hidden = Int32(self.tile_q)
                 for c in range_constexpr(cute.size(S, mode=[1])):
@@ -545,13 +548,18 @@ class Backward:
             cute.autovec_copy(pairs, cute.make_tensor(rX.iterator + 16 * block, cute.make_layout((2, 8))))
         return rX
 
+    def offset(self, seqlen_q, seqlen_kv):
+        """Of a causal mask's diagonal: query i sees keys up to i + offset."""
+        return 0 if self.top_left else seqlen_kv - seqlen_q
+
     @cute.jit
     def q_tiles(self, kv_block, seqlen_q, seqlen_kv):
         """(first, masked, last): the tiles of queries that see some of the keys, from `masked` on all."""
         last = cute.ceil_div(seqlen_q, self.tile_q)
         first, masked = Int32(0), Int32(0)
         if const_expr(self.causal):
-            query = kv_block * TILE_KV - (seqlen_kv - seqlen_q)  # the first that sees the first key
+            # the first that sees the first key
+            query = kv_block * TILE_KV - self.offset(seqlen_q, seqlen_kv)
             first = cutlass.min(last, cutlass.max(0, query) // self.tile_q)
             all_seen = cutlass.max(0, query + TILE_KV - 1)  # from this query on
             masked = cutlass.min(last, cute.ceil_div(all_seen, self.tile_q))
@@ -568,7 +576,8 @@ class Backward:
         turn, final = kv_block, kv_block == cute.ceil_div(seqlen_kv, TILE_KV) - 1
         if const_expr(self.causal):
             # From the diagonal to the left: CTAs that begin together reach the tile in this order.
-            keys = cutlass.min(seqlen_kv, (q_tile + 1) * self.tile_q + seqlen_kv - seqlen_q)
+            offset = self.offset(seqlen_q, seqlen_kv)
+            keys = cutlass.min(seqlen_kv, (q_tile + 1) * self.tile_q + offset)
             turn, final = cute.ceil_div(keys, TILE_KV) - 1 - kv_block, kv_block == 0
         return turn, final
 
@@ -636,9 +645,10 @@ class FlashAttentionBackward:
         dtype: str,
         deterministic: bool = False,
         config: Config | None = None,
+        top_left: bool = False,
     ):
         element = getattr(cutlass, {"bfloat16": "BFloat16", "float16": "Float16"}[dtype])
-        self.main = Backward(head_dim, causal, element, deterministic, config or CONFIGS[head_dim])
+        self.main = Backward(head_dim, causal, element, deterministic, config or CONFIGS[head_dim], top_left)
         self.preprocess, self.postprocess = Preprocess(head_dim), Postprocess(head_dim)
 
     @cute.jit
@@ -669,14 +679,24 @@ def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
     }
 
 
+def kernel_for(problem: Problem, **options: object) -> FlashAttentionBackward:
+    """The kernels of the problem's head_dim, mask and type."""
+    mask = {"causal": problem.causal, "top_left": problem.top_left}
+    return FlashAttentionBackward(problem.head_dim, dtype=problem.dtype, **mask, **options)
+
+
 def work(problem: Problem, **options: object) -> list[Work]:
-    kernel = FlashAttentionBackward(problem.head_dim, problem.causal, problem.dtype, **options).main
-    heads, kv_blocks = problem.batch * problem.heads, math.ceil(problem.seqlen_kv / TILE_KV)
+    kernel = kernel_for(problem, **options).main
     last, masked, unmasked = math.ceil(problem.seqlen_q / kernel.tile_q), 0, 0
+    keys = problem.seqlen_kv
+    if problem.top_left:  # no tile of queries sees later ones, whose passes have no product
+        keys = min(keys, last * kernel.tile_q)
+    heads, kv_blocks = problem.batch * problem.heads, math.ceil(keys / TILE_KV)
     for kv_block in range(kv_blocks):
         first = split = 0
         if problem.causal:
-            query = kv_block * TILE_KV - (problem.seqlen_kv - problem.seqlen_q)
+            offset = 0 if problem.top_left else problem.seqlen_kv - problem.seqlen_q
+            query = kv_block * TILE_KV - offset
             first = min(last, max(0, query) // kernel.tile_q)
             split = math.ceil(max(0, query + TILE_KV - 1) / kernel.tile_q)
         if (kv_block + 1) * TILE_KV > problem.seqlen_kv:
@@ -703,7 +723,7 @@ def work(problem: Problem, **options: object) -> list[Work]:
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:
-    kernel = FlashAttentionBackward(problem.head_dim, problem.causal, problem.dtype, **options)
+    kernel = kernel_for(problem, **options)
     q, *rest = fake_gqa_backward(problem.head_dim, problem.dtype)
     order = (cute.sym_int(), cute.sym_int())
     order = make_fake_tensor(Int32, order, (cute.sym_int64(), 1), assumed_align=4)

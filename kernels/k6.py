@@ -10,8 +10,9 @@ What changes      against k6_2: persistent CTAs and a tile counter; keys from ri
                   for long; fp16, GQA, unequal lengths, head_dim 256. Nobody waits for a turn any more.
 What does not     rings, warp specialisation, the half-tile lag of P·V behind Q·Kᵀ.
 Supports          bf16 and fp16; head_dim 64, 128, 256; seqlen_q and seqlen_kv ≥ 1; GQA and MQA. A causal mask
-                  is aligned at the bottom right: query i sees keys up to i + seqlen_kv − seqlen_q. A query
-                  that sees none gives O = 0 and LSE = −∞.
+                  is aligned at the bottom right, where query i sees keys up to i + seqlen_kv − seqlen_q, or
+                  with top_left there, where it sees keys up to i. A query that sees none gives O = 0 and
+                  LSE = −∞.
 """
 
 import math
@@ -115,8 +116,9 @@ SMEM_MAX = 232448  # bytes a CTA may have on Hopper; 1 KiB of it is left to the 
 class Forward:
     """One tile shape. The CTA: `consumers` warpgroups, then a warpgroup of which one warp loads."""
 
-    def __init__(self, head_dim: int, causal: bool, dtype: type, config: Config):
+    def __init__(self, head_dim: int, causal: bool, dtype: type, config: Config, top_left: bool = False):
         self.head_dim, self.causal, self.dtype, self.config = head_dim, causal, dtype, config
+        self.top_left = top_left  # where a causal mask is aligned
         self.consumers, self.tile_kv, self.stages = config.consumers, config.tile_kv, config.stages
         self.tile_q = ROWS * self.consumers
         self.threads = WARPGROUP * (self.consumers + 1)
@@ -293,7 +295,8 @@ class Forward:
                 # 3. main loop: tiles with hidden keys, then the others
                 masked = Int32(1)  # without a causal mask only the last tile, which is done
                 if const_expr(self.causal):
-                    seen = cutlass.max(0, first_row + 1 + seqlen_kv - seqlen_q)  # by the consumer's first row
+                    # by the consumer's first row
+                    seen = cutlass.max(0, self.diagonal(first_row + 1, seqlen_q, seqlen_kv))
                     visible = cutlass.min(seen, seqlen_kv) // self.tile_kv
                     masked = cutlass.max(1, own_blocks - visible)
                     for i in range(1, masked, unroll=1):
@@ -368,7 +371,7 @@ class Forward:
             row, key = where_S[r, 0]  # of the thread's first column; the rest are static
             last_key = seqlen_kv - 1
             if const_expr(self.causal):
-                last_key = cutlass.min(last_key, first_row + row + seqlen_kv - seqlen_q)
+                last_key = cutlass.min(last_key, self.diagonal(first_row + row, seqlen_q, seqlen_kv))
             visible = last_key - (kv_block * self.tile_kv + key)
             for c in range_constexpr(cute.size(S, mode=[1])):
                 S[r, c] = S[r, c] if first_S[0, c][1] <= visible else -Float32.inf
@@ -406,12 +409,17 @@ class Forward:
             if cute.arch.vote_any_sync(row_sum[0] + row_sum[1] < -1.0):
                 cute.arch.sync_warp()
 
+    def diagonal(self, row, seqlen_q, seqlen_kv):
+        """The last key that query `row` sees, and how many the `row` queries before it see, if there are so
+        many."""
+        return row if self.top_left else row + seqlen_kv - seqlen_q
+
     @cute.jit
     def kv_blocks(self, rows, seqlen_q, seqlen_kv):
         """Tiles of keys that some of the first `rows` queries sees; at least one, so that O is written."""
         keys = seqlen_kv
         if const_expr(self.causal):
-            keys = cutlass.max(1, cutlass.min(seqlen_kv, rows + seqlen_kv - seqlen_q))
+            keys = cutlass.max(1, cutlass.min(seqlen_kv, self.diagonal(rows, seqlen_q, seqlen_kv)))
         return cute.ceil_div(keys, self.tile_kv)
 
     @cute.jit
@@ -437,11 +445,13 @@ class ForwardLong(Forward):
 
 
 class FlashAttentionForward:
-    def __init__(self, head_dim: int, causal: bool, dtype: str, config: Config | None = None):
+    def __init__(
+        self, head_dim: int, causal: bool, dtype: str, config: Config | None = None, top_left: bool = False
+    ):
         short, self.limit, long = CONFIGS[head_dim, causal] if config is None else (config, 0, config)
         element = getattr(cutlass, {"bfloat16": "BFloat16", "float16": "Float16"}[dtype])
-        self.short = ForwardShort(head_dim, causal, element, short)
-        self.long = ForwardLong(head_dim, causal, element, long)
+        self.short = ForwardShort(head_dim, causal, element, short, top_left)
+        self.long = ForwardLong(head_dim, causal, element, long, top_left)
 
     def for_keys(self, seqlen_kv: int) -> Forward:
         return self.short if seqlen_kv <= self.limit else self.long
@@ -479,11 +489,16 @@ def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
     return {"counter": ((1,), "int32")}  # of tiles taken; two launches at once must not share it
 
 
+def kernel_for(problem: Problem, config: Config | None = None) -> FlashAttentionForward:
+    """The kernels of the problem's head_dim, mask and type."""
+    return FlashAttentionForward(problem.head_dim, problem.causal, problem.dtype, config, problem.top_left)
+
+
 def work(problem: Problem, config: Config | None = None) -> list[Work]:
-    kernel = FlashAttentionForward(problem.head_dim, problem.causal, problem.dtype, config)
-    kernel = kernel.for_keys(problem.seqlen_kv)
+    kernel = kernel_for(problem, config).for_keys(problem.seqlen_kv)
     heads, q_blocks = problem.batch * problem.heads, math.ceil(problem.seqlen_q / kernel.tile_q)
-    offset, blocks, masked = problem.seqlen_kv - problem.seqlen_q, 0, 0
+    offset = 0 if problem.top_left else problem.seqlen_kv - problem.seqlen_q
+    blocks = masked = 0
     for first_row in range(0, q_blocks * kernel.tile_q, ROWS):
         visible, keys = problem.seqlen_kv // kernel.tile_kv, problem.seqlen_kv
         if problem.causal:
@@ -512,8 +527,7 @@ def work(problem: Problem, config: Config | None = None) -> list[Work]:
 
 def lazy_maximum(problem: Problem, config: Config | None = None) -> tuple[int, float]:
     """What P is rounded relative to: tiles of so many keys, a maximum up to so many powers of two behind."""
-    kernel = FlashAttentionForward(problem.head_dim, problem.causal, problem.dtype, config)
-    return kernel.for_keys(problem.seqlen_kv).tile_kv, GROWTH
+    return kernel_for(problem, config).for_keys(problem.seqlen_kv).tile_kv, GROWTH
 
 
 VARIANTS = {str(config): {"config": config} for configs in CANDIDATES.values() for config in configs}
@@ -526,7 +540,7 @@ def variants_for(problem: Problem) -> list[str]:
 
 def compile_kernel(problem: Problem, **options: object) -> object:
     q, k, v, o = fake_gqa(problem.head_dim, problem.dtype)
-    kernel = FlashAttentionForward(problem.head_dim, problem.causal, problem.dtype, **options)
+    kernel = kernel_for(problem, **options)
     counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
     return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), counter)
 

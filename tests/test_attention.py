@@ -1,6 +1,7 @@
 """What the front end refuses, with the exception's type and words, and what it lets through."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -102,6 +103,8 @@ def test_wrong_tensors(make: Callable[[], tuple], error: type[Exception], words:
 def test_problem_of() -> None:
     q, k = bf16(2, 6, 33, 128), bf16(2, 3, 65, 128)
     assert problem_of(q, k, k, causal=True) == Problem(2, 6, 3, 33, 65, 128, True)
+    top_left = problem_of(q, k, k, causal=True, top_left=True)
+    assert top_left == Problem(2, 6, 3, 33, 65, 128, True, top_left=True)
     assert problem_of(q.half(), k.half(), k.half()).dtype == "float16"
     assert problem_of(q, q, q) == Problem.square(2, 6, 33, 128, False)
     assert problem_of(q.mT.contiguous().mT, q, q) == Problem.square(2, 6, 33, 128, False)
@@ -172,6 +175,56 @@ def test_k1_refuses_more_blocks_than_a_grid_has() -> None:
 def test_every_stage_takes_the_sweep(stage_id: str) -> None:
     stage, module = kernels.load(stage_id)
     assert [module.supports(problem) for problem in sweep(stage.direction)] == [None] * 24
+
+
+# Where a causal mask is aligned
+
+TAKES_UNEQUAL_LENGTHS = {"k6", "bwd4", "bwd4_det"}
+
+
+@pytest.mark.parametrize("stage_id", STAGES)
+def test_top_left_is_taken_where_it_is_computed(stage_id: str) -> None:
+    """At equal lengths it is every stage's mask; at others a stage knows both alignments, or refuses."""
+    problem = Problem.square(2, 4, 64, 64, True, direction=direction_of(stage_id), top_left=True)
+    refuse(stage_id, problem)
+    for unequal in (problem.with_(seqlen_q=63), problem.with_(seqlen_kv=63)):
+        if stage_id in TAKES_UNEQUAL_LENGTHS:
+            refuse(stage_id, unequal)
+            continue
+        with pytest.raises(ValueError, match=f"^{stage_id} takes equal query and key lengths, not 6"):
+            refuse(stage_id, unequal)
+
+
+@pytest.mark.parametrize("call", [problem_of, attention, prepare])
+def test_wrong_top_left(call: Callable) -> None:
+    with pytest.raises(ValueError, match="top_left aligns a causal mask, and there is none: causal is False"):
+        call(Q, Q, Q, top_left=True)
+    for wrong in ("bottom-right", 1, None):
+        with pytest.raises(TypeError, match=f"top_left must be True or False, not {wrong!r}"):
+            call(Q, Q, Q, causal=True, top_left=wrong)
+
+
+def test_wrong_top_left_of_the_backward_pass() -> None:
+    with pytest.raises(ValueError, match="top_left aligns a causal mask, and there is none"):
+        attention_backward(**backward_inputs(), top_left=True)
+    with pytest.raises(TypeError, match="top_left must be True or False, not 'yes'"):
+        attention_backward(**backward_inputs(), causal=True, top_left="yes")
+
+
+def test_what_is_compiled_knows_the_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    class Module:
+        compile_kernel = staticmethod(lambda problem, **options: compiled.append(problem) or object())
+
+    stage = kernels.load("k6")[0]
+    monkeypatch.setattr(front.kernels, "load", lambda stage_id: (stage, Module))
+    monkeypatch.setattr(front, "_compile", functools.cache(front._compile.__wrapped__))
+    problem = Problem.square(2, 4, 64, 64, True)
+    first, other = (front.compile_stage("k6", problem.with_(top_left=x)) for x in (False, True))
+    assert first is not other
+    assert other is front.compile_stage("k6", problem.with_(top_left=True, seqlen_q=7))
+    assert [x.top_left for x in compiled] == [False, True]
 
 
 def test_unknown_stage() -> None:
@@ -496,17 +549,18 @@ def differentiable(pretend: Callable, monkeypatch: pytest.MonkeyPatch) -> list[T
         supports = staticmethod(lambda problem: "takes head_dim 64" if problem.head_dim != 64 else None)
 
         @staticmethod
-        def run_kernel(causal: bool, t: Tensors) -> None:
+        def run_kernel(mask: dict[str, bool], t: Tensors) -> None:
             if t.do is None:
-                results = ref_check.reference(t.q, t.k, t.v, causal)
+                results = ref_check.reference(t.q, t.k, t.v, **mask)
             else:
                 launches.append(t)
-                results = ref_check.reference_gradients(t.q, t.k, t.v, t.o, t.lse, t.do, causal)
+                results = ref_check.reference_gradients(t.q, t.k, t.v, t.o, t.lse, t.do, **mask)
             for x, result in zip(t.outputs.values(), results):
                 x.copy_(result)
 
     monkeypatch.setattr(front.kernels, "load", lambda stage_id: (None, Module))
-    monkeypatch.setattr(front, "compile_stage", lambda stage_id, problem: problem.causal)
+    mask_of = lambda stage_id, problem: {"causal": problem.causal, "top_left": problem.top_left}
+    monkeypatch.setattr(front, "compile_stage", mask_of)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return launches
@@ -516,15 +570,20 @@ def leaves(problem: Problem) -> list[torch.Tensor]:
     return [x.requires_grad_() for x in random_inputs(problem, "cpu")]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_is_differentiable(causal: bool, differentiable: list[Tensors]) -> None:
-    q, k, v = leaves(Problem(2, 4, 2, 17, 33, 64, causal))
-    o, lse = attention(q, k, v, causal=causal, return_lse=True)
+@pytest.mark.parametrize("lengths", [(17, 33), (33, 17)])
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"causal": True, "top_left": True}])
+def test_attention_is_differentiable(
+    mask: dict[str, bool], lengths: tuple[int, int], differentiable: list[Tensors]
+) -> None:
+    mask = {"causal": False, "top_left": False} | mask
+    q, k, v = leaves(Problem(2, 4, 2, *lengths, 64, **mask))
+    o, lse = attention(q, k, v, **mask, return_lse=True)
     assert o.requires_grad
     assert not lse.requires_grad
     do = torch.randn_like(o)
     grads = torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-    expected = ref_check.Expected(*(x.detach() for x in (q, k, v)), causal, do)
+    expected = ref_check.Expected(*(x.detach() for x in (q, k, v)), do=do, **mask)
+    assert torch.allclose(o.double(), expected.forward[0], rtol=2**-7, atol=2**-7)
     for x, ref in zip(grads, expected.gradients):
         assert x.dtype == q.dtype
         assert torch.allclose(x.double(), ref, rtol=2**-7, atol=2**-7 * ref.abs().max().item())

@@ -59,15 +59,15 @@ class Kernel:
     def workspace(self, problem: Problem) -> dict:
         return {"zero_sum": ((3,), "float32")}
 
-    def run_kernel(self, causal: bool, t: Tensors) -> None:
+    def run_kernel(self, mask: dict[str, bool], t: Tensors) -> None:
         read = t
         if self.reading:
             read = dataclasses.replace(t, **{name: getattr(t, name).clone() for name in ("q", "k", "v")})
             self.reading(read)
         if t.do is None:
-            found = ref_check.reference(read.q, read.k, read.v, causal)
+            found = ref_check.reference(read.q, read.k, read.v, **mask)
         else:
-            found = ref_check.reference_gradients(read.q, read.k, read.v, t.o, t.lse, t.do, causal)
+            found = ref_check.reference_gradients(read.q, read.k, read.v, t.o, t.lse, t.do, **mask)
         for x, result in zip(t.outputs.values(), found):
             x.copy_(result)
         if self.writing:
@@ -84,7 +84,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
     monkeypatch.setattr(cases, "NEEDLE_LENGTHS", (16, 65))
     for module in (cases, front):
         monkeypatch.setattr(module, "BACKWARD", "bwd")
-    monkeypatch.setattr(front, "compile_stage", lambda stage_id, problem: problem.causal)
+    mask_of = lambda stage_id, problem: {"causal": problem.causal, "top_left": problem.top_left}
+    monkeypatch.setattr(front, "compile_stage", mask_of)
     monkeypatch.setattr(cases, "random_inputs", functools.partial(random_inputs, device="cpu"))
     for name in ("needle_inputs", "needle_gradient_inputs"):
         make = getattr(ref_check, name)
@@ -165,6 +166,10 @@ def is_not_quite_zero(t: Tensors) -> None:
     t.dq[:, :, 0] += 1e-20
 
 
+def is_not_quite_zero_at_the_end(t: Tensors) -> None:
+    t.dv[:, :, -1] += 1e-20
+
+
 def overflows(t: Tensors) -> None:
     last_output(t)[t.q.abs().amax((-1, -2)) > 100] = torch.inf
 
@@ -172,7 +177,7 @@ def overflows(t: Tensors) -> None:
 FAULTS = {
     "forgets a key": (
         {"reading": forgets_a_key},
-        ("lengths", "needle", "gradient needle", "other shapes", "after the forward stage"),
+        ("lengths", "needle", "gradient needle", "other shapes", "top left mask", "after the forward stage"),
     ),
     "leaves a NaN": (
         {"writing": leaves_a_nan},
@@ -184,14 +189,16 @@ FAULTS = {
     "reads ahead": ({"writing": reads_ahead}, ("causality", "causality of gradients")),
     "reads back": ({"writing": reads_back}, ("causality of gradients",)),
     "is not quite zero": ({"writing": is_not_quite_zero}, ("other shapes", "gradients that vanish")),
+    "is not quite zero at the end": ({"writing": is_not_quite_zero_at_the_end}, ("top left mask",)),
     "overflows": ({"writing": overflows}, ("extreme logits", "gradients at extreme logits")),
 }
+OF_GRADIENTS = ("reads back", "is not quite zero", "is not quite zero at the end")
 SHOWS = [
     (stage_id, fault, name)
     for stage_id in ("k6", "bwd")
     for fault, (_, names) in FAULTS.items()
     for name in names
-    if name in cases_of(stage_id) and not (stage_id == "k6" and fault in ("reads back", "is not quite zero"))
+    if name in cases_of(stage_id) and not (stage_id == "k6" and fault in OF_GRADIENTS)
 ]
 
 
@@ -199,6 +206,30 @@ SHOWS = [
 def test_a_fault_shows(stage_id: str, fault: str, name: str, stand_ins: dict[str, Kernel]) -> None:
     stand_ins[stage_id] = Kernel(**FAULTS[fault][0])
     assert failures(stage_id, name)
+
+
+@pytest.mark.parametrize("stage_id", ["k6", "bwd"])
+@pytest.mark.parametrize("top_left", [False, True])
+def test_a_mask_with_one_alignment_shows(
+    stage_id: str, top_left: bool, stand_ins: dict[str, Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always = lambda stage_id, problem: {"causal": problem.causal, "top_left": problem.causal and top_left}
+    monkeypatch.setattr(front, "compile_stage", always)
+    found = failures(stage_id, "other shapes" if top_left else "top left mask")
+    for lengths in ("n203:1025", "n1025:203", "n257:4161"):
+        assert any(lengths in text for text in found)
+    assert not any("full" in text for text in found)
+
+
+def test_a_stage_that_refuses_unequal_lengths_passes(stand_ins: dict[str, Kernel]) -> None:
+    class Square(Kernel):
+        def supports(self, problem: Problem) -> str | None:
+            equal = problem.seqlen_q == problem.seqlen_kv
+            return super().supports(problem) if equal else "takes equal lengths"
+
+    for stage_id in ("k6", "bwd"):
+        stand_ins[stage_id] = Square()
+        assert failures(stage_id, "top left mask") == []
 
 
 def test_atomics_may_differ_in_the_last_place(

@@ -112,11 +112,12 @@ def test_ref_check_fails_when_a_model_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setitem(bench.cases.models.MODELS, "flash_attention_2", lambda q, k, v, causal: (v, q[:, 0]))
+    wrong = lambda q, k, v, **mask: (v, q[:, 0])
+    monkeypatch.setitem(bench.cases.models.MODELS, "flash_attention_2", wrong)
     assert ref_check.main(["k1", "k2"]) == 1
     out = capsys.readouterr().out
     assert f"k1: no Hopper GPU, {NO_KERNEL}; its model passes" in out
-    assert f"k2: no Hopper GPU, {NO_KERNEL}; its model fails\n    n" in out
+    assert f"k2: no Hopper GPU, {NO_KERNEL}; its model fails\n    b1 h1 n" in out
 
 
 def test_ref_check_reports_a_mutation_that_survives(
@@ -456,12 +457,18 @@ def test_ready_gives_a_stage_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(bench.cases, name, lambda *inputs, **options: (inputs, options))
     q, k, v, do = random_inputs(Problem.square(1, 2, 33, 64, True, direction="bwd"), "cpu")
     forward = ref_check.Expected(q, k, v, True).inputs
-    assert bench.cases.ready("k2", forward, True) == ((q, k, v), {"causal": True, "stage": "k2"})
+    mask = {"causal": True, "top_left": False}
+    assert bench.cases.ready("k2", forward, True) == ((q, k, v), {**mask, "stage": "k2"})
     expected = ref_check.Expected(q, k, v, True, do)
     (got_do, *inputs, o, lse), options = bench.cases.ready("bwd1", expected.inputs, True)
     assert got_do is do
     assert all(x is y for x, y in zip(inputs, (q, k, v), strict=True))
-    assert options == {"causal": True, "stage": "bwd1"}
+    assert options == {**mask, "stage": "bwd1"}
+    assert bench.cases.ready("k6", forward, True, True)[1] == {
+        "causal": True,
+        "top_left": True,
+        "stage": "k6",
+    }
     assert (o.dtype, lse.dtype) == (q.dtype, torch.float32)
     assert torch.equal(o, expected.forward[0].to(q.dtype))
     assert torch.equal(lse, expected.forward[1].float())
@@ -473,9 +480,10 @@ def test_model_of_a_backward_stage(stage_id: str, monkeypatch: pytest.MonkeyPatc
     assert bench.cases.run_model(stage_id) == []
     name = kernels.load(stage_id)[0].model
     right = bench.cases.models.BACKWARD_MODELS[name]
-    wrong = lambda *inputs, causal: (*right(*inputs, causal=causal)[:2], inputs[2])
+    wrong = lambda *inputs, **mask: (*right(*inputs, **mask)[:2], inputs[2])
     monkeypatch.setitem(bench.cases.models.BACKWARD_MODELS, name, wrong)
-    assert len(bench.cases.run_model(stage_id)) == 6 * 2 * 2
+    unequal = 4 if stage_id.startswith("bwd4") else 0  # lengths, aligned at the top left
+    assert len(bench.cases.run_model(stage_id)) == 6 * 2 * 2 + unequal
 
 
 # Peers
@@ -510,13 +518,38 @@ def test_peers_backward_pass_alone(rows_first: bool) -> None:
     assert not plain().requires_grad
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_math_peer_on_the_cpu(causal: bool) -> None:
-    problem = Problem(1, 4, 2, 16, 16, 64, causal, direction="bwd")
+@pytest.mark.parametrize("lengths", [(16, 16), (16, 40), (40, 16)])
+@pytest.mark.parametrize(("causal", "top_left"), [(False, False), (True, False), (True, True)])
+def test_math_peer_on_the_cpu(lengths: tuple[int, int], causal: bool, top_left: bool) -> None:
+    problem = Problem(1, 4, 2, *lengths, 64, causal, direction="bwd", top_left=top_left)
     q, k, v, do = random_inputs(problem, "cpu")
+    if causal and not top_left and lengths != (16, 16):
+        with pytest.raises(ValueError, match="aligns a causal mask at the top left"):
+            peers.PEERS["math"].build(problem, q, k, v, do)
+        return
     found = peers.PEERS["math"].build(problem, q, k, v, do)()
-    for x, ref in zip(found, ref_check.Expected(q, k, v, causal, do).gradients, strict=True):
+    for x, ref in zip(found, ref_check.Expected(q, k, v, causal, do, top_left).gradients, strict=True):
         assert torch.allclose(x.double(), ref, atol=0.03 * ref.abs().max().item(), rtol=0)
+
+
+def test_fa4_aligns_at_the_bottom_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    cute = SimpleNamespace(flash_attn_func=lambda q, k, v, causal: (q, None))
+    for name, module in (("flash_attn", SimpleNamespace(cute=cute)), ("flash_attn.cute", cute)):
+        monkeypatch.setitem(sys.modules, name, module)
+    problem = Problem(1, 4, 2, 16, 40, 64, True)
+    q, k, v = random_inputs(problem, "cpu")
+    peers.PEERS["fa4"].build(problem, q, k, v)()
+    peers.PEERS["fa4"].build(problem.with_(seqlen_q=40, top_left=True), q, k, v)()
+    with pytest.raises(ValueError, match="aligns a causal mask at the bottom right"):
+        peers.PEERS["fa4"].build(problem.with_(top_left=True), q, k, v)
+
+
+@pytest.mark.parametrize("name", [name for name in peers.PEERS if name != "fa4"])
+def test_other_peers_align_at_the_top_left(name: str) -> None:
+    problem = Problem(1, 2, 2, 16, 40, 64, True)
+    q, k, v = random_inputs(problem, "cpu")
+    with pytest.raises(ValueError, match="aligns a causal mask at the top left"):
+        peers.PEERS[name].build(problem, q, k, v)
 
 
 # The README

@@ -141,6 +141,29 @@ def test_k6_in_every_form(head_dim: int, causal: bool, dtype: str) -> None:
         assert all(opcode.endswith("F32.BF16" if kind == "BF16" else "F32") for opcode in products)
 
 
+TOP_LEFT = [("k6", d) for d in (*HEAD_DIMS, 256)]
+TOP_LEFT += [(stage_id, d) for stage_id in ("bwd4", "bwd4_det") for d in HEAD_DIMS]
+
+
+@pytest.mark.parametrize(("stage_id", "head_dim"), TOP_LEFT)
+def test_a_mask_aligned_at_the_top_left(stage_id: str, head_dim: int) -> None:
+    """Code of its own, with the products and waits of the other alignment's."""
+    square = problem_at(stage_id, head_dim, True)
+    compiled = compile_stage(stage_id, square.with_(top_left=True))
+    assert machine_code.sha256(compiled) != machine_code.sha256(compile_stage(stage_id, square))
+    for n, m in ((4096, 4096), (1000, 4096), (4096, 1000)):
+        problem = square.with_(top_left=True, seqlen_q=n, seqlen_kv=m)
+        (found,) = machine_code.inspect(compiled, works_of(stage_id, problem))
+        works = works_of(stage_id, problem.with_(top_left=False))
+        (other,) = machine_code.inspect(compile_stage(stage_id, square), works)
+        assert found.code.frame_bytes == 0
+        assert found.code.count("LDL|STL") == 0
+        for pattern in ("HGMMA", "WARPGROUP.DEPBAR", "USETMAXREG", "UTMASTG"):
+            assert found.code.count(pattern) == other.code.count(pattern)
+        # Key ranges take fewer instructions, not more.
+        assert len(found.code.instructions) <= len(other.code.instructions)
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_k6_issues_no_more_instructions_than_before(head_dim: int) -> None:
     seen = {}

@@ -145,6 +145,20 @@ def test_forward_other_scale_and_unequal_lengths(name: str) -> None:
         assert error(model_lse, lse) < CLOSE, tiles
 
 
+UNEQUAL = ((65, 203), (203, 65), (1, 130), (130, 1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("n", "nk"), UNEQUAL)
+def test_forward_top_left(name: str, n: int, nk: int) -> None:
+    q, k, v = qkv(n, 64, nk)
+    o, lse = torch_attention(q, k, v, causal=True)  # torch's is_causal is aligned at the top left
+    for tiles in tilings(name):
+        model_o, model_lse = MODELS[name](q, k, v, causal=True, top_left=True, **tiles)
+        assert error(model_o, o) < CLOSE, tiles
+        assert error(model_lse, lse) < CLOSE, tiles
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_forward_keeps_float32(name: str) -> None:
     q, k, v = (x.astype(np.float32) for x in qkv(65, 64))
@@ -165,8 +179,10 @@ def test_forward_empty(name: str) -> None:
 def test_refusals(name: str) -> None:
     model = MODELS[name]
     q, k, v = qkv(3, 64, nk=5)
-    with pytest.raises(ValueError, match="causal needs q and k of the same length, got 3 and 5"):
+    with pytest.raises(ValueError, match="causal needs q and k of the same length or top_left, got 3 and 5"):
         model(q, k, v, causal=True)
+    with pytest.raises(ValueError, match="top_left aligns a causal mask, and there is none"):
+        model(q, k, v, top_left=True)
     with pytest.raises(ValueError, match="k and v must have the same length, got 5 and 4"):
         model(q, k, v[:4])
     with pytest.raises(ValueError, match="q and k must have the same head_dim, got 64 and 32"):
@@ -196,6 +212,20 @@ def test_backward(n: int, d: int, causal: bool) -> None:
         result = flash_attention_2_backward(q, k, v, o, lse, do, causal=causal, **tiles)
         for name, actual, expected in zip(("dq", "dk", "dv"), result, gradients, strict=True):
             assert error(actual, expected) < CLOSE, (name, tiles)
+
+
+@pytest.mark.parametrize(("n", "nk"), UNEQUAL)
+def test_backward_top_left(n: int, nk: int) -> None:
+    q, k, v = qkv(n, 64, nk)
+    do = randn(n, 64, seed=3)
+    gradients = torch_gradients(q, k, v, do, causal=True)
+    o, lse = flash_attention_2(q, k, v, causal=True, top_left=True)
+    for tile_q, tile_kv in TILES:
+        tiles = {"tile_q": tile_q, "tile_kv": tile_kv}
+        result = flash_attention_2_backward(q, k, v, o, lse, do, causal=True, top_left=True, **tiles)
+        for name, actual, expected in zip(("dq", "dk", "dv"), result, gradients, strict=True):
+            assert error(actual, expected) < CLOSE, (name, tiles)
+        assert not any(x[n:].any() for x in result[1:]), "keys that no query sees"
 
 
 def test_backward_other_scale_and_unequal_lengths() -> None:

@@ -23,17 +23,31 @@ SHAPES = {
     "few queries, causal": Problem(2, 4, 2, 33, 130, 64, True),
     "many queries": Problem(1, 2, 2, 130, 33, 64, False),
     "fp16": Problem.square(1, 2, 65, 64, True, dtype="float16"),
+    "top left": Problem.square(1, 2, 130, 64, True, top_left=True),
+    "few queries, top left": Problem(2, 4, 2, 33, 130, 64, True, top_left=True),
+    "many queries, top left": Problem(1, 4, 2, 130, 33, 64, True, top_left=True),
 }
 
 
+def mask_of(problem: Problem) -> dict[str, bool]:
+    return {"causal": problem.causal, "top_left": problem.top_left}
+
+
+def visible_pairs(seqlen_q: int, seqlen_kv: int, causal: bool, top_left: bool) -> torch.Tensor:
+    """Which keys (columns) each query (row) sees: aligned at the bottom right, the last query sees every
+    key, at the top left the first query sees one."""
+    visible = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool)
+    if causal and top_left:
+        return visible.tril()
+    return visible.tril(seqlen_kv - seqlen_q) if causal else visible
+
+
 def exact(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, top_left: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """O and LSE in float64 by torch's own attention and logsumexp; the last query sees every key."""
+    """O and LSE in float64 by torch's own attention and logsumexp."""
     q, k, v = (x.double() for x in (q, k, v))
-    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-    if causal:
-        visible = visible.tril(k.shape[2] - q.shape[2])
+    visible = visible_pairs(q.shape[2], k.shape[2], causal, top_left)
     o = sdpa(q, k, v, attn_mask=visible, enable_gqa=True)
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / math.sqrt(q.shape[-1])
     return o, scores.masked_fill(~visible, -math.inf).logsumexp(-1)
@@ -52,8 +66,8 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_reference_is_attention(problem: Problem, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ref_check, "CHUNK_ELEMENTS", chunk)
     q, k, v = random_inputs(problem, "cpu")
-    o, lse = ref_check.reference(q, k, v, problem.causal)
-    expected_o, expected_lse = exact(q, k, v, problem.causal)
+    o, lse = ref_check.reference(q, k, v, **mask_of(problem))
+    expected_o, expected_lse = exact(q, k, v, **mask_of(problem))
     assert o.dtype == lse.dtype == torch.float64
     assert (o.shape, lse.shape) == (expected_o.shape, expected_lse.shape)
     assert far(o, expected_o) < CLOSE
@@ -61,16 +75,24 @@ def test_reference_is_attention(problem: Problem, chunk: int, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("chunk", [ref_check.CHUNK_ELEMENTS, 300])
-@pytest.mark.parametrize("name", ["causal", "grouped", "few queries, causal"])
+@pytest.mark.parametrize("name", ["causal", "grouped", "few queries, causal", "few queries, top left"])
 def test_reference_of_some_rows(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ref_check, "CHUNK_ELEMENTS", chunk)
     problem = SHAPES[name]
     q, k, v = random_inputs(problem, "cpu")
     rows = torch.tensor([0, 5, 6, 31, problem.seqlen_q - 1])
-    o, lse = ref_check.reference(q, k, v, problem.causal, rows)
-    expected_o, expected_lse = exact(q, k, v, problem.causal)
+    o, lse = ref_check.reference(q, k, v, rows=rows, **mask_of(problem))
+    expected_o, expected_lse = exact(q, k, v, **mask_of(problem))
     assert far(o, expected_o[:, :, rows]) < CLOSE
     assert far(lse, expected_lse[:, :, rows]) < CLOSE
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(33, 130), (130, 33), (1, 65), (65, 1)])
+def test_top_left_is_what_torch_calls_causal(seqlen_q: int, seqlen_kv: int) -> None:
+    q, k, v = (x.double() for x in random_inputs(Problem(1, 2, 2, seqlen_q, seqlen_kv, 64, True), "cpu"))
+    o = sdpa(q, k, v, is_causal=True)
+    assert far(ref_check.reference(q, k, v, True, top_left=True)[0], o) < CLOSE
+    assert far(ref_check.reference(q, k, v, True)[0], o) > 0.1
 
 
 def test_yardstick_rounds_as_a_kernel_does() -> None:
@@ -97,13 +119,16 @@ backward = lambda problem: random_inputs(problem.with_(direction="bwd"), "cpu")
 
 
 def exact_gradients(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, causal: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    causal: bool,
+    top_left: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """dQ, dK, dV in float64 by autograd, of a softmax in which a row that sees no key is zero."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-    if causal:
-        visible = visible.tril(k.shape[2] - q.shape[2])
+    visible = visible_pairs(q.shape[2], k.shape[2], causal, top_left)
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).mT / math.sqrt(q.shape[-1])
     p = scores.masked_fill(~visible, -1e300).softmax(-1) * visible
@@ -117,12 +142,14 @@ def test_reference_gradients_are_those_of_autograd(
 ) -> None:
     monkeypatch.setattr(ref_check, "CHUNK_ELEMENTS", chunk)
     q, k, v, do = backward(problem)
-    found = ref_check.Expected(q, k, v, problem.causal, do).gradients
-    for x, expected in zip(found, exact_gradients(q, k, v, do, problem.causal)):
+    found = ref_check.Expected(q, k, v, do=do, **mask_of(problem)).gradients
+    for x, expected in zip(found, exact_gradients(q, k, v, do, **mask_of(problem))):
         assert x.dtype == torch.float64
         assert x.shape == expected.shape
         assert far(x, expected) < CLOSE
-    if problem.causal and problem.seqlen_q > problem.seqlen_kv:
+    if problem.top_left:  # keys past the last query are seen by none
+        assert not any(x[:, :, problem.seqlen_q :].any() for x in found[1:])
+    elif problem.causal and problem.seqlen_q > problem.seqlen_kv:
         assert not found[0][:, :, : problem.seqlen_q - problem.seqlen_kv].any()
 
 
@@ -142,8 +169,9 @@ def test_gradients_of_some_rows_and_columns() -> None:
 @pytest.mark.parametrize("problem", GRADIENT_SHAPES.values(), ids=GRADIENT_SHAPES)
 def test_gradient_yardstick_passes_its_own_rule(problem: Problem, rounds_p: bool) -> None:
     q, k, v, do = backward(problem)
-    expected = ref_check.Expected(q, k, v, problem.causal, do)
-    yard = ref_check.yardstick_gradients(q, k, v, *expected.saved, do, problem.causal, rounds_p)
+    mask = mask_of(problem)
+    expected = ref_check.Expected(q, k, v, do=do, **mask)
+    yard = ref_check.yardstick_gradients(q, k, v, *expected.saved, do, rounds_p=rounds_p, **mask)
     assert {x.dtype for x in yard} == {q.dtype}
     verdict = expected.judge(dict(zip(("dq", "dk", "dv"), yard)), rounds_p)
     assert verdict.failures == ()
@@ -217,11 +245,27 @@ def test_faults_that_equal_lengths_and_heads_do_not_show() -> None:
         assert not expected.judge(honest | {name: padded}, False).passed
 
 
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(130, 193), (193, 130)])
+@pytest.mark.parametrize("top_left", [False, True])
+def test_a_mask_aligned_at_the_other_corner_fails(seqlen_q: int, seqlen_kv: int, top_left: bool) -> None:
+    q, k, v, do = backward(Problem(1, 4, 2, seqlen_q, seqlen_kv, 64, True))
+    expected = ref_check.Expected(q, k, v, True, do, top_left)
+    for here in (True, False):
+        corner = top_left if here else not top_left
+        yard = ref_check.yardstick(q, k, v, True, True, top_left=corner)
+        lse = ref_check.reference(q, k, v, True, top_left=corner)[1].float()
+        assert expected.judge({"o": yard, "lse": lse}, True).passed == here
+        grads = ref_check.yardstick_gradients(*expected.inputs, True, True, top_left=corner)
+        verdict = expected.judge(dict(zip(("dq", "dk", "dv"), grads)), True)
+        assert verdict.passed == here
+        assert here or {text.split(":")[0] for text in verdict.failures} == {"dq", "dk", "dv"}
+
+
 def test_expected_computes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     for name in ("reference", "yardstick", "reference_gradients", "yardstick_gradients"):
         compute = getattr(ref_check, name)
-        counted = lambda *x, name=name, compute=compute: calls.append(name) or compute(*x)
+        counted = lambda *x, name=name, compute=compute, **y: calls.append(name) or compute(*x, **y)
         monkeypatch.setattr(ref_check, name, counted)
     q, k, v, do = backward(SHAPES["one row"])
     expected = ref_check.Expected(q, k, v, True, do)
@@ -274,9 +318,10 @@ def test_lazy_yardstick_differs_by_roundings_only() -> None:
 @pytest.mark.parametrize("problem", SHAPES.values(), ids=SHAPES)
 def test_yardstick_passes_its_own_rule(problem: Problem, rounds_p: bool) -> None:
     q, k, v = random_inputs(problem, "cpu")
-    yard = ref_check.yardstick(q, k, v, problem.causal, rounds_p)
-    _, lse = ref_check.reference(q, k, v, problem.causal)
-    verdict = ref_check.check(q, k, v, problem.causal, yard, lse.float(), rounds_p)
+    mask = mask_of(problem)
+    yard = ref_check.yardstick(q, k, v, rounds_p=rounds_p, **mask)
+    _, lse = ref_check.reference(q, k, v, **mask)
+    verdict = ref_check.check(q, k, v, o=yard, lse=lse.float(), rounds_p=rounds_p, **mask)
     assert verdict.failures == ()
     assert verdict.passed
     assert verdict.max_ratio in (0.0, 1.0)
@@ -382,6 +427,22 @@ def test_needle(n: int, causal: bool) -> None:
 
     assert misses(None) == 0
     assert misses("drop a tile") > 0
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(65, 257), (257, 65)])
+@pytest.mark.parametrize("top_left", [False, True])
+def test_needle_at_unequal_lengths(seqlen_q: int, seqlen_kv: int, top_left: bool) -> None:
+    problem = Problem(1, 2, 2, seqlen_q, seqlen_kv, 64, True, top_left=top_left)
+    if seqlen_q > seqlen_kv and not top_left:
+        with pytest.raises(ValueError, match="the first queries see no key, and have no target"):
+            ref_check.needle_inputs(problem, "cpu")
+        return
+    q, k, v, target = ref_check.needle_inputs(problem, "cpu")
+    visible = visible_pairs(seqlen_q, seqlen_kv, **mask_of(problem))
+    assert visible[torch.arange(seqlen_q), target].all()
+    assert torch.equal(ref_check.yardstick(q, k, v, rounds_p=False, **mask_of(problem)), v[:, :, target])
+    reached = min(seqlen_q, seqlen_kv) if top_left else seqlen_kv
+    assert set((target // 16).tolist()) == set(range(math.ceil(reached / 16)))
 
 
 @pytest.mark.parametrize("causal", [False, True])

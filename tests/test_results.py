@@ -100,7 +100,21 @@ def test_round_trip_is_stable(tmp_path: Path) -> None:
 
 def test_row_knows_its_problem() -> None:
     problem = Problem(2, 8, 4, 100, 200, 64, True, "float16", "bwd")
-    assert make_row("fa2", 1.0, problem).problem == problem
+    for top_left in (False, True):
+        aligned = problem.with_(top_left=top_left)
+        assert make_row("fa2", 1.0, aligned).problem == aligned
+        assert Row.on(aligned, "fa2").problem == aligned
+
+
+def test_alignment_is_written_where_it_is_not_the_usual_one(tmp_path: Path) -> None:
+    path, problem = tmp_path / "k2.json", Problem(2, 8, 4, 100, 200, 64, True)
+    rows = [make_row("cudnn", 1.0, problem.with_(top_left=top_left)) for top_left in (True, False)]
+    make_results("k2", *rows).save(path)
+    usual, top_left = json.loads(path.read_text())["rows"]
+    assert "top_left" not in usual
+    assert top_left["top_left"] is True
+    assert {*top_left} == {*usual, "top_left"}
+    assert [row.problem.top_left for row in Results.load(path).rows] == [False, True]
 
 
 @pytest.mark.parametrize("failing", ["replace", "fsync"])
@@ -151,6 +165,8 @@ def test_save_refuses_what_load_would(tmp_path: Path) -> None:
         (lambda d: d["rows"][0].update(tflops=True), "tflops is True"),
         (lambda d: d["rows"][0].update(causal=0), "causal is 0"),
         (lambda d: d["rows"][0].update(batch=None), "batch is None"),
+        (lambda d: d["rows"][0].update(top_left=1), "top_left is 1"),
+        (lambda d: d["rows"][0].update(top_left=True), "has top_left without causal"),
         (lambda d: d["rows"][0].update(direction="up"), "direction is 'up'"),
         (
             lambda d: d["rows"][1].update(error="OOM: needs 1 GB"),

@@ -1,0 +1,97 @@
+"""Which tiles k6 and bwd4 visit, and which they mask: the kernels' own arithmetic on plain integers, against
+the mask itself."""
+
+import math
+from collections import defaultdict
+
+import pytest
+
+from harness.problem import HEAD_DIMS, Problem
+from kernels import bwd4, k6
+
+# Beside the ends of tiles of 64 to 256; differences of 62 and 126, where a tile hides a single pair.
+LENGTHS = (1, 63, 64, 65, 128, 129, 203, 256, 257, 265, 514, 640)
+MASKS = ((False, False), (True, False), (True, True))
+every_mask = pytest.mark.parametrize(
+    ("head_dim", "causal", "top_left"), [(d, *mask) for d in HEAD_DIMS for mask in MASKS]
+)
+
+
+def problems(head_dim: int, causal: bool, top_left: bool, direction: str) -> list[Problem]:
+    plain = Problem.square(1, 1, 1, head_dim, causal, direction=direction, top_left=top_left)
+    return [plain.with_(seqlen_q=n, seqlen_kv=m) for n in LENGTHS for m in LENGTHS]
+
+
+def keys_seen(problem: Problem, query: int) -> int:
+    """How many keys a query sees, by the mask's definition; they are the first."""
+    if not problem.causal:
+        return problem.seqlen_kv
+    last = query if problem.top_left else query + problem.seqlen_kv - problem.seqlen_q
+    return min(problem.seqlen_kv, max(0, last + 1))
+
+
+@every_mask
+def test_k6_visits_the_tiles_that_are_seen(head_dim: int, causal: bool, top_left: bool) -> None:
+    kernels = k6.kernel_for(Problem.square(1, 1, 1, head_dim, causal, top_left=top_left))
+    kv_blocks = k6.Forward.kv_blocks.__wrapped__
+    for problem in problems(head_dim, causal, top_left, "fwd"):
+        lengths = problem.seqlen_q, problem.seqlen_kv
+        for kernel in (kernels.short, kernels.long):
+            visits = 0
+            for rows in range(k6.ROWS, problem.seqlen_q + k6.ROWS, k6.ROWS):
+                seen = keys_seen(problem, rows - 1)  # of rows past the end too, as if queries went on
+                assert kv_blocks(kernel, rows, *lengths) == max(1, math.ceil(seen / kernel.tile_kv))
+                visits += kv_blocks(kernel, rows, *lengths)
+            visits += -math.ceil(problem.seqlen_q / k6.ROWS) % kernel.consumers  # of rows past the end, one
+            (work,) = k6.work(problem, kernel.config)
+            consumers = work.passes * kernel.consumers
+            assert math.isclose((sum(work.trips) + 1) * consumers, visits), "work counts other tiles"
+            for query in range(problem.seqlen_q if causal else 0):
+                last_key = min(problem.seqlen_kv - 1, kernel.diagonal(query, *lengths))
+                assert max(0, last_key + 1) == keys_seen(problem, query)
+
+
+@every_mask
+def test_bwd4_visits_the_tiles_that_see(head_dim: int, causal: bool, top_left: bool) -> None:
+    kernel = bwd4.kernel_for(Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)).main
+    q_tiles, tile_q = bwd4.Backward.q_tiles.__wrapped__, kernel.tile_q
+    for problem in problems(head_dim, causal, top_left, "bwd"):
+        lengths = problem.seqlen_q, problem.seqlen_kv
+        visited = masked_visits = 0
+        for kv_block in range(math.ceil(problem.seqlen_kv / bwd4.TILE_KV)):
+            keys = range(kv_block * bwd4.TILE_KV, (kv_block + 1) * bwd4.TILE_KV)
+            first, masked, last = q_tiles(kernel, kv_block, *lengths)
+            assert 0 <= first <= last == math.ceil(problem.seqlen_q / tile_q)
+            for query in range(problem.seqlen_q):
+                seen, tile = keys_seen(problem, query), query // tile_q
+                if seen > keys[0]:
+                    assert tile >= first, "a query that sees a key is not visited"
+                if masked <= tile < last - 1:  # the last tile is masked always
+                    assert seen > keys[-1], "a hidden pair is not masked"
+            visited += last - first
+            masked_visits += max(0, min(masked, last - 1) - first)
+        (work,) = bwd4.work(problem)
+        passes = work.passes
+        assert math.isclose(sum(work.trips) * passes + passes, visited), "work counts other tiles"
+        assert math.isclose(work.trips[0] * passes, masked_visits)
+
+
+@every_mask
+def test_bwd4_det_has_a_turn_for_every_visit(head_dim: int, causal: bool, top_left: bool) -> None:
+    """Of a tile of queries the turns are 0, 1, …, in the order the tiles of keys are fetched, and the last
+    one leaves the counter at zero: a gap would have a CTA wait forever."""
+    mask = Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)
+    kernel = bwd4.kernel_for(mask, deterministic=True).main
+    q_tiles, turn_of = (getattr(bwd4.Backward, name).__wrapped__ for name in ("q_tiles", "turn_of"))
+    for problem in problems(head_dim, causal, top_left, "bwd"):
+        lengths = problem.seqlen_q, problem.seqlen_kv
+        turns = defaultdict(list)
+        kv_blocks = range(math.ceil(problem.seqlen_kv / bwd4.TILE_KV))
+        for kv_block in reversed(kv_blocks) if causal else kv_blocks:  # as `locate` hands them out
+            first, _, last = q_tiles(kernel, kv_block, *lengths)
+            for tile in range(first, last):
+                turns[tile].append(turn_of(kernel, kv_block, tile, *lengths))
+        for found in turns.values():
+            assert found == [(turn, turn == len(found) - 1) for turn in range(len(found))]
+        blind = 0 if top_left or not causal else max(0, problem.seqlen_q - problem.seqlen_kv)
+        assert set(turns) == set(range(blind // kernel.tile_q, math.ceil(problem.seqlen_q / kernel.tile_q)))
