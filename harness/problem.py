@@ -69,22 +69,34 @@ class Problem:
         return Problem(batch, heads, heads, seqlen, seqlen, head_dim, causal, **rest)
 
     @property
+    def not_blind(self) -> tuple[int, int]:
+        """How many queries see a key, and how many keys a query sees: at unequal lengths a causal mask may
+        leave some out."""
+        both = min(self.seqlen_q, self.seqlen_kv)
+        if not self.causal:
+            return self.seqlen_q, self.seqlen_kv
+        return (self.seqlen_q, both) if self.top_left else (both, self.seqlen_kv)
+
+    @property
     def flops(self) -> float:
-        """4·B·H·Nq·Nkv·d, half when causal, × 2.5 for the backward pass (FlashAttention's convention)."""
-        forward = 4.0 * self.batch * self.heads * self.seqlen_q * self.seqlen_kv * self.head_dim
-        return forward * (0.5 if self.causal else 1.0) * (2.5 if self.direction == "bwd" else 1.0)
+        """4·B·H·Nq·Nkv·d, of a causal mask only what lies on its side of the diagonal, which at equal lengths
+        is half; × 2.5 for the backward pass (FlashAttention's convention)."""
+        queries, keys = self.not_blind
+        pairs = queries * keys - (min(queries, keys) ** 2 / 2 if self.causal else 0)
+        forward = 4.0 * self.batch * self.heads * pairs * self.head_dim
+        return forward * (2.5 if self.direction == "bwd" else 1.0)
 
     @property
     def min_bytes(self) -> int:
-        """Bytes of device memory that must move: every input read once, every output written once."""
-        rows_q = self.batch * self.heads * self.seqlen_q
-        rows_kv = self.batch * self.kv_heads * self.seqlen_kv
-        q = rows_q * self.head_dim * BYTES_PER_ELEMENT
-        kv = 2 * rows_kv * self.head_dim * BYTES_PER_ELEMENT
-        lse = 4 * rows_q
-        if self.direction == "bwd":  # read q, k, v, o, dO, lse; write dq, dk, dv
-            return 4 * q + 2 * kv + lse
-        return 2 * q + kv + lse
+        """Bytes of device memory that must move: every input that counts read once, every output written
+        once."""
+        queries, keys = self.not_blind
+        row = self.head_dim * BYTES_PER_ELEMENT
+        q, kv = (heads * self.batch * row for heads in (self.heads, 2 * self.kv_heads))  # of one position
+        lse = 4 * self.batch * self.heads
+        if self.direction == "bwd":  # read q, o, dO, lse, k, v; write dq, dk, dv
+            return queries * (3 * q + lse) + keys * kv + self.seqlen_q * q + self.seqlen_kv * kv
+        return queries * q + keys * kv + self.seqlen_q * (q + lse)
 
     def roofline_seconds(self, gpu: Gpu = H100_SXM) -> float:
         """The larger of FLOPs over the tensor-core rate and bytes over the memory rate, in seconds."""
