@@ -22,10 +22,8 @@ from types import SimpleNamespace
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
-from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTmaAsync
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
@@ -33,10 +31,21 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 from harness.inputs import Tensors
 from harness.problem import Problem
 from harness.stage import Stage, Work
+from kernels.bwd4_d256 import WideBackward
 from kernels.bwd_ends import Postprocess, Preprocess, fake_scratch, scratch_shapes
+from kernels.bwd_tiles import (
+    CONSUMERS,
+    REGISTERS,
+    ROWS,
+    SMS,
+    THREADS,
+    Tiles,
+    add_to_sum,
+    await_value,
+    pass_turn,
+)
 from kernels.common import (
     CONSUMER,
-    LOG2_E,
     PRODUCER,
     ROWS_MAX,
     WARP,
@@ -49,7 +58,6 @@ from kernels.common import (
     fake_gqa_backward,
     fetch,
     hear,
-    in_sections,
     load_atom,
     multiply,
     operand_a,
@@ -85,14 +93,8 @@ STAGES = (
     ),
 )
 
-ROWS = 64  # keys of a consumer, queries of a block: the M of a WGMMA
-CONSUMERS = 2  # warpgroups that multiply
 TILE_KV = ROWS * CONSUMERS
 PART = ROWS * 64  # elements of dQ that a consumer has of a tile of queries
-THREADS = WARPGROUP * (CONSUMERS + 1)
-REGISTERS = (24, 240)  # of a producer's thread, of a consumer's
-SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
-SECTION_BYTES = 8 * 2**20  # of Q, dO and dQ_sum: heads that are worked on together and stay in L2
 
 
 class Barrier(IntEnum):
@@ -104,7 +106,6 @@ class Barrier(IntEnum):
     TURN = 5
     DQ_FULL = 7
     DQ_EMPTY = 11
-    OWN = 13
     K_READ = 15
 
 
@@ -114,36 +115,25 @@ class Config:
 
     tile_q: int
     early_dV: bool  # dV beside dS, where registers allow
+    keep_V: bool  # in registers, for the same reason
     stages: int = 2  # of Q and dO
     k_stages: int = 2
 
 
-CONFIGS = {64: Config(128, False), 128: Config(64, True)}
+CONFIGS = {64: Config(128, False, True), 128: Config(64, True, False)}
 
 
-@dsl_user_op
-def bulk_add(target: object, source: object, size: int, *, loc: object = None, ip: object = None) -> None:
-    """One thread: add `size` bytes of fp32 from `source` in shared memory to `target` in global memory."""
-    operands = Int64(target.toint(loc=loc, ip=ip)), Int32(source.toint(loc=loc, ip=ip)), Int32(size)
-    operands = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
-    ptx = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
-    llvm.inline_asm(None, operands, ptx, "l,r,r", has_side_effects=True, is_align_stack=False, loc=loc, ip=ip)
-
-
-class Backward:
-    """The CTA: two consumers of 64 keys each, then a warpgroup of which one warp loads and two add dQ."""
+class Backward(Tiles):
+    """The CTA: two consumers of 64 keys each, then a warpgroup of which one warp loads, two add dQ
+    to its sum and one writes the zeros it is added to."""
 
     def __init__(
-        self, head_dim: int, causal: bool, dtype: type, deterministic: bool, config: Config, top_left: bool
+        self, head_dim: int, causal: bool, top_left: bool, dtype: type, deterministic: bool, config: Config
     ):
-        self.head_dim, self.causal, self.dtype, self.deterministic = head_dim, causal, dtype, deterministic
-        self.top_left = top_left  # where a causal mask is aligned
-        self.tile_q, self.stages, self.k_stages = config.tile_q, config.stages, config.k_stages
-        self.early_dV = config.early_dV
-        self.blocks = self.tile_q // ROWS  # of 64 queries
+        super().__init__(head_dim, causal, top_left, dtype, deterministic, config.tile_q, TILE_KV)
+        self.stages, self.k_stages = config.stages, config.k_stages
+        self.early_dV, self.keep_V = config.early_dV, config.keep_V
         self.columns = head_dim // 64  # blocks of 64 columns: what the swizzle permutes
-        self.scale = 1.0 / math.sqrt(head_dim)
-        self.scale_log2 = self.scale * LOG2_E
 
     @property
     def smem_bytes(self) -> int:
@@ -151,11 +141,11 @@ class Backward:
         ds = 2 * TILE_KV * self.tile_q * 2
         dq = TILE_KV * 64 * 4
         stats = 2 * self.stages * self.tile_q * 4
-        barriers = 2 * (2 * self.stages + self.k_stages + 2) * 8
+        barriers = 2 * (2 * self.stages + self.k_stages + 2) * 8 + CONSUMERS * 8
         return rows * self.head_dim * 2 + ds + dq + stats + 16 + barriers
 
     @cute.jit
-    def launch(self, mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mOrder, mCounter, stream):
+    def launch(self, mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream):
         batch, kv_heads, seqlen_kv, _ = mK.shape
         tma = []
         for mX, rows in ((mQ, self.tile_q), (mDO, self.tile_q), (mK, ROWS), (mV, ROWS)):
@@ -163,17 +153,21 @@ class Backward:
         for mX in (mDK, mDV):
             tma += store_atom(mX, ROWS)
         source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
-        mma_s, mma_kv, mma_q = [
+        mma_s, mma_p, mma_kv, mma_q = [
             make_trivial_tiled_mma(self.dtype, self.dtype, a, b, Float32, (1, 1, 1), (ROWS, n), place)
             for a, b, n, place in (
-                (K, K, self.tile_q, source.SMEM),  # Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ
+                (K, K, self.tile_q, source.SMEM),  # Sᵀ = K·Qᵀ
+                (K, K, self.tile_q, source.RMEM if self.keep_V else source.SMEM),  # dPᵀ = V·dOᵀ
                 (K, MN, self.head_dim, source.RMEM),  # dV = Pᵀ·dO, dK = dSᵀ·Q
                 (MN, MN, 64, source.SMEM),  # dQ = dS·K
             )
         ]
-        tiles = cute.ceil_div(seqlen_kv, TILE_KV) * kv_heads * batch
-        self.kernel(mma_s, mma_kv, mma_q, *tma, mStats, mDQ_sum, mOrder, mCounter, tiles).launch(
-            grid=(cutlass.min(tiles, SMS), 1, 1),
+        kv_blocks = cute.ceil_div(seqlen_kv, TILE_KV)
+        tiles = kv_blocks * kv_heads * batch
+        self.kernel(
+            mma_s, mma_p, mma_kv, mma_q, *tma, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles
+        ).launch(
+            grid=(self.ctas(tiles, kv_blocks), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
             use_pdl=True,  # K, V, Q and dO are loaded while the preprocess ends
@@ -182,8 +176,8 @@ class Backward:
 
     @cute.kernel
     def kernel(
-        self, mma_s, mma_kv, mma_q, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV,
-        store_dK, mDK, store_dV, mDV, mStats, mDQ_sum, mOrder, mCounter, tiles,
+        self, mma_s, mma_p, mma_kv, mma_q, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV,
+        store_dK, mDK, store_dV, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles,
     ):  # fmt: skip
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
@@ -227,9 +221,13 @@ class Backward:
             num_stages=1,
             barrier_storage=smem.allocate_array(Int64, 2),
             producer_group=CooperativeGroup(Agent.Thread, WARP),
-            consumer_group=CooperativeGroup(Agent.Thread, CONSUMERS * (WARPGROUP + WARP)),
+            consumer_group=CooperativeGroup(Agent.Thread, THREADS - WARP),
             defer_sync=True,
         )
+        own_ready = smem.allocate_array(Int64, CONSUMERS)  # a consumer's dK and dV are in shared memory
+        if tidx == 0:
+            for c in range_constexpr(CONSUMERS):
+                cute.arch.mbarrier_init(own_ready + c, WARPGROUP)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
 
@@ -290,6 +288,7 @@ class Backward:
                 tile_get.advance()
                 while valid != 0:
                     first, _, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
+                    self.await_zeros(mZeroed, mK, kv_head, batch)
                     for g in range(group, unroll=1):
                         head_index = batch * mQ.shape[2] + kv_head * group + g
                         for i in range(first, last, unroll=1):
@@ -297,24 +296,25 @@ class Backward:
                                 turn, final = self.turn_of(kv_block, i, seqlen_q, seqlen_kv)
                                 order = mOrder[head_index, None].iterator + i
                                 if const_expr(self.deterministic):
-                                    await_turn(order, turn)
+                                    await_value(order, turn)
                                 for c in range_constexpr(CONSUMERS):
-                                    self.sync(Barrier.DQ_FULL, 2 * mine + c, WARPGROUP + WARP)
-                                    if cute.arch.lane_idx() == 0:
-                                        gDQ_sum = mDQ_sum[head_index, i * self.blocks, 0, None].iterator
-                                        source = sdQ[None, None, None, c].iterator
-                                        bulk_add(gDQ_sum + c * PART, source, PART * 4)
-                                        cute.arch.cp_async_bulk_commit_group()
-                                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                                    cute.arch.sync_warp()
+                                    self.sync(Barrier.DQ_FULL, CONSUMERS * mine + c, WARPGROUP + WARP)
+                                    gDQ_sum = mDQ_sum[head_index, i * self.blocks, 0, None].iterator
+                                    source = sdQ[None, None, None, c].iterator
+                                    add_to_sum(gDQ_sum + c * PART, source, PART * 4)
                                     self.sync(Barrier.DQ_EMPTY, c, WARPGROUP + WARP, arrive=True)
                                 if const_expr(self.deterministic):
                                     pass_turn(order, turn, final)
                             step += 1
                     valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
                     tile_get.advance()
+            else:
+                # 3. the last warp: zeros for the next heads' sums
+                cute.arch.griddepcontrol_wait()  # the preprocess sets mZeroed
+                tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
+                self.write_zeros(tile_ring, tile_get, sTile, mQ, mK, mDQ_sum, mZeroed)
         else:
-            # 3. a consumer's prologue
+            # 4. a consumer's prologue
             cute.arch.setmaxregister_increase(REGISTERS[1])
             consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
             other, thread = consumer ^ 1, tidx % WARPGROUP
@@ -322,7 +322,7 @@ class Backward:
             q_next.advance()
             k_get = pipeline.make_pipeline_state(CONSUMER, self.k_stages)
             v_get, tile_get = [pipeline.make_pipeline_state(CONSUMER, 1) for _ in range(2)]
-            thr_s, thr_kv, thr_q = [mma.get_slice(0) for mma in (mma_s, mma_kv, mma_q)]
+            thr_s, thr_p, thr_kv, thr_q = [mma.get_slice(0) for mma in (mma_s, mma_p, mma_kv, mma_q)]
             rS, rdP = [
                 cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, tile_q)), Float32) for _ in range(2)
             ]
@@ -338,8 +338,15 @@ class Backward:
             ]
             rdS16 = cute.make_tensor(tdS.iterator, rS.layout)
             # Operands in shared memory are descriptors, with a stage as their last mode.
-            tSK, tSV = [mma_s.make_fragment_A(thr_s.partition_A(sX)) for sX in (sK, sV)]
-            tSQ, tSdO = [mma_s.make_fragment_B(thr_s.partition_B(sX)) for sX in (sQ, sdO)]
+            tSK = mma_s.make_fragment_A(thr_s.partition_A(sK))
+            tSQ = mma_s.make_fragment_B(thr_s.partition_B(sQ))
+            tPdO = mma_p.make_fragment_B(thr_p.partition_B(sdO))
+            if const_expr(self.keep_V):
+                tPV = mma_p.make_fragment_A(mma_p.partition_shape_A((ROWS, d)))
+                ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+                copy_V = cute.make_tiled_copy_A(ldmatrix, mma_p).get_slice(thread)
+            else:
+                tPV = mma_p.make_fragment_A(thr_p.partition_A(sV))[None, None, None, consumer]
             tKQ, tVdO = [mma_kv.make_fragment_B(thr_kv.partition_B(exchanged(sX))) for sX in (sQ, sdO)]
             # dS and K again, as tiles of 64 columns: so dQ is split between the consumers
             parts = self.blocks * CONSUMERS * 2
@@ -357,13 +364,15 @@ class Backward:
             # What a step needs; never an argument of a jit function, which would rebind its members.
             x = SimpleNamespace(
                 rS=rS, rdP=rdP, rdQ=rdQ, rdK=rdK, rdV=rdV, rP=rP, rdS=rdS, S=S, dP=dP, tP=tP, tdS=tdS,
-                rdS16=rdS16, tSK=tSK, tSV=tSV, tSQ=tSQ, tSdO=tSdO, tKQ=tKQ, tVdO=tVdO, tQdS=tQdS, tQK=tQK,
+                rdS16=rdS16, tSK=tSK, tPV=tPV, tSQ=tSQ, tPdO=tPdO, tKQ=tKQ, tVdO=tVdO, tQdS=tQdS, tQK=tQK,
                 where_S=where_S, first_S=first_S, copy_S=copy_S, tSsdS=copy_S.partition_D(sdS), sdQ=sdQ,
-                sStats=sStats, mma_s=mma_s, mma_kv=mma_kv, mma_q=mma_q, q_ring=q_ring, do_ring=do_ring,
-                consumer=consumer, other=other, thread=thread, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv,
+                sStats=sStats, mma_s=mma_s, mma_p=mma_p, mma_kv=mma_kv, mma_q=mma_q, q_ring=q_ring,
+                do_ring=do_ring, consumer=consumer, other=other, thread=thread, seqlen_q=seqlen_q,
+                seqlen_kv=seqlen_kv,
             )  # fmt: skip
             stores = warp_idx == WARPGROUP // WARP * consumer
             parity, stored = Int32(0), cutlass.Boolean(False)
+            own_phase = Int32(0)
             # The tile of K that the last stores still read
             k_left = pipeline.make_pipeline_state(CONSUMER, self.k_stages)
             if consumer == 1:
@@ -383,11 +392,14 @@ class Backward:
                     k_left.advance()
                 heads = group if first < last else 0
                 for _ in range(heads, unroll=1):
-                    # 4. main loop: tiles of queries with a hidden pair, then the others; the last one apart
+                    # 5. main loop: tiles of queries with a hidden pair, then the others; the last one apart
                     q_ring.consumer_wait(q_get)
                     self.scores(x, k_get.index, q_get.index)
                     warpgroup.wait_group(0)
                     v_ring.consumer_wait(v_get)
+                    if const_expr(self.keep_V):
+                        tVsV = copy_V.partition_S(sV)[None, None, None, consumer]
+                        cute.copy(copy_V, tVsV, copy_V.retile(tPV))
                     split = cutlass.min(masked, last - 1)
                     for i in range(first, split, unroll=1):
                         self.step(x, k_get, q_get, q_next, parity, kv_block, i, masked=True, final=False)
@@ -408,7 +420,7 @@ class Backward:
                 v_ring.consumer_release(v_get)
                 v_get.advance()
 
-                # 5. epilogue: dV through the consumer's tile of K, dK through its part of dQ
+                # 6. epilogue: dV through the consumer's tile of K, dK through its part of dQ
                 self.sync(Barrier.DQ_EMPTY, consumer, WARPGROUP + WARP)
                 self.sync(Barrier.K_READ, 0, 2 * WARPGROUP)  # the other's dQ is done with this tile
                 at = k_get.index * CONSUMERS + consumer
@@ -420,15 +432,16 @@ class Backward:
                     rX16.store((rX.load() * factor).to(self.dtype))
                     cute.copy(copy_KV, copy_KV.retile(rX16), copy_KV.partition_D(sX)[None, None, None, stage])
                 cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
-                self.sync(Barrier.OWN, consumer, WARPGROUP)
+                cute.arch.mbarrier_arrive(own_ready + consumer)
                 if stores:
+                    cute.arch.mbarrier_wait(own_ready + consumer, own_phase)
                     for store, mX, sX, stage in ((store_dV, mDV, sK, at), (store_dK, mDK, sdK, 0)):
                         tXgX, tXsX = partition_tma(store, mX[None, None, kv_head, batch], sX)
                         cute.copy(store, tXsX[None, stage], tXgX[None, kv_block * CONSUMERS + consumer])
                     cute.arch.cp_async_bulk_commit_group()
                 else:
                     k_ring.consumer_release(k_get)  # which is not free until the storing warp says so too
-                stored = stores
+                stored, own_phase = stores, own_phase ^ 1
                 k_get.advance()
                 valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
                 tile_get.advance()
@@ -455,8 +468,7 @@ class Backward:
         stage = q_get.index
         dV = x.mma_kv, x.rdV, x.tP, x.tVdO[None, None, None, stage], True
         x.do_ring.consumer_wait(q_get)
-        tSV, tSdO = x.tSV[None, None, None, x.consumer], x.tSdO[None, None, None, stage]
-        multiply(x.mma_s, x.rdP, tSV, tSdO, False)
+        multiply(x.mma_p, x.rdP, x.tPV, x.tPdO[None, None, None, stage], False)
         first_key, first_query = kv_block * TILE_KV + x.consumer * ROWS, q_tile * self.tile_q
         hides = x.where_S, x.first_S, first_key, first_query, x.seqlen_q, x.seqlen_kv
         self.exponentials(x.S, x.sStats[None, 0, None, stage], *hides, masked)
@@ -490,7 +502,7 @@ class Backward:
             registers = cute.make_tensor(x.rdQ.iterator + 4 * quad, cute.make_layout(4))
             cute.autovec_copy(registers, x.sdQ[None, x.thread, quad, x.consumer])
         cute.arch.fence_view_async_shared()  # written by threads, read by the bulk reduction
-        self.sync(Barrier.DQ_FULL, 2 * parity + x.consumer, WARPGROUP + WARP, arrive=True)
+        self.sync(Barrier.DQ_FULL, CONSUMERS * parity + x.consumer, WARPGROUP + WARP, arrive=True)
         warpgroup.wait_group(0)
 
     def queries(self, x, k_stage, parity):
@@ -508,29 +520,6 @@ class Backward:
         warpgroup.commit_group()
 
     @cute.jit
-    def exponentials(
-        self, S, sLSE, where_S, first_S, first_key, first_query, seqlen_q, seqlen_kv,
-        masked: cutlass.Constexpr,
-    ):  # fmt: skip
-        """S becomes P = exp(S·scale − LSE), 0 where the mask hides; sLSE (query) is LSE·log2 e, +∞ past the
-        end."""
-        _, query = where_S[0, 0]  # of the thread's first column; the rest are static
-        rLSE = self.by_query(sLSE, query)
-        if const_expr(masked):
-            for r in range_constexpr(2):
-                row = first_key + where_S[r, 0][0]
-                hidden = Int32(0)  # queries from first_query + query on
-                if const_expr(self.causal):
-                    hidden = row - self.offset(seqlen_q, seqlen_kv) - first_query - query
-                if row >= seqlen_kv:
-                    hidden = Int32(self.tile_q)
-                for c in range_constexpr(cute.size(S, mode=[1])):
-                    S[r, c] = S[r, c] if first_S[0, c][1] >= hidden else -Float32.inf
-        for r in range_constexpr(2):
-            p = S[r, None].load() * self.scale_log2 - rLSE.load()
-            S[r, None].store(cute.math.exp2(p, fastmath=True))
-
-    @cute.jit
     def gradients(self, P, dP, sD, where_S):
         """dP becomes dS = P∘(dP − D), without the scale."""
         rD = self.by_query(sD, where_S[0, 0][1])
@@ -538,103 +527,11 @@ class Backward:
             dP[r, None].store(P[r, None].load() * (dP[r, None].load() - rD.load()))
 
     @cute.jit
-    def by_query(self, sX, query):
-        """What a thread needs of sX (query, block): pairs, 8 queries apart, from `query` on."""
-        rX = cute.make_rmem_tensor(cute.make_layout(((2, 8 * self.blocks),)), Float32)
-        for block in range_constexpr(self.blocks):
-            pairs = cute.make_tensor(
-                sX[None, block].iterator + query, cute.make_layout((2, 8), stride=(1, 8))
-            )
-            cute.autovec_copy(pairs, cute.make_tensor(rX.iterator + 16 * block, cute.make_layout((2, 8))))
-        return rX
-
-    def offset(self, seqlen_q, seqlen_kv):
-        """Of a causal mask's diagonal: query i sees keys up to i + offset."""
-        return 0 if self.top_left else seqlen_kv - seqlen_q
-
-    @cute.jit
-    def q_tiles(self, kv_block, seqlen_q, seqlen_kv):
-        """(first, masked, last): the tiles of queries that see some of the keys, from `masked` on all."""
-        last = cute.ceil_div(seqlen_q, self.tile_q)
-        first, masked = Int32(0), Int32(0)
-        if const_expr(self.causal):
-            # the first that sees the first key
-            query = kv_block * TILE_KV - self.offset(seqlen_q, seqlen_kv)
-            first = cutlass.min(last, cutlass.max(0, query) // self.tile_q)
-            all_seen = cutlass.max(0, query + TILE_KV - 1)  # from this query on
-            masked = cutlass.min(last, cute.ceil_div(all_seen, self.tile_q))
-        if (kv_block + 1) * TILE_KV > seqlen_kv:
-            masked = last
-        return first, masked, last
-
-    @cute.jit
-    def turn_of(self, kv_block, q_tile, seqlen_q, seqlen_kv):
-        """(turn, final): when a tile of keys adds to dQ of a tile of queries.
-
-        Whoever comes before it was fetched before it: nobody waits for one who has not begun.
-        """
-        turn, final = kv_block, kv_block == cute.ceil_div(seqlen_kv, TILE_KV) - 1
-        if const_expr(self.causal):
-            # From the diagonal to the left: CTAs that begin together reach the tile in this order.
-            offset = self.offset(seqlen_q, seqlen_kv)
-            keys = cutlass.min(seqlen_kv, (q_tile + 1) * self.tile_q + offset)
-            turn, final = cute.ceil_div(keys, TILE_KV) - 1 - kv_block, kv_block == 0
-        return turn, final
-
-    @cute.jit
-    def locate(self, tile, mQ, mK):
-        """(kv_block, kv_head, batch) of the tile-th tile in the order they are fetched."""
-        heads, all_heads = mK.shape[2], mK.shape[2] * mK.shape[3]
-        kv_blocks = cute.ceil_div(mK.shape[0], TILE_KV)
-        kv_block, head = tile % kv_blocks, tile // kv_blocks
-        if const_expr(self.causal or self.deterministic):
-            # Heads in turn within a section: without a mask so that CTAs begin in the order of their turns,
-            section = SMS // kv_blocks
-            if const_expr(self.causal):
-                # with one longest first, in sections that keep their Q, dO and dQ_sum in L2.
-                head_bytes = mQ.shape[0] * (8 * self.head_dim) * (mQ.shape[2] // heads)
-                section = SECTION_BYTES // head_bytes
-            kv_block, head = in_sections(tile, kv_blocks, all_heads, section)
-            if const_expr(self.causal and self.deterministic):
-                kv_block = kv_blocks - 1 - kv_block  # shortest first, as `turn_of` wants it
-        return kv_block, head % heads, head // heads
-
-    @cute.jit
     def put_V(self, ring, state, atom, tVgV, tVsV, kv_block):
         ring.producer_acquire(state)
         for c in range_constexpr(CONSUMERS):
             gV = tVgV[None, kv_block * CONSUMERS + c]
             cute.copy(atom, gV, tVsV[None, c], tma_bar_ptr=ring.producer_get_barrier(state))
-
-    @cute.jit
-    def sync(
-        self, barrier: cutlass.Constexpr, member, threads: cutlass.Constexpr,
-        arrive: cutlass.Constexpr = False,
-    ):  # fmt: skip
-        """Wait at a member's barrier until `threads` have come, or only arrive there."""
-        if const_expr(arrive):
-            cute.arch.barrier_arrive(barrier_id=int(barrier) + member, number_of_threads=threads)
-        else:
-            cute.arch.barrier(barrier_id=int(barrier) + member, number_of_threads=threads)
-
-
-@cute.jit
-def await_turn(order, turn):
-    """One warp: wait until `order` holds `turn`."""
-    if cute.arch.lane_idx() == 0:
-        seen = cute.arch.load(order, Int32, sem="acquire", scope="gpu")
-        while seen != turn:
-            seen = cute.arch.load(order, Int32, sem="acquire", scope="gpu")
-        cute.arch.fence_proxy("async.global")  # what follows is the async proxy's
-
-
-@cute.jit
-def pass_turn(order, turn, final):
-    """One warp: let the next in, with all that was added so far; the last leaves 0 for the next launch."""
-    if cute.arch.lane_idx() == 0:
-        cute.arch.cp_async_bulk_wait_group(0)  # what was added has arrived, and not only left
-        cute.arch.fence_proxy("async.global")
-        cute.arch.store(order, 0 if final else turn + 1, sem="release", scope="gpu")
 
 
 class FlashAttentionBackward:
@@ -648,35 +545,23 @@ class FlashAttentionBackward:
         top_left: bool = False,
     ):
         element = getattr(cutlass, {"bfloat16": "BFloat16", "float16": "Float16"}[dtype])
-        self.main = Backward(head_dim, causal, element, deterministic, config or CONFIGS[head_dim], top_left)
+        options = head_dim, causal, top_left, element, deterministic
+        if head_dim == 256:
+            self.main = WideBackward(*options)
+        else:
+            self.main = Backward(*options, config or CONFIGS[head_dim])
         self.preprocess, self.postprocess = Preprocess(head_dim), Postprocess(head_dim)
 
     @cute.jit
-    def __call__(self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mOrder, mCounter, stream):
-        self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream)
-        self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mOrder, mCounter, stream)
+    def __call__(
+        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream
+    ):
+        kv_blocks = cute.ceil_div(mK.shape[2], self.main.tile_kv)
+        as_tiles = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0])) for x in (mQ, mK)]
+        theirs = mZeroed, kv_blocks, *self.main.left_to_zero(*as_tiles)
+        self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs)
+        self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream)
         self.postprocess(mDQ_sum, mDQ, stream)
-
-
-def supports(problem: Problem) -> str | None:
-    if problem.direction != "bwd":
-        return f"computes the backward pass, not {problem.direction!r}"
-    if problem.head_dim not in CONFIGS:
-        return f"takes head_dim 64 or 128, not {problem.head_dim}"
-    if (problem.seqlen_q == 0) != (problem.seqlen_kv == 0):
-        return "takes at least one query and one key"
-    if max(problem.seqlen_q, problem.seqlen_kv) * problem.batch * problem.heads > ROWS_MAX:
-        return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
-    return refuse_heads_on_grid(problem)
-
-
-def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-    tile_q = CONFIGS[problem.head_dim].tile_q
-    tiles, heads = math.ceil(problem.seqlen_q / tile_q), problem.batch * problem.heads
-    return scratch_shapes(problem, tile_q) | {
-        "order": ((heads, tiles), "int32"),  # whose turn it is to add to dQ_sum
-        "counter": ((1,), "int32"),  # of tiles taken; two launches at once must not share either
-    }
 
 
 def kernel_for(problem: Problem, **options: object) -> FlashAttentionBackward:
@@ -685,33 +570,55 @@ def kernel_for(problem: Problem, **options: object) -> FlashAttentionBackward:
     return FlashAttentionBackward(problem.head_dim, dtype=problem.dtype, **mask, **options)
 
 
+def supports(problem: Problem) -> str | None:
+    if problem.direction != "bwd":
+        return f"computes the backward pass, not {problem.direction!r}"
+    if problem.head_dim not in (64, 128, 256):
+        return f"takes head_dim 64, 128 or 256, not {problem.head_dim}"
+    if (problem.seqlen_q == 0) != (problem.seqlen_kv == 0):
+        return "takes at least one query and one key"
+    if max(problem.seqlen_q, problem.seqlen_kv) * problem.batch * problem.heads > ROWS_MAX:
+        return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
+    return refuse_heads_on_grid(problem)
+
+
+def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+    kernel = kernel_for(problem).main
+    heads, tiles = problem.batch * problem.heads, math.ceil(problem.seqlen_q / kernel.tile_q)
+    return scratch_shapes(problem, kernel.tile_q) | {
+        "zeroed": ((problem.batch * problem.kv_heads,), "int32"),  # shares of a head's dQ_sum that are zero
+        "order": ((heads, tiles * kernel.turns), "int32"),  # whose turn it is to add to dQ_sum
+        "counter": ((1,), "int32"),  # of tiles taken; two launches at once must not share any of these
+    }
+
+
 def work(problem: Problem, **options: object) -> list[Work]:
     kernel = kernel_for(problem, **options).main
     last, masked, unmasked = math.ceil(problem.seqlen_q / kernel.tile_q), 0, 0
     keys = problem.seqlen_kv
     if problem.top_left:  # no tile of queries sees later ones, whose passes have no product
         keys = min(keys, last * kernel.tile_q)
-    heads, kv_blocks = problem.batch * problem.heads, math.ceil(keys / TILE_KV)
+    heads, kv_blocks = problem.batch * problem.heads, math.ceil(keys / kernel.tile_kv)
     for kv_block in range(kv_blocks):
         first = split = 0
         if problem.causal:
-            offset = 0 if problem.top_left else problem.seqlen_kv - problem.seqlen_q
-            query = kv_block * TILE_KV - offset
+            query = kv_block * kernel.tile_kv - kernel.offset(problem.seqlen_q, problem.seqlen_kv)
             first = min(last, max(0, query) // kernel.tile_q)
-            split = math.ceil(max(0, query + TILE_KV - 1) / kernel.tile_q)
-        if (kv_block + 1) * TILE_KV > problem.seqlen_kv:
+            split = math.ceil(max(0, query + kernel.tile_kv - 1) / kernel.tile_q)
+        if (kv_block + 1) * kernel.tile_kv > problem.seqlen_kv:
             split = last
         split = max(first, min(split, last - 1))  # the last tile of queries is not in a loop
         masked += split - first
         unmasked += max(0, last - 1 - split)
-    passes = kv_blocks * heads
-    tile_flops = 10 * TILE_KV * kernel.tile_q * problem.head_dim
+    # Consumers with code of their own have as many products each; what is counted is one of them.
+    passes = kv_blocks * heads * kernel.roles
+    tile_flops = 10 * kernel.tile_kv * kernel.tile_q * problem.head_dim / kernel.roles
     return [
         Work(
             kernel="Backward",
-            unit=f"{TILE_KV} keys of a query head",
-            threads=WARPGROUP * CONSUMERS,
-            ctas=min(SMS, passes),
+            unit=f"{kernel.tile_kv} keys of a query head" + ", one consumer's half" * (kernel.roles - 1),
+            threads=WARPGROUP * CONSUMERS // kernel.roles,
+            ctas=min(SMS, kv_blocks * heads),
             passes=passes,
             trips=(masked / kv_blocks, unmasked / kv_blocks),
             ffma=0,
@@ -725,15 +632,16 @@ def work(problem: Problem, **options: object) -> list[Work]:
 def compile_kernel(problem: Problem, **options: object) -> object:
     kernel = kernel_for(problem, **options)
     q, *rest = fake_gqa_backward(problem.head_dim, problem.dtype)
+    zeroed = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4)
     order = (cute.sym_int(), cute.sym_int())
     order = make_fake_tensor(Int32, order, (cute.sym_int64(), 1), assumed_align=4)
     counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
-    scratch = (*fake_scratch(problem.head_dim), order, counter)
+    scratch = (*fake_scratch(problem.head_dim), zeroed, order, counter)
     return compile_for_torch(kernel, q, *rest, fake_fp32(q), *scratch)
 
 
 def run_kernel(compiled: object, t: Tensors) -> None:
     if t.dq.numel() or t.dk.numel():
         w = t.workspace
-        scratch = (w["stats"], w["dQ_sum"], w["order"], w["counter"])
+        scratch = (w["stats"], w["dQ_sum"], w["zeroed"], w["order"], w["counter"])
         compiled(t.q, t.k, t.v, t.o, t.do, t.dq, t.dk, t.dv, t.lse, *scratch)

@@ -14,7 +14,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, range_constexpr
+from cutlass import Float32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
@@ -51,28 +51,32 @@ def fake_scratch(head_dim: int) -> tuple[object, object]:
 
 
 class Preprocess:
-    """stats, and zeros for dQ_sum. A CTA takes a block; a thread holds 4 rows' chunks of O and dO at once."""
+    """stats, and zeros for dQ_sum. A CTA takes a block; a thread holds 4 rows' chunks of O and dO at once.
+
+    `theirs` = (mZeroed, shares, first, last) leaves the sums of the key heads from `first` to `last` to the
+    main kernel: of these mZeroed is set to 0, of the others to `shares`, which is how many it waits for.
+    """
 
     def __init__(self, head_dim: int):
         self.chunks = head_dim // VECTOR  # lanes that share a row
         self.threads = BLOCK * self.chunks // ROWS_IN_FLIGHT
 
     @cute.jit
-    def __call__(self, mO, mDO, mLSE, mStats, mDQ_sum, stream):
+    def __call__(self, mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs=None):
         heads, blocks, _, _ = mStats.shape
-        self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum).launch(
+        self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, theirs).launch(
             grid=(heads * blocks, 1, 1), block=(self.threads, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def preprocess(self, mO, mDO, mLSE, mStats, mDQ_sum):
+    def preprocess(self, mO, mDO, mLSE, mStats, mDQ_sum, theirs):
         tidx, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
         tiles, _, _ = cute.arch.grid_dim()
         cute.arch.griddepcontrol_launch_dependents()
         tile = tiles - 1 - tile  # the main kernel begins with the first heads, and finds them in L2
         _, heads, seqlen, _ = mO.shape
-        _, blocks, columns, size = mDQ_sum.shape
+        blocks = mDQ_sum.shape[1]
         head_index, block = tile // blocks, tile % blocks
         batch, head = head_index // heads, head_index % heads
         group, chunk = tidx // self.chunks, tidx % self.chunks
@@ -87,12 +91,15 @@ class Preprocess:
                 gX = cute.local_tile(mX[batch, head, row, None], (VECTOR,), (chunk,))
                 cute.autovec_copy(gX, rX[None, i])
 
-        zero = cute.make_rmem_tensor(cute.make_layout(QUAD), Float32)
-        zero.fill(0.0)
-        sums = cute.make_layout((QUAD, self.threads, columns * size // QUAD // self.threads))
-        gDQ_sum = cute.make_tensor(mDQ_sum[head_index, block, None, None].iterator, sums)
-        for i in range_constexpr(sums.shape[2]):
-            cute.autovec_copy(zero, gDQ_sum[None, tidx, i])
+        if const_expr(theirs is None):
+            self.write_zeros(mDQ_sum, head_index, block)
+        else:
+            mZeroed, shares, first, last = theirs
+            kv_head = head_index // (heads * mO.shape[0] // mZeroed.shape[0])
+            if kv_head < first or kv_head >= last:
+                self.write_zeros(mDQ_sum, head_index, block)
+            if tile < mZeroed.shape[0] and tidx == 0:
+                mZeroed[tile] = shares if tile < first or tile >= last else 0
 
         for i in range_constexpr(ROWS_IN_FLIGHT):
             row = group + BLOCK // ROWS_IN_FLIGHT * i
@@ -107,6 +114,17 @@ class Preprocess:
             lse = mLSE[batch, head, cutlass.min(row, seqlen - 1)] * LOG2_E
             unseen = row >= seqlen or lse == -Float32.inf
             mStats[head_index, block, 0, tidx] = Float32.inf if unseen else lse
+
+    @cute.jit
+    def write_zeros(self, mDQ_sum, head_index, block):
+        tidx, _, _ = cute.arch.thread_idx()
+        _, _, columns, size = mDQ_sum.shape
+        zero = cute.make_rmem_tensor(cute.make_layout(QUAD), Float32)
+        zero.fill(0.0)
+        sums = cute.make_layout((QUAD, self.threads, columns * size // QUAD // self.threads))
+        gDQ_sum = cute.make_tensor(mDQ_sum[head_index, block, None, None].iterator, sums)
+        for i in range_constexpr(sums.shape[2]):
+            cute.autovec_copy(zero, gDQ_sum[None, tidx, i])
 
 
 class Postprocess:

@@ -8,7 +8,7 @@ import tempfile
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, range_constexpr
+from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -334,11 +334,18 @@ FINAL_SECTIONS = 4  # at the end, worked on as one: what is fetched last is then
 
 
 @cute.jit
-def in_sections(tile, blocks, heads, section):
-    """(block, head) of the tile-th tile, `section` heads at a time: of these first everyone's block 0."""
+def final_section(heads, section):
+    """The first head of the last section, which is FINAL_SECTIONS long and what was left over."""
+    return cutlass.max(0, heads - FINAL_SECTIONS * section) // section * section
+
+
+@cute.jit
+def in_sections(tile, blocks, heads, section, final=None):
+    """(block, head) of the tile-th tile, `section` heads at a time: of these first everyone's block 0. From
+    the head `final` on, by default `final_section`, the rest are one section."""
     section = cutlass.max(1, cutlass.min(heads, section))
     first = tile // (section * blocks) * section
-    final = cutlass.max(0, heads - FINAL_SECTIONS * section) // section * section
+    final = final_section(heads, section) if const_expr(final is None) else final
     if first >= final:
         first, section = final, heads - final
     inside = tile - first * blocks

@@ -3,17 +3,21 @@ the mask itself."""
 
 import math
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 
 from harness.problem import HEAD_DIMS, Problem
-from kernels import bwd4, k6
+from kernels import bwd4, bwd_tiles, common, k6
 
 # Beside the ends of tiles of 64 to 256; differences of 62 and 126, where a tile hides a single pair.
 LENGTHS = (1, 63, 64, 65, 128, 129, 203, 256, 257, 265, 514, 640)
 MASKS = ((False, False), (True, False), (True, True))
 every_mask = pytest.mark.parametrize(
     ("head_dim", "causal", "top_left"), [(d, *mask) for d in HEAD_DIMS for mask in MASKS]
+)
+backward_mask = pytest.mark.parametrize(
+    ("head_dim", "causal", "top_left"), [(d, *mask) for d in (*HEAD_DIMS, 256) for mask in MASKS]
 )
 
 
@@ -51,15 +55,15 @@ def test_k6_visits_the_tiles_that_are_seen(head_dim: int, causal: bool, top_left
                 assert max(0, last_key + 1) == keys_seen(problem, query)
 
 
-@every_mask
+@backward_mask
 def test_bwd4_visits_the_tiles_that_see(head_dim: int, causal: bool, top_left: bool) -> None:
     kernel = bwd4.kernel_for(Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)).main
-    q_tiles, tile_q = bwd4.Backward.q_tiles.__wrapped__, kernel.tile_q
+    q_tiles, tile_q = bwd_tiles.Tiles.q_tiles.__wrapped__, kernel.tile_q
     for problem in problems(head_dim, causal, top_left, "bwd"):
         lengths = problem.seqlen_q, problem.seqlen_kv
         visited = masked_visits = 0
-        for kv_block in range(math.ceil(problem.seqlen_kv / bwd4.TILE_KV)):
-            keys = range(kv_block * bwd4.TILE_KV, (kv_block + 1) * bwd4.TILE_KV)
+        for kv_block in range(math.ceil(problem.seqlen_kv / kernel.tile_kv)):
+            keys = range(kv_block * kernel.tile_kv, (kv_block + 1) * kernel.tile_kv)
             first, masked, last = q_tiles(kernel, kv_block, *lengths)
             assert 0 <= first <= last == math.ceil(problem.seqlen_q / tile_q)
             for query in range(problem.seqlen_q):
@@ -71,22 +75,22 @@ def test_bwd4_visits_the_tiles_that_see(head_dim: int, causal: bool, top_left: b
             visited += last - first
             masked_visits += max(0, min(masked, last - 1) - first)
         (work,) = bwd4.work(problem)
-        passes = work.passes
+        passes = work.passes / kernel.roles
         assert math.isclose(sum(work.trips) * passes + passes, visited), "work counts other tiles"
         assert math.isclose(work.trips[0] * passes, masked_visits)
 
 
-@every_mask
+@backward_mask
 def test_bwd4_det_has_a_turn_for_every_visit(head_dim: int, causal: bool, top_left: bool) -> None:
     """Of a tile of queries the turns are 0, 1, …, in the order the tiles of keys are fetched, and the last
     one leaves the counter at zero: a gap would have a CTA wait forever."""
     mask = Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)
     kernel = bwd4.kernel_for(mask, deterministic=True).main
-    q_tiles, turn_of = (getattr(bwd4.Backward, name).__wrapped__ for name in ("q_tiles", "turn_of"))
+    q_tiles, turn_of = (getattr(bwd_tiles.Tiles, name).__wrapped__ for name in ("q_tiles", "turn_of"))
     for problem in problems(head_dim, causal, top_left, "bwd"):
         lengths = problem.seqlen_q, problem.seqlen_kv
         turns = defaultdict(list)
-        kv_blocks = range(math.ceil(problem.seqlen_kv / bwd4.TILE_KV))
+        kv_blocks = range(math.ceil(problem.seqlen_kv / kernel.tile_kv))
         for kv_block in reversed(kv_blocks) if causal else kv_blocks:  # as `locate` hands them out
             first, _, last = q_tiles(kernel, kv_block, *lengths)
             for tile in range(first, last):
@@ -95,3 +99,57 @@ def test_bwd4_det_has_a_turn_for_every_visit(head_dim: int, causal: bool, top_le
             assert found == [(turn, turn == len(found) - 1) for turn in range(len(found))]
         blind = 0 if top_left or not causal else max(0, problem.seqlen_q - problem.seqlen_kv)
         assert set(turns) == set(range(blind // kernel.tile_q, math.ceil(problem.seqlen_q / kernel.tile_q)))
+
+
+@backward_mask
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "group", "seqlen_q", "seqlen_kv"),
+    [
+        (1, 1, 1, 64, 64),
+        (3, 5, 1, 513, 513),
+        (32, 16, 1, 512, 512),
+        (8, 4, 4, 640, 257),
+        (2, 8, 2, 4096, 4096),
+    ],
+)
+def test_zeros_are_written_before_anyone_waits(
+    monkeypatch: pytest.MonkeyPatch,
+    head_dim: int,
+    causal: bool,
+    top_left: bool,
+    deterministic: bool,
+    batch: int,
+    kv_heads: int,
+    group: int,
+    seqlen_q: int,
+    seqlen_kv: int,
+) -> None:
+    """Every sum is zeroed once; the tiles that do it are fetched before the first tile of the head that waits
+    for it, or all CTAs might wait for one that has not begun. And every tile is fetched once."""
+    mask = Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)
+    kernel = bwd4.kernel_for(mask, deterministic=deterministic).main
+    plain = {name: getattr(common, name).__wrapped__ for name in ("final_section", "in_sections")}
+    monkeypatch.setattr(common, "final_section", plain["final_section"])
+    for name, function in plain.items():
+        monkeypatch.setattr(bwd_tiles, name, function)
+    for name in ("section", "final"):
+        monkeypatch.setattr(bwd_tiles.Tiles, name, getattr(bwd_tiles.Tiles, name).__wrapped__)
+    mQ = SimpleNamespace(shape=(seqlen_q, head_dim, kv_heads * group, batch))
+    mK = SimpleNamespace(shape=(seqlen_kv, head_dim, kv_heads, batch))
+    kv_blocks, heads = math.ceil(seqlen_kv / kernel.tile_kv), batch * kv_heads
+    first, last = bwd_tiles.Tiles.left_to_zero.__wrapped__(kernel, mQ, mK)
+    shares = defaultdict(set)
+    for head in range(heads):
+        if head < first or head >= last:  # the preprocess's
+            shares[head] = set(range(kv_blocks))
+    seen = set()
+    for tile in range(kv_blocks * heads):
+        kv_block, kv_head, at = bwd_tiles.Tiles.locate.__wrapped__(kernel, tile, mQ, mK)
+        head = at * kv_heads + kv_head
+        assert shares[head] == set(range(kv_blocks)), "waits for zeros of a tile that may not have begun"
+        if head + first < last:
+            assert kv_block not in shares[head + first], "zeroed twice"
+            shares[head + first].add(kv_block)
+        seen.add((kv_block, head))
+    assert len(seen) == kv_blocks * heads

@@ -1,0 +1,272 @@
+"""What bwd4's kernels share beside their products: the tiles they walk, and the way dQ takes to its sum.
+
+tiles     which queries see a tile of keys, the mask inside a tile, the order tiles are fetched in
+zeros     dQ's sums must be zero before the first addition. Zeros written by the preprocess have left L2 by
+          then; a warp of the main kernel writes them a section of heads ahead, and they are still there.
+turns     what makes bwd4_det deterministic: a tile of keys adds to dQ when those before it have
+sums      bulk reduction of a tile of dQ, by one thread, from shared memory
+"""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
+
+from kernels.common import LOG2_E, WARP, WARPGROUP, final_section, hear, in_sections
+
+ROWS = 64  # keys of a consumer, queries of a block: the M of a WGMMA
+CONSUMERS = 2  # warpgroups that multiply
+THREADS = WARPGROUP * (CONSUMERS + 1)
+REGISTERS = (24, 240)  # of a producer's thread, of a consumer's
+SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
+SECTION_BYTES = 4 * 2**20  # of Q, dO and dQ_sum: heads that are worked on together and stay in L2
+TILES_AHEAD = 16  # without a mask: zeros are written so many tiles before the first addition
+BLOCK = ROWS * 64  # elements of dQ_sum in a row: 64 queries × 64 columns
+
+
+class Tiles:
+    """Tiles of `tile_kv` keys, for each those of `tile_q` queries that see some of them."""
+
+    roles = 1  # of the consumers: whether each has a main loop of its own
+    turns = 1  # at the sum of a tile of queries' dQ, for each tile of keys
+
+    def __init__(
+        self,
+        head_dim: int,
+        causal: bool,
+        top_left: bool,
+        dtype: type,
+        deterministic: bool,
+        tile_q: int,
+        tile_kv: int,
+    ):
+        self.head_dim, self.causal, self.dtype, self.deterministic = head_dim, causal, dtype, deterministic
+        self.top_left = top_left  # where a causal mask is aligned
+        self.tile_q, self.tile_kv = tile_q, tile_kv
+        self.blocks = tile_q // ROWS  # of 64 queries
+        # Deterministic, as many CTAs as a section has tiles: then each goes from its tile to that of the same
+        # keys and a later head, and stays as far behind the CTA it waits for as it was. With one CTA more
+        # all of them fall behind. (At 128 queries a step it made things worse.)
+        self.in_waves = deterministic and not causal and self.blocks == 1
+        self.scale = 1.0 / math.sqrt(head_dim)
+        self.scale_log2 = self.scale * LOG2_E
+
+    # ---- which tiles --------------------------------------------------------------------------------------
+
+    def offset(self, seqlen_q, seqlen_kv):
+        """Of a causal mask's diagonal: query i sees keys up to i + offset."""
+        return 0 if self.top_left else seqlen_kv - seqlen_q
+
+    @cute.jit
+    def q_tiles(self, kv_block, seqlen_q, seqlen_kv):
+        """(first, masked, last): the tiles of queries that see some of the keys, from `masked` on all."""
+        last = cute.ceil_div(seqlen_q, self.tile_q)
+        first, masked = Int32(0), Int32(0)
+        if const_expr(self.causal):
+            # the first that sees the first key
+            query = kv_block * self.tile_kv - self.offset(seqlen_q, seqlen_kv)
+            first = cutlass.min(last, cutlass.max(0, query) // self.tile_q)
+            all_seen = cutlass.max(0, query + self.tile_kv - 1)  # from this query on
+            masked = cutlass.min(last, cute.ceil_div(all_seen, self.tile_q))
+        if (kv_block + 1) * self.tile_kv > seqlen_kv:
+            masked = last
+        return first, masked, last
+
+    @cute.jit
+    def section(self, mQ, mK):
+        """How many key heads are worked on together; their dQ sums are zeroed while the section before them
+        is."""
+        heads, kv_blocks = mK.shape[2] * mK.shape[3], cute.ceil_div(mK.shape[0], self.tile_kv)
+        section = TILES_AHEAD // kv_blocks
+        if const_expr(self.causal):
+            head_bytes = mQ.shape[0] * (8 * self.head_dim) * (mQ.shape[2] // mK.shape[2])
+            section = SECTION_BYTES // head_bytes
+            if const_expr(self.deterministic):  # the more CTAs work on a head, the more wait for their turn
+                section = cutlass.max(self.blocks, 2 * SECTION_BYTES // head_bytes)
+        elif const_expr(self.deterministic):
+            section = SMS // kv_blocks  # so that CTAs begin in the order of their turns
+        return cutlass.max(1, cutlass.min(heads, section))
+
+    @cute.jit
+    def final(self, heads, section):
+        """The head from which on the rest are one section."""
+        final = heads // section * section
+        if const_expr(self.causal or (self.deterministic and not self.in_waves)):
+            final = final_section(heads, section)
+        return final
+
+    @cute.jit
+    def ctas(self, tiles, kv_blocks):
+        """How many CTAs share the tiles."""
+        ctas = Int32(SMS)
+        if const_expr(self.in_waves):
+            section = SMS // kv_blocks * kv_blocks
+            if section > SMS * 9 // 10:
+                ctas = section
+        return cutlass.min(tiles, ctas)
+
+    @cute.jit
+    def locate(self, tile, mQ, mK):
+        """(kv_block, kv_head, batch) of the tile-th tile in the order they are fetched."""
+        heads, kv_blocks = mK.shape[2], cute.ceil_div(mK.shape[0], self.tile_kv)
+        kv_block, head = tile % kv_blocks, tile // kv_blocks
+        if const_expr(self.causal or self.deterministic):
+            # Heads in turn within a section, with a mask longest first, or as `turn_of` wants it shortest.
+            section, all_heads = self.section(mQ, mK), heads * mK.shape[3]
+            final = self.final(all_heads, section)
+            kv_block, head = in_sections(tile, kv_blocks, all_heads, section, final)
+            if const_expr(self.causal and self.deterministic):
+                kv_block = kv_blocks - 1 - kv_block
+        return kv_block, head % heads, head // heads
+
+    # ---- the mask, and P ----------------------------------------------------------------------------------
+
+    @cute.jit
+    def exponentials(
+        self, S, sLSE, where_S, first_S, first_key, first_query, seqlen_q, seqlen_kv,
+        masked: cutlass.Constexpr, log2_factor: cutlass.Constexpr = 0,
+    ):  # fmt: skip
+        """S (key, query) becomes P·2^log2_factor, P = exp(S·scale − LSE), 0 where the mask hides; sLSE
+        (query) is LSE·log2 e, +∞ past the end."""
+        _, query = where_S[0, 0]  # of the thread's first column; the rest are static
+        rLSE = self.by_query(sLSE, query)
+        if const_expr(log2_factor):
+            rLSE.store(rLSE.load() - Float32(log2_factor))
+        for r in range_constexpr(2):
+            p = S[r, None].load() * self.scale_log2 - rLSE.load()
+            S[r, None].store(cute.math.exp2(p, fastmath=True))
+        if const_expr(masked):  # after LSE's registers are free
+            for r in range_constexpr(2):
+                row = first_key + where_S[r, 0][0]
+                hidden = Int32(0)  # queries from first_query + query on
+                if const_expr(self.causal):
+                    hidden = row - self.offset(seqlen_q, seqlen_kv) - first_query - query
+                if row >= seqlen_kv:
+                    hidden = Int32(self.tile_q)
+                for c in range_constexpr(cute.size(S, mode=[1])):
+                    S[r, c] = S[r, c] if first_S[0, c][1] >= hidden else Float32(0.0)
+
+    @cute.jit
+    def by_query(self, sX, query):
+        """What a thread needs of sX (query, block): pairs, 8 queries apart, from `query` on."""
+        rX = cute.make_rmem_tensor(cute.make_layout(((2, 8 * self.blocks),)), Float32)
+        for block in range_constexpr(self.blocks):
+            pairs = cute.make_tensor(
+                sX[None, block].iterator + query, cute.make_layout((2, 8), stride=(1, 8))
+            )
+            cute.autovec_copy(pairs, cute.make_tensor(rX.iterator + 16 * block, cute.make_layout((2, 8))))
+        return rX
+
+    # ---- steps and barriers -------------------------------------------------------------------------------
+
+    @cute.jit
+    def sync(
+        self, barrier: cutlass.Constexpr, member, threads: cutlass.Constexpr,
+        arrive: cutlass.Constexpr = False,
+    ):  # fmt: skip
+        """Wait at a member's barrier until `threads` have come, or only arrive there."""
+        if const_expr(arrive):
+            cute.arch.barrier_arrive(barrier_id=int(barrier) + member, number_of_threads=threads)
+        else:
+            cute.arch.barrier(barrier_id=int(barrier) + member, number_of_threads=threads)
+
+    # ---- zeros --------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def left_to_zero(self, mQ, mK):
+        """(first, last): the key heads whose dQ sums the main kernel zeroes. The preprocess has the rest."""
+        section, heads = self.section(mQ, mK), mK.shape[2] * mK.shape[3]
+        return section, self.final(heads, section)
+
+    @cute.jit
+    def write_zeros(self, tile_ring, tile_get, sTile, mQ, mK, mDQ_sum, mZeroed):
+        """One warp, to the end: with each tile of keys a share of the zeros for the same head of the next
+        section. All tiles that write them are fetched before any that waits for them."""
+        group = mQ.shape[2] // mK.shape[2]
+        kv_blocks = cute.ceil_div(mK.shape[0], self.tile_kv)
+        ahead, last = self.left_to_zero(mQ, mK)
+        sums = mDQ_sum.shape[1] * mDQ_sum.shape[2] * group  # blocks of a key head
+        share = cute.ceil_div(sums, kv_blocks)
+        zero = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+        zero.fill(0.0)
+        valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
+        tile_get.advance()
+        while valid != 0:
+            head = batch * mK.shape[2] + kv_head + ahead
+            if head < last:
+                first = mDQ_sum[head * group, None, None, None].iterator
+                for i in range(kv_block * share, cutlass.min(sums, kv_block * share + share), unroll=1):
+                    block = cute.make_layout((4, WARP, BLOCK // (4 * WARP)))
+                    gSum = cute.make_tensor(first + Int64(i) * BLOCK, block)
+                    for j in range_constexpr(block.shape[2]):
+                        cute.autovec_copy(zero, gSum[None, cute.arch.lane_idx(), j])
+                cute.arch.fence_acq_rel_gpu()
+                cute.arch.sync_warp()
+                if cute.arch.lane_idx() == 0:
+                    done = (mZeroed.iterator + head).llvm_ptr
+                    cute.arch.atomic_add(done, Int32(1), sem="release", scope="gpu")
+            valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
+            tile_get.advance()
+
+    @cute.jit
+    def await_zeros(self, mZeroed, mK, kv_head, batch):
+        """One warp: wait until all of a head's dQ sums have been zeroed."""
+        head = batch * mK.shape[2] + kv_head
+        await_value(mZeroed.iterator + head, cute.ceil_div(mK.shape[0], self.tile_kv))
+
+    # ---- turns --------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def turn_of(self, kv_block, q_tile, seqlen_q, seqlen_kv):
+        """(turn, final): when a tile of keys adds to dQ of a tile of queries.
+
+        Whoever comes before it was fetched before it: nobody waits for one who has not begun.
+        """
+        turn, final = kv_block, kv_block == cute.ceil_div(seqlen_kv, self.tile_kv) - 1
+        if const_expr(self.causal):
+            # From the diagonal to the left: CTAs that begin together reach the tile in this order.
+            offset = self.offset(seqlen_q, seqlen_kv)
+            keys = cutlass.min(seqlen_kv, (q_tile + 1) * self.tile_q + offset)
+            turn, final = cute.ceil_div(keys, self.tile_kv) - 1 - kv_block, kv_block == 0
+        return turn, final
+
+
+@cute.jit
+def await_value(place, value):
+    """One warp: wait until `place` holds `value`, before what the async proxy does next."""
+    if cute.arch.lane_idx() == 0:
+        seen = cute.arch.load(place, Int32, sem="acquire", scope="gpu")
+        while seen != value:
+            seen = cute.arch.load(place, Int32, sem="acquire", scope="gpu")
+        cute.arch.fence_proxy("async.global")
+
+
+@cute.jit
+def pass_turn(order, turn, final):
+    """One warp: let the next in, with all that was added so far; the last leaves 0 for the next launch."""
+    if cute.arch.lane_idx() == 0:
+        cute.arch.cp_async_bulk_wait_group(0)  # what was added has arrived, and not only left
+        cute.arch.fence_proxy("async.global")
+        cute.arch.store(order, 0 if final else turn + 1, sem="release", scope="gpu")
+
+
+@dsl_user_op
+def bulk_add(target: object, source: object, size: int, *, loc: object = None, ip: object = None) -> None:
+    """One thread: add `size` bytes of fp32 from `source` in shared memory to `target` in global memory."""
+    operands = Int64(target.toint(loc=loc, ip=ip)), Int32(source.toint(loc=loc, ip=ip)), Int32(size)
+    operands = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
+    ptx = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
+    llvm.inline_asm(None, operands, ptx, "l,r,r", has_side_effects=True, is_align_stack=False, loc=loc, ip=ip)
+
+
+@cute.jit
+def add_to_sum(target, source, size: cutlass.Constexpr):
+    """One warp: start the addition of `size` bytes, and wait until `source` has been read."""
+    if cute.arch.lane_idx() == 0:
+        bulk_add(target, source, size)
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.sync_warp()
