@@ -271,6 +271,11 @@ def other_shapes(stage_id, args):
             {"dtype": "float16", "head_dim": 128, "seqlen_q": 1025, "seqlen_kv": 1025},
             {"head_dim": 256},
             {"head_dim": 256, "seqlen_q": 1025, "seqlen_kv": 4097, "kv_heads": 2},
+            {"head_dim": 256, "seqlen_q": 1025, "dtype": "float16"},
+            # more heads than are worked on together: what one leaves behind meets the next
+            {"batch": 40, "seqlen_q": 320, "seqlen_kv": 320},
+            {"batch": 24, "seqlen_q": 320, "seqlen_kv": 320, "head_dim": 128},
+            {"batch": 12, "seqlen_q": 320, "seqlen_kv": 320, "head_dim": 256, "kv_heads": 2},
         )
     ]
     for problem in problems:
@@ -670,9 +675,10 @@ def sanitizer(stage_id, args):
 
 def one_launch(stage_id: str) -> int:
     problems = small(stage_id, batch=1, heads=2, kv_heads=2, seqlen_q=113, seqlen_kv=113)
+    problems += [x.with_(head_dim=256) for x in problems if x.head_dim == 128]
     problems += [x.with_(seqlen_kv=401, top_left=True) for x in problems if x.causal]  # keys that none sees
     for problem in problems:
-        if problem.head_dim == 128 and kernels.load(stage_id)[1].supports(problem) is None:
+        if kernels.load(stage_id)[1].supports(problem) is None:
             run(stage_id, inputs_for(problem), problem.causal, top_left=problem.top_left)
     torch.cuda.synchronize()
     return 0

@@ -282,13 +282,14 @@ class Backward(Tiles):
                 cute.arch.griddepcontrol_wait()  # for the zeros to add to
                 cute.arch.griddepcontrol_launch_dependents()
                 mine, step = warp_idx - consumer_warps - 1, Int32(0)
+                zeroed = self.left_to_zero(mQ, mK)
                 tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
                 self.sync(Barrier.DQ_EMPTY, mine, WARPGROUP + WARP, arrive=True)
                 valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
                 tile_get.advance()
                 while valid != 0:
                     first, _, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
-                    self.await_zeros(mZeroed, mK, kv_head, batch)
+                    self.await_zeros(mZeroed, mK, kv_head, batch, *zeroed)
                     for g in range(group, unroll=1):
                         head_index = batch * mQ.shape[2] + kv_head * group + g
                         for i in range(first, last, unroll=1):
@@ -310,7 +311,7 @@ class Backward(Tiles):
                     tile_get.advance()
             else:
                 # 3. the last warp: zeros for the next heads' sums
-                cute.arch.griddepcontrol_wait()  # the preprocess sets mZeroed
+                cute.arch.griddepcontrol_wait()  # zeros beside the preprocess's reads may leave L2
                 tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
                 self.write_zeros(tile_ring, tile_get, sTile, mQ, mK, mDQ_sum, mZeroed)
         else:
@@ -520,13 +521,6 @@ class Backward(Tiles):
         warpgroup.commit_group()
 
     @cute.jit
-    def gradients(self, P, dP, sD, where_S):
-        """dP becomes dS = P∘(dP − D), without the scale."""
-        rD = self.by_query(sD, where_S[0, 0][1])
-        for r in range_constexpr(2):
-            dP[r, None].store(P[r, None].load() * (dP[r, None].load() - rD.load()))
-
-    @cute.jit
     def put_V(self, ring, state, atom, tVgV, tVsV, kv_block):
         ring.producer_acquire(state)
         for c in range_constexpr(CONSUMERS):
@@ -556,12 +550,11 @@ class FlashAttentionBackward:
     def __call__(
         self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream
     ):
-        kv_blocks = cute.ceil_div(mK.shape[2], self.main.tile_kv)
         as_tiles = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0])) for x in (mQ, mK)]
-        theirs = mZeroed, kv_blocks, *self.main.left_to_zero(*as_tiles)
+        theirs = mK.shape[1], *self.main.left_to_zero(*as_tiles)
         self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs)
         self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream)
-        self.postprocess(mDQ_sum, mDQ, stream)
+        self.postprocess(mDQ_sum, mDQ, stream, mZeroed)
 
 
 def kernel_for(problem: Problem, **options: object) -> FlashAttentionBackward:

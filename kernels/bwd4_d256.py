@@ -2,10 +2,10 @@
 
 The idea          dK and dV of 64 keys are 256 registers a thread of one warpgroup, more than there are. Here
                   one warpgroup has P and dV, the other dS and dK, 128 registers each.
-What changes      against bwd4's Backward: tiles of 64 keys; P crosses over, as fp16 times 2¹⁵, which keeps
-                  three bits more than bf16 does; dQ leaves through the stage of Q or dO that its warpgroup
-                  was the last to read, so that it needs no shared memory of its own; nobody takes turns,
-                  since one warpgroup waits for the other's P and is behind by that.
+What changes      against bwd4's Backward: tiles of 64 keys; P crosses over through shared memory, in fp32;
+                  dQ leaves through the stage of Q or dO that its warpgroup was the last to read, so that it
+                  needs no shared memory of its own; nobody takes turns, since one warpgroup waits for the
+                  other's P and is behind by that.
 What does not     who loads, who adds dQ to its sum, who writes zeros; the order of tiles, masks, both ends.
 """
 
@@ -53,7 +53,6 @@ from kernels.common import (
 
 STAGES = 2  # of Q and dO
 HALF = 128  # columns of dQ that a consumer has
-P_LOG2_FACTOR = 15  # P ≤ 1 crosses over as fp16 of 2¹⁵·P: full precision down to P = 2⁻²⁹
 OF_P, OF_DS = range(CONSUMERS)  # the consumers
 
 
@@ -81,7 +80,7 @@ class WideBackward(Tiles):
     @property
     def smem_bytes(self) -> int:
         tiles = (2 + 2 * STAGES) * ROWS * self.head_dim * 2  # K, V, Q and dO
-        p = 2 * ROWS * ROWS * 2
+        p = ROWS * ROWS * 4 + 2 * ROWS * ROWS * 2  # and dS
         stats = STAGES * 2 * ROWS * 4
         barriers = 2 * (2 * STAGES + 3) * 8
         return tiles + p + stats + 16 + barriers
@@ -136,11 +135,11 @@ class WideBackward(Tiles):
             cute.make_tensor(cute.recast_ptr(part.iterator, layout.inner, self.dtype), layout.outer)
             for part in (sdQ[None, None, None, None, None, c] for c in (OF_P, OF_DS))
         ]  # (query, head_dim, stage)
-        # P as its threads hold it: (word, thread, quad, parity of the step). dS, (key, query, parity), takes
-        # its place: what a warp reads of the one is where it writes the other.
-        sP = smem.allocate_tensor(Int32, cute.make_layout((4, WARPGROUP, 4, 2)), 1024)
-        layout = swizzled_tiles(self.dtype, ROWS, ROWS, 2)
-        sdS = cute.make_tensor(cute.recast_ptr(sP.iterator, layout.inner, self.dtype), layout.outer)
+        sdS = allocate_tiles(smem, self.dtype, ROWS, ROWS, 2)  # (key, query, parity of the step)
+        # P as the threads of both consumers hold it
+        sP = smem.allocate_tensor(
+            Float32, cute.make_layout((4, WARPGROUP, 8)), 128
+        )  # (register, thread, quad)
         sStats = smem.allocate_tensor(
             Float32, cute.make_layout((ROWS, 2, 1, STAGES)), 128
         )  # (query, LSE or D, block, stage)
@@ -220,13 +219,14 @@ class WideBackward(Tiles):
                 cute.arch.griddepcontrol_wait()  # for the zeros to add to
                 cute.arch.griddepcontrol_launch_dependents()
                 mine = warp_idx - consumer_warps - 1
+                zeroed = self.left_to_zero(mQ, mK)
                 q_get = pipeline.make_pipeline_state(CONSUMER, STAGES)
                 tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
                 valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
                 tile_get.advance()
                 while valid != 0:
                     first, _, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
-                    self.await_zeros(mZeroed, mK, kv_head, batch)
+                    self.await_zeros(mZeroed, mK, kv_head, batch, *zeroed)
                     for g in range(group, unroll=1):
                         head_index = batch * mQ.shape[2] + kv_head * group + g
                         for i in range(first, last, unroll=1):
@@ -249,7 +249,7 @@ class WideBackward(Tiles):
                     tile_get.advance()
             else:
                 # 3. the last warp: zeros for the next heads' sums
-                cute.arch.griddepcontrol_wait()  # the preprocess sets mZeroed
+                cute.arch.griddepcontrol_wait()  # zeros beside the preprocess's reads may leave L2
                 tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
                 self.write_zeros(tile_ring, tile_get, sTile, mQ, mK, mDQ_sum, mZeroed)
         else:
@@ -265,7 +265,7 @@ class WideBackward(Tiles):
             rSum = cute.make_rmem_tensor(mma_kv.partition_shape_C((ROWS, d)), Float32)  # dV or dK
             rdQ = cute.make_rmem_tensor(mma_q.partition_shape_C((ROWS, HALF)), Float32)
             words = cute.make_layout(cute.size(rS) // 2)  # of two 16-bit values
-            rP, rP16 = [cute.make_rmem_tensor(words, Int32) for _ in range(2)]  # P or dS; P that crosses over
+            rP = cute.make_rmem_tensor(words, Int32)  # or dS
             tP = cute.make_tensor(cute.recast_ptr(rP.iterator, None, self.dtype), operand_a(rS.layout))
             # Operands in shared memory are descriptors, with a stage as their last mode.
             tSK, tSV = [mma_s.make_fragment_A(thr_s.partition_A(sX)) for sX in (sK, sV)]
@@ -285,7 +285,7 @@ class WideBackward(Tiles):
                 if consumer == role:
                     # What a step needs; never an argument of a jit function, which would rebind its members.
                     x = SimpleNamespace(
-                        rS=rS, S=by_row(rS), rSum=rSum, rdQ=rdQ, rP=rP, rP16=rP16, tP=tP,
+                        rS=rS, S=by_row(rS), rSum=rSum, rdQ=rdQ, rP=rP, tP=tP,
                         rdS16=cute.make_tensor(tP.iterator, rS.layout), tA=(tSK, tSV)[role],
                         tB=(tSQ, tSdO)[role], ring=(q_ring, do_ring)[role], tC=(tVdO, tKQ)[role],
                         other_ring=(do_ring, q_ring)[role], tQdS=tQdS, tQK=tQK, where_S=where_S,
@@ -295,7 +295,7 @@ class WideBackward(Tiles):
                     )  # fmt: skip
                     own_ring, sX = ((k_ring, sK), (v_ring, sV))[role]  # what its gradient leaves through
                     store, mX = ((store_dV, mDV), (store_dK, mDK))[role]
-                    factor = (2.0**-P_LOG2_FACTOR, self.scale)[role]
+                    factor = (1.0, self.scale)[role]
                     parity = Int32(0)
 
                     valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
@@ -354,26 +354,26 @@ class WideBackward(Tiles):
         """A consumer's products of a tile of queries; the first is there already, that of the next tile comes
         with it. Nothing is in flight at either end, as in bwd4.
 
-        The buffer of P and dS is free: both consumers' dQ of two steps before was done when dS of the step
-        before was.
+        P's buffer is free when dS of the step before is there; dS's, since then both consumers were done with
+        dQ of the step before that.
         """
         stage = q_get.index
-        quads = cute.make_tensor(x.rP16.iterator, cute.make_layout((4, 4)))
         x.other_ring.consumer_wait(q_get)
         if role == OF_P:
             hides = x.where_S, x.first_S, kv_block * ROWS, q_tile * ROWS, x.seqlen_q, x.seqlen_kv
-            self.exponentials(x.S, x.sStats[None, 0, None, stage], *hides, masked, P_LOG2_FACTOR)
-            round_fragment(x.rS, x.rP16, cutlass.Float16)
-            for i in range(4):
-                cute.autovec_copy(quads[None, i], x.sP[None, x.thread, i, parity])
+            self.exponentials(x.S, x.sStats[None, 0, None, stage], *hides, masked)
+            quads = cute.make_tensor(x.rS.iterator, cute.make_layout((4, 8)))
+            for i in range(8):
+                cute.autovec_copy(quads[None, i], x.sP[None, x.thread, i])
             self.sync(Barrier.P_READY, 0, 2 * WARPGROUP, arrive=True)
             round_fragment(x.rS, x.rP, self.dtype)
         else:
             self.sync(Barrier.P_READY, 0, 2 * WARPGROUP)
-            for i in range(4):
-                cute.autovec_copy(x.sP[None, x.thread, i, parity], quads[None, i])
-            cute.arch.sync_warp()  # before another lane's dS is where this lane's P was
-            self.gradients(x.S, x.rP16, x.sStats[None, 1, None, stage], x.where_S)
+            theirs = cute.make_rmem_tensor(x.rS.layout, Float32)
+            quads = cute.make_tensor(theirs.iterator, cute.make_layout((4, 8)))
+            for i in range(8):
+                cute.autovec_copy(x.sP[None, x.thread, i], quads[None, i])
+            self.gradients(by_row(theirs), x.S, x.sStats[None, 1, None, stage], x.where_S)
             round_fragment(x.rS, x.rP, self.dtype)
             cute.copy(x.copy_S, x.copy_S.retile(x.rdS16), x.tSsdS[None, None, None, parity])
             cute.arch.fence_view_async_shared()  # written by threads, read by WGMMA
@@ -396,17 +396,3 @@ class WideBackward(Tiles):
         cute.arch.fence_view_async_shared()  # written by threads, read by the bulk reduction
         self.sync(Barrier.DQ_FULL, CONSUMERS * stage + role, WARPGROUP + WARP, arrive=True)
         warpgroup.wait_group(0)
-
-    @cute.jit
-    def gradients(self, dP, words, sD, where_S):
-        """dP (key, query) becomes dS = P∘(dP − D), without the scale; P is `words`, fp16 of 2¹⁵·P."""
-        rD = self.by_query(sD, where_S[0, 0][1])
-        rD.store(rD.load() * 2.0**-P_LOG2_FACTOR)
-        fragment = cute.make_layout(((2, 2, cute.size(dP) // 4), 1, 1))  # an accumulator's
-        half = cute.make_tensor(cute.recast_ptr(words.iterator, None, cutlass.Float16), fragment)
-        wide = cute.make_rmem_tensor(fragment, Float32)
-        wide.store(half.load().to(Float32))
-        P = by_row(wide)
-        for r in range_constexpr(2):
-            difference = dP[r, None].load() * 2.0**-P_LOG2_FACTOR - rD.load()
-            dP[r, None].store(P[r, None].load() * difference)

@@ -53,8 +53,8 @@ def fake_scratch(head_dim: int) -> tuple[object, object]:
 class Preprocess:
     """stats, and zeros for dQ_sum. A CTA takes a block; a thread holds 4 rows' chunks of O and dO at once.
 
-    `theirs` = (mZeroed, shares, first, last) leaves the sums of the key heads from `first` to `last` to the
-    main kernel: of these mZeroed is set to 0, of the others to `shares`, which is how many it waits for.
+    `theirs` = (how many key heads a batch has, first, last) leaves the sums of the key heads from `first` to
+    `last`, of all batches, to the main kernel.
     """
 
     def __init__(self, head_dim: int):
@@ -94,12 +94,10 @@ class Preprocess:
         if const_expr(theirs is None):
             self.write_zeros(mDQ_sum, head_index, block)
         else:
-            mZeroed, shares, first, last = theirs
-            kv_head = head_index // (heads * mO.shape[0] // mZeroed.shape[0])
+            kv_heads, first, last = theirs
+            kv_head = head_index // (heads // kv_heads)
             if kv_head < first or kv_head >= last:
                 self.write_zeros(mDQ_sum, head_index, block)
-            if tile < mZeroed.shape[0] and tidx == 0:
-                mZeroed[tile] = shares if tile < first or tile >= last else 0
 
         for i in range_constexpr(ROWS_IN_FLIGHT):
             row = group + BLOCK // ROWS_IN_FLIGHT * i
@@ -129,7 +127,9 @@ class Preprocess:
 
 class Postprocess:
     """dQ = dQ_sum/√d, rounded. A CTA takes a block, a warpgroup 64 of its columns: with the layout the sums
-    were left in, they leave for shared memory like any accumulator, and for dQ by TMA, in whole rows."""
+    were left in, they leave for shared memory like any accumulator, and for dQ by TMA, in whole rows.
+
+    mZeroed, if there is one, is what the main kernel counted in: it is left at zero."""
 
     def __init__(self, head_dim: int):
         self.head_dim = head_dim
@@ -138,13 +138,13 @@ class Postprocess:
         self.scale = 1.0 / math.sqrt(head_dim)
 
     @cute.jit
-    def __call__(self, mDQ_sum, mDQ, stream):
+    def __call__(self, mDQ_sum, mDQ, stream, mZeroed=None):
         batch, heads, seqlen, _ = mDQ.shape
         mma = make_trivial_tiled_mma(  # of its accumulator only the layout is used
             mDQ.element_type, mDQ.element_type, OperandMajorMode.K, OperandMajorMode.K, Float32,
             (1, self.columns, 1), (BLOCK, BLOCK), warpgroup.OperandSource.SMEM,
         )  # fmt: skip
-        self.postprocess(mma, *store_atom(mDQ, BLOCK), mDQ_sum).launch(
+        self.postprocess(mma, *store_atom(mDQ, BLOCK), mDQ_sum, mZeroed).launch(
             grid=(cute.ceil_div(seqlen, BLOCK), heads, batch),
             block=(self.threads, 1, 1),
             use_pdl=True,
@@ -152,7 +152,7 @@ class Postprocess:
         )
 
     @cute.kernel
-    def postprocess(self, mma, store_DQ, mDQ, mDQ_sum):
+    def postprocess(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed):
         tidx, _, _ = cute.arch.thread_idx()
         # From the last head back: the main kernel has just left that in L2.
         block, head, batch = [n - 1 - i for n, i in zip(cute.arch.grid_dim(), cute.arch.block_idx())]
@@ -165,6 +165,9 @@ class Postprocess:
         rDQ = cute.make_rmem_tensor(mma.partition_shape_C((BLOCK, self.head_dim)), Float32)
         quads = cute.make_tensor(rDQ.iterator, cute.make_layout((QUAD, BLOCK // 8)))  # (register, g)
         head_index = batch * mDQ.shape[2] + head
+        if const_expr(mZeroed is not None):
+            if block == 0 and tidx == 0 and head_index < mZeroed.shape[0]:
+                mZeroed[head_index] = 0
         sums = cute.make_layout((QUAD, WARPGROUP, BLOCK // 8))
         gDQ_sum = cute.make_tensor(mDQ_sum[head_index, block, warpgroup_idx, None].iterator, sums)
         for g in range_constexpr(BLOCK // 8):

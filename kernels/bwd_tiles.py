@@ -127,14 +127,12 @@ class Tiles:
     @cute.jit
     def exponentials(
         self, S, sLSE, where_S, first_S, first_key, first_query, seqlen_q, seqlen_kv,
-        masked: cutlass.Constexpr, log2_factor: cutlass.Constexpr = 0,
+        masked: cutlass.Constexpr,
     ):  # fmt: skip
-        """S (key, query) becomes P·2^log2_factor, P = exp(S·scale − LSE), 0 where the mask hides; sLSE
-        (query) is LSE·log2 e, +∞ past the end."""
+        """S (key, query) becomes P = exp(S·scale − LSE), 0 where the mask hides; sLSE (query) is LSE·log2 e,
+        +∞ past the end."""
         _, query = where_S[0, 0]  # of the thread's first column; the rest are static
         rLSE = self.by_query(sLSE, query)
-        if const_expr(log2_factor):
-            rLSE.store(rLSE.load() - Float32(log2_factor))
         for r in range_constexpr(2):
             p = S[r, None].load() * self.scale_log2 - rLSE.load()
             S[r, None].store(cute.math.exp2(p, fastmath=True))
@@ -148,6 +146,13 @@ class Tiles:
                     hidden = Int32(self.tile_q)
                 for c in range_constexpr(cute.size(S, mode=[1])):
                     S[r, c] = S[r, c] if first_S[0, c][1] >= hidden else Float32(0.0)
+
+    @cute.jit
+    def gradients(self, P, dP, sD, where_S):
+        """dP becomes dS = P∘(dP − D), without the scale."""
+        rD = self.by_query(sD, where_S[0, 0][1])
+        for r in range_constexpr(2):
+            dP[r, None].store(P[r, None].load() * (dP[r, None].load() - rD.load()))
 
     @cute.jit
     def by_query(self, sX, query):
@@ -212,10 +217,11 @@ class Tiles:
             tile_get.advance()
 
     @cute.jit
-    def await_zeros(self, mZeroed, mK, kv_head, batch):
+    def await_zeros(self, mZeroed, mK, kv_head, batch, first, last):
         """One warp: wait until all of a head's dQ sums have been zeroed."""
         head = batch * mK.shape[2] + kv_head
-        await_value(mZeroed.iterator + head, cute.ceil_div(mK.shape[0], self.tile_kv))
+        if head >= first and head < last:
+            await_value(mZeroed.iterator + head, cute.ceil_div(mK.shape[0], self.tile_kv))
 
     # ---- turns --------------------------------------------------------------------------------------------
 
