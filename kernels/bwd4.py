@@ -6,12 +6,14 @@ The idea          Two warpgroups take turns. One issues the products of a step t
 What changes      against bwd3: persistent CTAs and a tile counter; a warp that loads and two that add dQ to
                   its sum by bulk reduction; dV overlaps dS, the next Sᵀ overlaps dQ's way to shared memory;
                   masked and unmasked loops apart; the next tile's K is loaded while this one is worked on,
-                  dK and dV leave while the next begins; fp16, GQA without an fp32 round trip, unequal
-                  lengths. `bwd4_det` adds to dQ in one order, whatever order the CTAs arrive in.
+                  dK and dV leave while the next begins; a warp writes the zeros that dQ is added to when
+                  they are about to be needed; fp16, GQA without an fp32 round trip, unequal lengths;
+                  head_dim 256 (bwd4_d256.py). `bwd4_det` adds to dQ in one order, whatever order the CTAs
+                  arrive in.
 What does not     preprocess and postprocess, who owns what, which products take registers.
-Supports          bf16 and fp16; head_dim 64 and 128; seqlen_q and seqlen_kv ≥ 1; GQA and MQA. A causal mask
-                  is aligned at the bottom right or, with top_left, there, as k6's; a query that sees no key,
-                  and a key that no query sees, gives and gets no gradient.
+Supports          bf16 and fp16; head_dim 64, 128 and 256; seqlen_q and seqlen_kv ≥ 1; GQA and MQA. A causal
+                  mask is aligned at the bottom right or, with top_left, there, as k6's; a query that sees no
+                  key, and a key that no query sees, gives and gets no gradient.
 """
 
 import math
@@ -37,6 +39,7 @@ from kernels.bwd_tiles import (
     CONSUMERS,
     REGISTERS,
     ROWS,
+    SECTION_BYTES_MAX,
     SMS,
     THREADS,
     Tiles,
@@ -572,6 +575,12 @@ def supports(problem: Problem) -> str | None:
         return "takes at least one query and one key"
     if max(problem.seqlen_q, problem.seqlen_kv) * problem.batch * problem.heads > ROWS_MAX:
         return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
+    head_bytes = 8 * problem.head_dim * problem.seqlen_q * (problem.heads // max(1, problem.kv_heads))
+    if problem.causal and head_bytes > SECTION_BYTES_MAX:
+        return (
+            f"takes at most {SECTION_BYTES_MAX} bytes of Q, dO and dQ_sum of a key head under a causal mask, "
+            f"not {head_bytes}: the order of tiles is computed from them, in 32 bits"
+        )
     return refuse_heads_on_grid(problem)
 
 

@@ -23,6 +23,7 @@ THREADS = WARPGROUP * (CONSUMERS + 1)
 REGISTERS = (24, 240)  # of a producer's thread, of a consumer's
 SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
 SECTION_BYTES = 4 * 2**20  # of Q, dO and dQ_sum: heads that are worked on together and stay in L2
+SECTION_BYTES_MAX = 2**31 - 1  # what `Tiles.section` can count
 TILES_AHEAD = 16  # without a mask: zeros are written so many tiles before the first addition
 BLOCK = ROWS * 64  # elements of dQ_sum in a row: 64 queries × 64 columns
 

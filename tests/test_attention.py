@@ -163,6 +163,15 @@ def test_grids_beyond_cuda_are_refused(stage_id: str) -> None:
     refuse(stage_id, Problem.square(65535, 1, 16, 64, False))
 
 
+@pytest.mark.parametrize("stage_id", ["bwd4", "bwd4_det"])
+def test_bwd4_refuses_heads_it_cannot_count(stage_id: str) -> None:
+    long = Problem(1, 4, 1, 2**19 - 1, 2**19, 128, True, direction="bwd")
+    refuse(stage_id, long)
+    refuse(stage_id, long.with_(seqlen_q=2**19, causal=False))
+    with pytest.raises(ValueError, match=rf"^{stage_id} takes at most 2147483647 bytes .*, not 2147483648:"):
+        refuse(stage_id, long.with_(seqlen_q=2**19))
+
+
 def test_k1_refuses_more_blocks_than_a_grid_has() -> None:
     refuse("k1", Problem.square(1, 1, 65535 * 16, 64, False))
     with pytest.raises(ValueError, match="k1 takes sequences of at most 1048560"):
