@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTmaAsync
@@ -37,6 +37,7 @@ from kernels.bwd4_d256 import WideBackward
 from kernels.bwd_ends import Postprocess, Preprocess, fake_scratch, scratch_shapes
 from kernels.bwd_tiles import (
     CONSUMERS,
+    PART,
     REGISTERS,
     ROWS,
     SECTION_BYTES_MAX,
@@ -97,7 +98,6 @@ STAGES = (
 )
 
 TILE_KV = ROWS * CONSUMERS
-PART = ROWS * 64  # elements of dQ that a consumer has of a tile of queries
 
 
 class Barrier(IntEnum):
@@ -241,7 +241,6 @@ class Backward(Tiles):
                 q_put = pipeline.make_pipeline_state(PRODUCER, self.stages)
                 k_put = pipeline.make_pipeline_state(PRODUCER, self.k_stages)
                 v_put, tile_put = [pipeline.make_pipeline_state(PRODUCER, 1) for _ in range(2)]
-                bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
                 tile, _, _ = cute.arch.block_idx()
                 waited = cutlass.Boolean(False)
                 while tile < tiles:
@@ -264,12 +263,8 @@ class Backward(Tiles):
                             if not waited:
                                 cute.arch.griddepcontrol_wait()
                                 waited = cutlass.Boolean(True)
-                            with cute.arch.elect_one():
-                                flat = cute.make_layout(2 * self.tile_q)
-                                gStats = mStats[batch * mQ.shape[2] + head, i * self.blocks, None, None]
-                                sX = sStats[None, None, None, q_put.index]
-                                both = [cute.make_tensor(x.iterator, flat) for x in (gStats, sX)]
-                                cute.copy(bulk, *both, mbar_ptr=q_ring.producer_get_barrier(q_put))
+                            head_index = batch * mQ.shape[2] + head
+                            self.put_stats(q_ring, q_put, mStats, sStats, head_index, i)
                             if g == 0 and i == first:  # the tile before may still need V: not before Q
                                 self.put_V(v_ring, v_put, load_V, tVgV, tVsV, kv_block)
                             put(do_ring, q_put, load_dO, tOgO[None, i], tOsO)

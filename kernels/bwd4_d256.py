@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTmaAsync
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
@@ -178,7 +178,6 @@ class WideBackward(Tiles):
                 # 1. the producer: fetch a tile of keys, tell the others, load it and the queries that see it
                 q_put = pipeline.make_pipeline_state(PRODUCER, STAGES)
                 kv_put, tile_put = [pipeline.make_pipeline_state(PRODUCER, 1) for _ in range(2)]
-                bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
                 tile, _, _ = cute.arch.block_idx()
                 waited = cutlass.Boolean(False)
                 while tile < tiles:
@@ -197,12 +196,8 @@ class WideBackward(Tiles):
                             if not waited:
                                 cute.arch.griddepcontrol_wait()
                                 waited = cutlass.Boolean(True)
-                            with cute.arch.elect_one():
-                                flat = cute.make_layout(2 * ROWS)
-                                gStats = mStats[batch * mQ.shape[2] + head, i, None, None]
-                                sX = sStats[None, None, None, q_put.index]
-                                both = [cute.make_tensor(x.iterator, flat) for x in (gStats, sX)]
-                                cute.copy(bulk, *both, mbar_ptr=q_ring.producer_get_barrier(q_put))
+                            head_index = batch * mQ.shape[2] + head
+                            self.put_stats(q_ring, q_put, mStats, sStats, head_index, i)
                             put(do_ring, q_put, load_dO, tOgO[None, i], tOsO)
                             q_put.advance()
                             if g == 0 and i == first:  # dK and dV before may still leave: not before Q

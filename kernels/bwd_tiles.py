@@ -13,6 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import dsl_user_op
 
 from kernels.common import LOG2_E, WARP, WARPGROUP, final_section, hear, in_sections
@@ -25,7 +26,7 @@ SMS = 132  # CTAs that stay; on a smaller chip some start late and find less lef
 SECTION_BYTES = 4 * 2**20  # of Q, dO and dQ_sum: heads that are worked on together and stay in L2
 SECTION_BYTES_MAX = 2**31 - 1  # what `Tiles.section` can count
 TILES_AHEAD = 16  # without a mask: zeros are written so many tiles before the first addition
-BLOCK = ROWS * 64  # elements of dQ_sum in a row: 64 queries × 64 columns
+PART = ROWS * 64  # elements of dQ_sum in a row: 64 queries × 64 columns
 
 
 class Tiles:
@@ -179,6 +180,19 @@ class Tiles:
         else:
             cute.arch.barrier(barrier_id=int(barrier) + member, number_of_threads=threads)
 
+    # ---- loads --------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def put_stats(self, ring, state, mStats, sStats, head_index, q_tile):
+        """One warp, after Q's `put`: LSE and D of its queries into the same stage, under the same barrier."""
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        with cute.arch.elect_one():
+            flat = cute.make_layout(2 * self.tile_q)
+            gStats = mStats[head_index, q_tile * self.blocks, None, None]
+            sX = sStats[None, None, None, state.index]
+            both = [cute.make_tensor(x.iterator, flat) for x in (gStats, sX)]
+            cute.copy(bulk, *both, mbar_ptr=ring.producer_get_barrier(state))
+
     # ---- zeros --------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -205,8 +219,8 @@ class Tiles:
             if head < last:
                 first = mDQ_sum[head * group, None, None, None].iterator
                 for i in range(kv_block * share, cutlass.min(sums, kv_block * share + share), unroll=1):
-                    block = cute.make_layout((4, WARP, BLOCK // (4 * WARP)))
-                    gSum = cute.make_tensor(first + Int64(i) * BLOCK, block)
+                    block = cute.make_layout((4, WARP, PART // (4 * WARP)))
+                    gSum = cute.make_tensor(first + Int64(i) * PART, block)
                     for j in range_constexpr(block.shape[2]):
                         cute.autovec_copy(zero, gSum[None, cute.arch.lane_idx(), j])
                 cute.arch.fence_acq_rel_gpu()
