@@ -377,9 +377,10 @@ class Expected:
         """What a stage reads: q, k, v, and with dO also o, lse, do."""
         return (self.q, self.k, self.v, *(() if self.do is None else (*self.saved, self.do)))
 
-    def allocate(self, module: object, problem: Problem) -> Tensors:
-        """What the kernel of `module` reads and writes on this problem, of either direction."""
-        return (allocate if self.do is None else allocate_backward)(module, problem, *self.inputs)
+    def allocate(self, module: object, problem: Problem, **options: object) -> Tensors:
+        """What the kernel of `module` with these options reads and writes, of either direction."""
+        of_direction = allocate if self.do is None else allocate_backward
+        return of_direction(module, problem, *self.inputs, **options)
 
     def run(self, module: object, compiled: object, tensors: Tensors, rounding: Rounding) -> Verdict:
         """Run a kernel into outputs and scratch filled with NaN, and judge what it wrote."""

@@ -37,7 +37,7 @@ def measure(stage_id: str, seqlens: tuple[int, ...] = SEQLENS) -> list[results.R
                     key = (label, d, causal)
                     if key not in compiled:
                         compiled[key] = module.compile_kernel(problem, **options)
-                    tensors = expected.allocate(module, problem)
+                    tensors = expected.allocate(module, problem, **options)
                     calls[label] = lambda c=compiled[key], t=tensors: module.run_kernel(c, t)
                     if key in checked:
                         continue

@@ -126,8 +126,9 @@ def _check_device(stage: str, q: torch.Tensor) -> None:
 
 def _check_memory(stage: str, problem: Problem, device: torch.device) -> None:
     """Raise MemoryError when the stage's scratch does not fit."""
-    _, module = kernels.load(stage)
-    needed, free = workspace_bytes(module.workspace(problem)), torch.cuda.mem_get_info(device)[0]
+    found, module = kernels.load(stage)
+    needed = workspace_bytes(module.workspace(problem, **found.options))
+    free = torch.cuda.mem_get_info(device)[0]
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if needed > free:
         raise MemoryError(
@@ -159,8 +160,8 @@ def prepare(
         _check_like("out", out, "q", q)
         check_layout("out", out, written=True)
     _check_memory(stage, problem, q.device)
-    _, module = kernels.load(stage)
-    tensors = allocate(module, problem, q.detach(), k.detach(), v.detach(), out)
+    found, module = kernels.load(stage)
+    tensors = allocate(module, problem, q.detach(), k.detach(), v.detach(), out, **found.options)
     return module, compile_stage(stage, problem), tensors
 
 
@@ -204,9 +205,9 @@ def prepare_backward(
         if len({x.data_ptr() for x in out if x.numel()}) < sum(x.numel() > 0 for x in out):
             raise ValueError("dq, dk and dv must not share memory")
     _check_memory(stage, problem, q.device)
-    _, module = kernels.load(stage)
+    found, module = kernels.load(stage)
     inputs = (x.detach() for x in (q, k, v, o, lse, do))
-    tensors = allocate_backward(module, problem, *inputs, out)
+    tensors = allocate_backward(module, problem, *inputs, out, **found.options)
     return module, compile_stage(stage, problem), tensors
 
 

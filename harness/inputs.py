@@ -83,9 +83,10 @@ def allocate(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor | None = None,
+    **options: object,
 ) -> Tensors:
     """Uninitialised outputs and scratch of the forward stage in `module` for inputs q, k, v; `out` is used
-    for O.
+    for O. `options` are the stage's, which scratch may depend on.
 
     Scratch starts uninitialised, with two exceptions that start at zero and that every kernel leaves at zero,
     so that the next launch finds them so: integers, which are counters and semaphores, and tensors whose name
@@ -93,7 +94,7 @@ def allocate(
     """
     o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    return Tensors(q, k, v, o, lse, _scratch(module, problem, q.device))
+    return Tensors(q, k, v, o, lse, _scratch(module, problem, q.device, options))
 
 
 def allocate_backward(
@@ -106,18 +107,21 @@ def allocate_backward(
     lse: torch.Tensor,
     do: torch.Tensor,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    **options: object,
 ) -> Tensors:
     """Uninitialised gradients and scratch of the backward stage in `module`; `out` is used for dQ, dK, dV.
-    The scratch is as `allocate`'s."""
+    The scratch and `options` are as `allocate`'s."""
     if out is None:
         out = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return Tensors(q, k, v, o, lse, _scratch(module, problem, q.device), do, *out)
+    return Tensors(q, k, v, o, lse, _scratch(module, problem, q.device, options), do, *out)
 
 
-def _scratch(module: object, problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
+def _scratch(
+    module: object, problem: Problem, device: torch.device, options: dict[str, object]
+) -> dict[str, torch.Tensor]:
     return {
         name: (torch.zeros if starts_at_zero(name, dtype) else torch.empty)(
             shape, dtype=getattr(torch, dtype), device=device
         )
-        for name, (shape, dtype) in module.workspace(problem).items()
+        for name, (shape, dtype) in module.workspace(problem, **options).items()
     }

@@ -57,9 +57,10 @@ def launch(stage_id: str, seqlen: int, head_dim: int, causal: bool, options: dic
 
     stage, module = kernels.load(stage_id)
     problem = sweep_problem(seqlen, head_dim, causal, stage.direction)
-    compiled = module.compile_kernel(problem, **(stage.options | options))
+    options = stage.options | options
+    compiled = module.compile_kernel(problem, **options)
     q, k, v, *do = random_inputs(problem)
-    tensors = ref_check.Expected(q, k, v, causal, *do).allocate(module, problem)
+    tensors = ref_check.Expected(q, k, v, causal, *do).allocate(module, problem, **options)
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStart()
     module.run_kernel(compiled, tensors)

@@ -6,7 +6,7 @@ A kernel file has `STAGES`, a tuple of `Stage`, and
   The harness raises the reason, after the stage's id, as a ValueError before anything is launched. A stage
   that takes unequal lengths computes both alignments of a causal mask (`Problem.top_left`) or refuses one; at
   equal lengths they are one mask, and need no telling apart.
-- `workspace(problem) -> {name: (shape, dtype)}`: scratch the harness allocates, by the rule in
+- `workspace(problem, **options) -> {name: (shape, dtype)}`: scratch the harness allocates, by the rule in
   `harness.inputs.allocate` on what starts at zero.
 - `compile_kernel(problem, **options) -> compiled`: needs no tensors and no GPU. Head_dim, mask and dtype are
   compiled in; batch, heads and lengths stay dynamic.

@@ -143,7 +143,7 @@ def supports(problem: Problem) -> str | None:
     return refuse_unless_plain(problem, "bwd")
 
 
-def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int, ...], str]]:
     rows = (problem.batch, problem.heads, problem.seqlen_q)
     return {"D": (rows, "float32"), "P": ((*rows, problem.seqlen_kv), "float32")}
 

@@ -226,7 +226,7 @@ def supports(problem: Problem) -> str | None:
     return refuse_heads_on_grid(problem) or refuse_unless_plain(problem, "bwd")
 
 
-def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int, ...], str]]:
     # dQ's sum is (8, head_dim/8) within a row: lanes, which hold 8 columns each, add to neighbours.
     rows = (problem.batch, problem.heads, problem.seqlen_q)
     return {"D": (rows, "float32"), "dQ_sum": ((*rows, VECTOR, problem.head_dim // VECTOR), "float32")}

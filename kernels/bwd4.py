@@ -33,7 +33,7 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 from harness.inputs import Tensors
 from harness.problem import Problem
 from harness.stage import Stage, Work
-from kernels.bwd4_d256 import WideBackward
+from kernels.bwd4_d256 import WideFlashAttentionBackward
 from kernels.bwd_ends import Postprocess, Preprocess, fake_scratch, scratch_shapes
 from kernels.bwd_tiles import (
     CONSUMERS,
@@ -123,6 +123,7 @@ class Config:
     k_stages: int = 2
 
 
+ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 CONFIGS = {64: Config(128, False, True), 128: Config(64, True, False)}
 
 
@@ -220,11 +221,13 @@ class Backward(Tiles):
                 (1, TILE_KV * d * 2),
             )
         ]
+        # all but the producer; the warp that writes zeros has nothing to do where the first stores
+        listeners = THREADS - (2 if self.deterministic else 1) * WARP
         tile_ring = PipelineAsync.create(
             num_stages=1,
             barrier_storage=smem.allocate_array(Int64, 2),
             producer_group=CooperativeGroup(Agent.Thread, WARP),
-            consumer_group=CooperativeGroup(Agent.Thread, THREADS - WARP),
+            consumer_group=CooperativeGroup(Agent.Thread, listeners),
             defer_sync=True,
         )
         own_ready = smem.allocate_array(Int64, CONSUMERS)  # a consumer's dK and dV are in shared memory
@@ -287,27 +290,32 @@ class Backward(Tiles):
                 tile_get.advance()
                 while valid != 0:
                     first, _, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
-                    self.await_zeros(mZeroed, mK, kv_head, batch, *zeroed)
+                    if const_expr(not self.deterministic):
+                        self.await_zeros(mZeroed, mK, kv_head, batch, *zeroed)
                     for g in range(group, unroll=1):
                         head_index = batch * mQ.shape[2] + kv_head * group + g
                         for i in range(first, last, unroll=1):
                             if step % 2 == mine:
-                                turn, final = self.turn_of(kv_block, i, seqlen_q, seqlen_kv)
-                                order = mOrder[head_index, None].iterator + i
+                                at, turn, final = self.turn_of(kv_block, i, seqlen_q, seqlen_kv)
+                                order = mOrder[head_index, None].iterator + (i * self.sums + at)
                                 if const_expr(self.deterministic):
                                     await_value(order, turn)
+                                else:
+                                    turn = None
                                 for c in range_constexpr(CONSUMERS):
                                     self.sync(Barrier.DQ_FULL, CONSUMERS * mine + c, WARPGROUP + WARP)
-                                    gDQ_sum = mDQ_sum[head_index, i * self.blocks, 0, None].iterator
+                                    gDQ_sum = mDQ_sum[
+                                        head_index * self.sums + at, i * self.blocks, 0, None
+                                    ].iterator
                                     source = sdQ[None, None, None, c].iterator
-                                    add_to_sum(gDQ_sum + c * PART, source, PART * 4)
+                                    add_to_sum(gDQ_sum + c * PART, source, PART * 4, turn)
                                     self.sync(Barrier.DQ_EMPTY, c, WARPGROUP + WARP, arrive=True)
                                 if const_expr(self.deterministic):
                                     pass_turn(order, turn, final)
                             step += 1
                     valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
                     tile_get.advance()
-            else:
+            elif const_expr(not self.deterministic):
                 # 3. the last warp: zeros for the next heads' sums
                 cute.arch.griddepcontrol_wait()  # zeros beside the preprocess's reads may leave L2
                 tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
@@ -527,6 +535,8 @@ class Backward(Tiles):
 
 
 class FlashAttentionBackward:
+    """Preprocess, main kernel, postprocess."""
+
     def __init__(
         self,
         head_dim: int,
@@ -536,29 +546,74 @@ class FlashAttentionBackward:
         config: Config | None = None,
         top_left: bool = False,
     ):
-        element = getattr(cutlass, {"bfloat16": "BFloat16", "float16": "Float16"}[dtype])
-        options = head_dim, causal, top_left, element, deterministic
-        if head_dim == 256:
-            self.main = WideBackward(*options)
-        else:
-            self.main = Backward(*options, config or CONFIGS[head_dim])
-        self.preprocess, self.postprocess = Preprocess(head_dim), Postprocess(head_dim)
+        options = head_dim, causal, top_left, ELEMENTS[dtype], deterministic
+        self.main = Backward(*options, config or CONFIGS[head_dim])
+        self.preprocess = Preprocess(head_dim)
+        self.postprocess = Postprocess(head_dim, self.main if deterministic else None)
 
     @cute.jit
     def __call__(
         self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream
     ):
-        as_tiles = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0])) for x in (mQ, mK)]
-        theirs = mK.shape[1], *self.main.left_to_zero(*as_tiles)
-        self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs)
+        if const_expr(self.main.deterministic):
+            self.preprocess(mO, mDO, mLSE, mStats, None, stream)
+        else:
+            as_tiles = [
+                cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0])) for x in (mQ, mK)
+            ]
+            theirs = mK.shape[1], *self.main.left_to_zero(*as_tiles)
+            self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs)
         self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream)
-        self.postprocess(mDQ_sum, mDQ, stream, mZeroed)
+        if const_expr(self.main.deterministic):
+            self.postprocess(mDQ_sum, mDQ, stream, None, mK.shape[2])
+        else:
+            self.postprocess(mDQ_sum, mDQ, stream, mZeroed)
+
+    def workspace(self, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+        heads, tiles = problem.batch * problem.heads, math.ceil(problem.seqlen_q / self.main.tile_q)
+        return scratch_shapes(problem, self.main.tile_q, self.main.sums) | {
+            "zeroed": (
+                (problem.batch * problem.kv_heads,),
+                "int32",
+            ),  # shares of a head's dQ_sum that are zero
+            "order": ((heads, tiles * self.main.sums), "int32"),  # whose turn it is to add to dQ_sum
+            "counter": ((1,), "int32"),  # of tiles taken; two launches at once must not share any of these
+        }
+
+    def fake_workspace(self) -> tuple[object, ...]:
+        """Stand-ins for `workspace`'s."""
+        order = (cute.sym_int(), cute.sym_int())
+        return (
+            *fake_scratch(self.main.head_dim, self.main.sums),
+            make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),
+            make_fake_tensor(Int32, order, (cute.sym_int64(), 1), assumed_align=4),
+            make_fake_tensor(Int32, (1,), (1,), assumed_align=4),
+        )
+
+    def work(self, problem: Problem) -> list[Work]:
+        tiles, masked, unmasked = self.main.trips(problem)
+        tile_flops = 10 * self.main.tile_kv * self.main.tile_q * problem.head_dim
+        return [
+            Work(
+                kernel="Backward",
+                unit=f"{self.main.tile_kv} keys of a query head",
+                threads=WARPGROUP * CONSUMERS,
+                ctas=min(SMS, tiles),
+                passes=tiles,
+                trips=(masked, unmasked),
+                ffma=0,
+                hbm_bytes=problem.min_bytes / tiles,
+                smem_bytes=self.main.smem_bytes,
+                tensor_flops=tile_flops * (1 + masked + unmasked),
+            )
+        ]
 
 
-def kernel_for(problem: Problem, **options: object) -> FlashAttentionBackward:
+def kernel_for(problem: Problem, **options: object) -> FlashAttentionBackward | WideFlashAttentionBackward:
     """The kernels of the problem's head_dim, mask and type."""
+    of_head_dim = WideFlashAttentionBackward if problem.head_dim == 256 else FlashAttentionBackward
     mask = {"causal": problem.causal, "top_left": problem.top_left}
-    return FlashAttentionBackward(problem.head_dim, dtype=problem.dtype, **mask, **options)
+    return of_head_dim(problem.head_dim, dtype=problem.dtype, **mask, **options)
 
 
 def supports(problem: Problem) -> str | None:
@@ -570,75 +625,30 @@ def supports(problem: Problem) -> str | None:
         return "takes at least one query and one key"
     if max(problem.seqlen_q, problem.seqlen_kv) * problem.batch * problem.heads > ROWS_MAX:
         return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
-    head_bytes = 8 * problem.head_dim * problem.seqlen_q * (problem.heads // max(1, problem.kv_heads))
+    head_bytes = kernel_for(problem).main.query_bytes * problem.seqlen_q
+    head_bytes *= problem.heads // max(1, problem.kv_heads)
     if problem.causal and head_bytes > SECTION_BYTES_MAX:
         return (
-            f"takes at most {SECTION_BYTES_MAX} bytes of Q, dO and dQ_sum of a key head under a causal mask, "
-            f"not {head_bytes}: the order of tiles is computed from them, in 32 bits"
+            f"takes at most {SECTION_BYTES_MAX} bytes of a key head's queries (Q, dO, dQ_sum) under a causal "
+            f"mask, not {head_bytes}: the order of tiles is computed from them, in 32 bits"
         )
     return refuse_heads_on_grid(problem)
 
 
-def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-    kernel = kernel_for(problem).main
-    heads, tiles = problem.batch * problem.heads, math.ceil(problem.seqlen_q / kernel.tile_q)
-    return scratch_shapes(problem, kernel.tile_q) | {
-        "zeroed": ((problem.batch * problem.kv_heads,), "int32"),  # shares of a head's dQ_sum that are zero
-        "order": ((heads, tiles * kernel.turns), "int32"),  # whose turn it is to add to dQ_sum
-        "counter": ((1,), "int32"),  # of tiles taken; two launches at once must not share any of these
-    }
+def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int, ...], str]]:
+    return kernel_for(problem, **options).workspace(problem)
 
 
 def work(problem: Problem, **options: object) -> list[Work]:
-    kernel = kernel_for(problem, **options).main
-    last, masked, unmasked = math.ceil(problem.seqlen_q / kernel.tile_q), 0, 0
-    keys = problem.seqlen_kv
-    if problem.top_left:  # no tile of queries sees later ones, whose passes have no product
-        keys = min(keys, last * kernel.tile_q)
-    heads, kv_blocks = problem.batch * problem.heads, math.ceil(keys / kernel.tile_kv)
-    for kv_block in range(kv_blocks):
-        first = split = 0
-        if problem.causal:
-            query = kv_block * kernel.tile_kv - kernel.offset(problem.seqlen_q, problem.seqlen_kv)
-            first = min(last, max(0, query) // kernel.tile_q)
-            split = math.ceil(max(0, query + kernel.tile_kv - 1) / kernel.tile_q)
-        if (kv_block + 1) * kernel.tile_kv > problem.seqlen_kv:
-            split = last
-        split = max(first, min(split, last - 1))  # the last tile of queries is not in a loop
-        masked += split - first
-        unmasked += max(0, last - 1 - split)
-    # Consumers with code of their own have as many products each; what is counted is one of them.
-    passes = kv_blocks * heads * kernel.roles
-    tile_flops = 10 * kernel.tile_kv * kernel.tile_q * problem.head_dim / kernel.roles
-    return [
-        Work(
-            kernel="Backward",
-            unit=f"{kernel.tile_kv} keys of a query head" + ", one consumer's half" * (kernel.roles - 1),
-            threads=WARPGROUP * CONSUMERS // kernel.roles,
-            ctas=min(SMS, kv_blocks * heads),
-            passes=passes,
-            trips=(masked / kv_blocks, unmasked / kv_blocks),
-            ffma=0,
-            hbm_bytes=problem.min_bytes / passes,
-            smem_bytes=kernel.smem_bytes,
-            tensor_flops=tile_flops * (1 + (masked + unmasked) / kv_blocks),
-        )
-    ]
+    return kernel_for(problem, **options).work(problem)
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:
     kernel = kernel_for(problem, **options)
     q, *rest = fake_gqa_backward(problem.head_dim, problem.dtype)
-    zeroed = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4)
-    order = (cute.sym_int(), cute.sym_int())
-    order = make_fake_tensor(Int32, order, (cute.sym_int64(), 1), assumed_align=4)
-    counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
-    scratch = (*fake_scratch(problem.head_dim), zeroed, order, counter)
-    return compile_for_torch(kernel, q, *rest, fake_fp32(q), *scratch)
+    return compile_for_torch(kernel, q, *rest, fake_fp32(q), *kernel.fake_workspace())
 
 
 def run_kernel(compiled: object, t: Tensors) -> None:
     if t.dq.numel() or t.dk.numel():
-        w = t.workspace
-        scratch = (w["stats"], w["dQ_sum"], w["zeroed"], w["order"], w["counter"])
-        compiled(t.q, t.k, t.v, t.o, t.do, t.dq, t.dk, t.dv, t.lse, *scratch)
+        compiled(t.q, t.k, t.v, t.o, t.do, t.dq, t.dk, t.dv, t.lse, *t.workspace.values())

@@ -1,14 +1,18 @@
-"""BWD4 for heads of 256: a consumer has a gradient, not half of the keys.
+"""BWD4 for heads of 256: one kernel for dK and dV, one for dQ, and no sum in memory.
 
-The idea          dK and dV of 64 keys are 256 registers a thread of one warpgroup, more than there are. Here
-                  one warpgroup has P and dV, the other dS and dK, 128 registers each.
-What changes      against bwd4's Backward: tiles of 64 keys; P crosses over through shared memory, in fp32;
-                  dQ leaves through the stage of Q or dO that its warpgroup was the last to read, so that it
-                  needs no shared memory of its own; nobody takes turns, since one warpgroup waits for the
-                  other's P and is behind by that.
-What does not     who loads, who adds dQ to its sum, who writes zeros; the order of tiles, masks, both ends.
+The idea          At this head_dim the additions to dQ's sums are the limit: with 64 keys a CTA (more have no
+                  room for their gradients) each step sends as many bytes to L2 as it loads. A second kernel
+                  that computes S and dP again keeps dQ in registers instead: seven products for five, and
+                  still less time. With nothing to add there is no order to add in: the gradients are
+                  bit-identical from run to run.
+What changes      against bwd4's Backward: `KeyGradients` has tiles of 64 keys, and a consumer has a gradient
+                  instead of half of the keys, since dK and dV of 64 keys are 256 registers a thread. P
+                  crosses over through shared memory, in fp32; nobody takes turns, one consumer being behind
+                  by its wait for P. `QueryGradient` has 64 queries a consumer; dS stays in its registers.
+What does not     who loads, persistent CTAs, the order of tiles, masks, the preprocess.
 """
 
+import math
 from enum import IntEnum
 from types import SimpleNamespace
 
@@ -16,22 +20,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTmaAsync
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from kernels.bwd_tiles import (
-    CONSUMERS,
-    REGISTERS,
-    ROWS,
-    THREADS,
-    Tiles,
-    add_to_sum,
-    await_value,
-    pass_turn,
-)
+from harness.problem import Problem
+from harness.stage import Work
+from kernels.bwd_ends import Preprocess, fake_scratch, scratch_shapes
+from kernels.bwd_tiles import CONSUMERS, REGISTERS, ROWS, SECTION_BYTES, SMS, THREADS, Tiles
 from kernels.common import (
     CONSUMER,
+    LOG2_E,
     PRODUCER,
     WARP,
     WARPGROUP,
@@ -40,6 +40,7 @@ from kernels.common import (
     exchanged,
     fetch,
     hear,
+    in_sections,
     load_atom,
     multiply,
     operand_a,
@@ -47,46 +48,39 @@ from kernels.common import (
     put,
     round_fragment,
     store_atom,
-    swizzled_tiles,
     tell,
 )
 
-STAGES = 2  # of Q and dO
-HALF = 128  # columns of dQ that a consumer has
-OF_P, OF_DS = range(CONSUMERS)  # the consumers
+STAGES = 2  # of Q and dO for KeyGradients, of K for QueryGradient
+OF_P, OF_DS = range(CONSUMERS)  # the consumers of KeyGradients
+CONSUMER_WARPS = WARPGROUP // WARP * CONSUMERS
 
 
 class Barrier(IntEnum):
-    """Named barriers. OWN is a consumer's, + consumer; DQ_FULL + 2 · stage + consumer."""
+    """Named barriers. OWN is a consumer's, + consumer; P_READY + stage."""
 
     CTA = 0
-    P_READY = 1
-    DS_READY = 2
-    OWN = 3
-    K_READ = 5
-    DQ_FULL = 6
+    OWN = 1
+    P_READY = 3
 
 
-class WideBackward(Tiles):
-    """The CTA: a consumer for P and dV, one for dS and dK, each with half of dQ's columns; then bwd4's
-    warpgroup of one warp that loads, two that add dQ to its sum and one that writes zeros."""
+class KeyGradients(Tiles):
+    """dK and dV. The CTA: a consumer for P and dV, one for dS and dK, then a warp that loads."""
 
-    roles = CONSUMERS
-    turns = CONSUMERS
-
-    def __init__(self, head_dim: int, causal: bool, top_left: bool, dtype: type, deterministic: bool):
-        super().__init__(head_dim, causal, top_left, dtype, deterministic, tile_q=ROWS, tile_kv=ROWS)
+    def __init__(self, head_dim: int, causal: bool, top_left: bool, dtype: type):
+        super().__init__(head_dim, causal, top_left, dtype, False, tile_q=ROWS, tile_kv=ROWS)
+        self.query_bytes = 4 * head_dim
 
     @property
     def smem_bytes(self) -> int:
         tiles = (2 + 2 * STAGES) * ROWS * self.head_dim * 2  # K, V, Q and dO
-        p = ROWS * ROWS * 4 + 2 * ROWS * ROWS * 2  # and dS
+        p = STAGES * ROWS * ROWS * 4
         stats = STAGES * 2 * ROWS * 4
         barriers = 2 * (2 * STAGES + 3) * 8
         return tiles + p + stats + 16 + barriers
 
     @cute.jit
-    def launch(self, mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream):
+    def launch(self, mQ, mK, mV, mDO, mDK, mDV, mStats, mCounter, stream):
         batch, kv_heads, seqlen_kv, _ = mK.shape
         tma = []
         for mX in (mQ, mDO, mK, mV):
@@ -94,18 +88,16 @@ class WideBackward(Tiles):
         for mX in (mDK, mDV):
             tma += store_atom(mX, ROWS)
         source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
-        mma_s, mma_kv, mma_q = [
-            make_trivial_tiled_mma(self.dtype, self.dtype, a, b, Float32, (1, 1, 1), (ROWS, n), place)
-            for a, b, n, place in (
-                (K, K, ROWS, source.SMEM),  # Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ
-                (K, MN, self.head_dim, source.RMEM),  # dV = Pᵀ·dO, dK = dSᵀ·Q
-                (MN, MN, HALF, source.SMEM),  # dQ = dS·K
+        mma_s, mma_kv = [
+            make_trivial_tiled_mma(self.dtype, self.dtype, K, b, Float32, (1, 1, 1), (ROWS, n), place)
+            for b, n, place in (
+                (K, ROWS, source.SMEM),  # Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ
+                (MN, self.head_dim, source.RMEM),  # dV = Pᵀ·dO, dK = dSᵀ·Q
             )
         ]
-        kv_blocks = cute.ceil_div(seqlen_kv, ROWS)
-        tiles = kv_blocks * kv_heads * batch
-        self.kernel(mma_s, mma_kv, mma_q, *tma, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles).launch(
-            grid=(self.ctas(tiles, kv_blocks), 1, 1),
+        tiles = cute.ceil_div(seqlen_kv, ROWS) * kv_heads * batch
+        self.kernel(mma_s, mma_kv, *tma, mStats, mCounter, tiles).launch(
+            grid=(cutlass.min(tiles, SMS), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
             use_pdl=True,  # K, V, Q and dO are loaded while the preprocess ends
@@ -114,32 +106,20 @@ class WideBackward(Tiles):
 
     @cute.kernel
     def kernel(
-        self, mma_s, mma_kv, mma_q, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV,
-        store_dK, mDK, store_dV, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles,
+        self, mma_s, mma_kv, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV, store_dK, mDK, store_dV, mDV,
+        mStats, mCounter, tiles,
     ):  # fmt: skip
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
         group = mQ.shape[2] // mK.shape[2]  # query heads of a key head
-        consumer_warps = WARPGROUP // WARP * CONSUMERS
         d = self.head_dim
 
         smem = SmemAllocator()
         sK, sV = [allocate_tiles(smem, self.dtype, ROWS, d, 1) for _ in range(2)]  # (key, head_dim, 1)
-        # (register, thread, quad, 64 columns, stage, consumer): half of dQ where dO was, half where Q was
-        sdQ = smem.allocate_tensor(
-            Float32, cute.make_layout((4, WARPGROUP, 8, HALF // 64, STAGES, CONSUMERS)), 1024
-        )
-        layout = swizzled_tiles(self.dtype, ROWS, d, STAGES)
-        sdO, sQ = [
-            cute.make_tensor(cute.recast_ptr(part.iterator, layout.inner, self.dtype), layout.outer)
-            for part in (sdQ[None, None, None, None, None, c] for c in (OF_P, OF_DS))
-        ]  # (query, head_dim, stage)
-        sdS = allocate_tiles(smem, self.dtype, ROWS, ROWS, 2)  # (key, query, parity of the step)
-        # P as the threads of both consumers hold it
-        sP = smem.allocate_tensor(
-            Float32, cute.make_layout((4, WARPGROUP, 8)), 128
-        )  # (register, thread, quad)
+        sQ, sdO = [allocate_tiles(smem, self.dtype, ROWS, d, STAGES) for _ in range(2)]
+        # P as the threads of both consumers hold it: (register, thread, quad, stage)
+        sP = smem.allocate_tensor(Float32, cute.make_layout((4, WARPGROUP, 8, STAGES)), 128)
         sStats = smem.allocate_tensor(
             Float32, cute.make_layout((ROWS, 2, 1, STAGES)), 128
         )  # (query, LSE or D, block, stage)
@@ -152,29 +132,29 @@ class WideBackward(Tiles):
                 tx_count=tx_count,
                 barrier_storage=smem.allocate_array(Int64, 2 * stages),
                 producer_group=CooperativeGroup(Agent.Thread),
-                consumer_group=CooperativeGroup(Agent.Thread, 1),  # the warp that saw it leave
+                consumer_group=CooperativeGroup(Agent.Thread, warps),
                 defer_sync=True,
             )
-            for stages, tx_count in (
-                (STAGES, tile_bytes + 2 * ROWS * 4),  # Q and its queries' LSE and D
-                (STAGES, tile_bytes),
-                (1, tile_bytes),
-                (1, tile_bytes),
+            for stages, tx_count, warps in (
+                (STAGES, tile_bytes + 2 * ROWS * 4, CONSUMER_WARPS),  # Q and its queries' LSE and D
+                (STAGES, tile_bytes, CONSUMER_WARPS),
+                (1, tile_bytes, 1),  # the warp that saw dV or dK leave
+                (1, tile_bytes, 1),
             )
         ]
         tile_ring = PipelineAsync.create(
             num_stages=1,
             barrier_storage=smem.allocate_array(Int64, 2),
             producer_group=CooperativeGroup(Agent.Thread, WARP),
-            consumer_group=CooperativeGroup(Agent.Thread, THREADS - WARP),
+            consumer_group=CooperativeGroup(Agent.Thread, WARPGROUP * CONSUMERS),
             defer_sync=True,
         )
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
 
-        if warp_idx >= consumer_warps:
+        if warp_idx >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
-            if warp_idx == consumer_warps:
+            if warp_idx == CONSUMER_WARPS:
                 # 1. the producer: fetch a tile of keys, tell the others, load it and the queries that see it
                 q_put = pipeline.make_pipeline_state(PRODUCER, STAGES)
                 kv_put, tile_put = [pipeline.make_pipeline_state(PRODUCER, 1) for _ in range(2)]
@@ -195,6 +175,7 @@ class WideBackward(Tiles):
                             put(q_ring, q_put, load_Q, tQgQ[None, i], tQsQ)
                             if not waited:
                                 cute.arch.griddepcontrol_wait()
+                                cute.arch.griddepcontrol_launch_dependents()
                                 waited = cutlass.Boolean(True)
                             head_index = batch * mQ.shape[2] + head
                             self.put_stats(q_ring, q_put, mStats, sStats, head_index, i)
@@ -209,123 +190,67 @@ class WideBackward(Tiles):
                     kv_put.advance()
                     tile = fetch(mCounter, tiles)
                 tell(tile_ring, tile_put, sTile, (0, 0, 0, 0))
-            elif warp_idx <= consumer_warps + CONSUMERS:
-                # 2. two warps, a consumer each: add dQ to its sum, then free the stage that it left from
-                cute.arch.griddepcontrol_wait()  # for the zeros to add to
-                cute.arch.griddepcontrol_launch_dependents()
-                mine = warp_idx - consumer_warps - 1
-                zeroed = self.left_to_zero(mQ, mK)
-                q_get = pipeline.make_pipeline_state(CONSUMER, STAGES)
-                tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
-                valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
-                tile_get.advance()
-                while valid != 0:
-                    first, _, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
-                    self.await_zeros(mZeroed, mK, kv_head, batch, *zeroed)
-                    for g in range(group, unroll=1):
-                        head_index = batch * mQ.shape[2] + kv_head * group + g
-                        for i in range(first, last, unroll=1):
-                            turn, final = self.turn_of(kv_block, i, seqlen_q, seqlen_kv)
-                            order = mOrder[head_index, None].iterator + CONSUMERS * i + mine
-                            if const_expr(self.deterministic):
-                                await_value(order, turn)
-                            self.sync(Barrier.DQ_FULL, CONSUMERS * q_get.index + mine, WARPGROUP + WARP)
-                            target = mDQ_sum[head_index, i, HALF // 64 * mine, None].iterator
-                            source = sdQ[None, None, None, None, q_get.index, mine].iterator
-                            add_to_sum(target, source, ROWS * HALF * 4)
-                            if mine == OF_P:
-                                do_ring.consumer_release(q_get)
-                            else:
-                                q_ring.consumer_release(q_get)
-                            if const_expr(self.deterministic):
-                                pass_turn(order, turn, final)
-                            q_get.advance()
-                    valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
-                    tile_get.advance()
-            else:
-                # 3. the last warp: zeros for the next heads' sums
-                cute.arch.griddepcontrol_wait()  # zeros beside the preprocess's reads may leave L2
-                tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
-                self.write_zeros(tile_ring, tile_get, sTile, mQ, mK, mDQ_sum, mZeroed)
         else:
-            # 4. a consumer's prologue
+            # 2. a consumer's prologue
             cute.arch.setmaxregister_increase(REGISTERS[1])
             consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
             thread = tidx % WARPGROUP
             q_get, q_next = [pipeline.make_pipeline_state(CONSUMER, STAGES) for _ in range(2)]
             q_next.advance()
             kv_get, tile_get = [pipeline.make_pipeline_state(CONSUMER, 1) for _ in range(2)]
-            thr_s, thr_kv, thr_q = [mma.get_slice(0) for mma in (mma_s, mma_kv, mma_q)]
+            thr_s, thr_kv = [mma.get_slice(0) for mma in (mma_s, mma_kv)]
             rS = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, ROWS)), Float32)  # or dP
             rSum = cute.make_rmem_tensor(mma_kv.partition_shape_C((ROWS, d)), Float32)  # dV or dK
-            rdQ = cute.make_rmem_tensor(mma_q.partition_shape_C((ROWS, HALF)), Float32)
-            words = cute.make_layout(cute.size(rS) // 2)  # of two 16-bit values
-            rP = cute.make_rmem_tensor(words, Int32)  # or dS
+            rP = cute.make_rmem_tensor(cute.make_layout(cute.size(rS) // 2), Int32)  # or dS: 16-bit pairs
             tP = cute.make_tensor(cute.recast_ptr(rP.iterator, None, self.dtype), operand_a(rS.layout))
             # Operands in shared memory are descriptors, with a stage as their last mode.
             tSK, tSV = [mma_s.make_fragment_A(thr_s.partition_A(sX)) for sX in (sK, sV)]
             tSQ, tSdO = [mma_s.make_fragment_B(thr_s.partition_B(sX)) for sX in (sQ, sdO)]
             tKQ, tVdO = [mma_kv.make_fragment_B(thr_kv.partition_B(exchanged(sX))) for sX in (sQ, sdO)]
-            tQdS = mma_q.make_fragment_A(thr_q.partition_A(exchanged(sdS)))
-            halves = swizzled_tiles(self.dtype, ROWS, HALF, d // HALF).outer
-            sKc = cute.make_tensor(sK.iterator, halves)  # a consumer's columns each
-            tQK = mma_q.make_fragment_B(thr_q.partition_B(exchanged(sKc)))
             where = cute.make_identity_tensor((ROWS, ROWS))
             where_S, first_S = [by_row(mma_s.get_slice(t).partition_C(where)) for t in (thread, 0)]
             stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-            copy_S, copy_KV = [
-                cute.make_tiled_copy_C(stmatrix, mma).get_slice(thread) for mma in (mma_s, mma_kv)
-            ]
+            copy_KV = cute.make_tiled_copy_C(stmatrix, mma_kv).get_slice(thread)
             for role in range_constexpr(CONSUMERS):
                 if consumer == role:
                     # What a step needs; never an argument of a jit function, which would rebind its members.
                     x = SimpleNamespace(
-                        rS=rS, S=by_row(rS), rSum=rSum, rdQ=rdQ, rP=rP, tP=tP,
-                        rdS16=cute.make_tensor(tP.iterator, rS.layout), tA=(tSK, tSV)[role],
+                        rS=rS, S=by_row(rS), rSum=rSum, rP=rP, tP=tP, tA=(tSK, tSV)[role],
                         tB=(tSQ, tSdO)[role], ring=(q_ring, do_ring)[role], tC=(tVdO, tKQ)[role],
-                        other_ring=(do_ring, q_ring)[role], tQdS=tQdS, tQK=tQK, where_S=where_S,
-                        first_S=first_S, copy_S=copy_S, tSsdS=copy_S.partition_D(sdS), sP=sP, sdQ=sdQ,
-                        sStats=sStats, mma_s=mma_s, mma_kv=mma_kv, mma_q=mma_q, thread=thread,
-                        seqlen_q=seqlen_q, seqlen_kv=seqlen_kv,
+                        other_ring=(do_ring, q_ring)[role], where_S=where_S, first_S=first_S, sP=sP,
+                        sStats=sStats, mma_s=mma_s, mma_kv=mma_kv, thread=thread, seqlen_q=seqlen_q,
+                        seqlen_kv=seqlen_kv,
                     )  # fmt: skip
                     own_ring, sX = ((k_ring, sK), (v_ring, sV))[role]  # what its gradient leaves through
                     store, mX = ((store_dV, mDV), (store_dK, mDK))[role]
                     factor = (1.0, self.scale)[role]
-                    parity = Int32(0)
 
                     valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
                     tile_get.advance()
                     while valid != 0:
                         first, masked, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
                         rSum.fill(0.0)
-                        k_ring.consumer_wait(kv_get)
-                        if const_expr(role == OF_DS):
-                            v_ring.consumer_wait(kv_get)
+                        own_ring.consumer_wait(kv_get)
                         heads = group if first < last else 0
                         for _ in range(heads, unroll=1):
-                            # 5. main loop: tiles with a hidden pair, then the others; the last one apart
+                            # 3. main loop: tiles with a hidden pair, then the others; the last one apart
                             x.ring.consumer_wait(q_get)
                             self.first_product(x, q_get.index)
                             warpgroup.wait_group(0)
                             split = cutlass.min(masked, last - 1)
                             for i in range(first, split, unroll=1):
-                                self.step(x, role, q_get, q_next, parity, kv_block, i, True, final=False)
-                                parity ^= 1
+                                self.step(x, role, q_get, q_next, kv_block, i, masked=True, final=False)
                                 q_get.advance()
                                 q_next.advance()
                             for i in range(cutlass.max(first, split), last - 1, unroll=1):
-                                self.step(x, role, q_get, q_next, parity, kv_block, i, False, final=False)
-                                parity ^= 1
+                                self.step(x, role, q_get, q_next, kv_block, i, masked=False, final=False)
                                 q_get.advance()
                                 q_next.advance()
-                            self.step(x, role, q_get, q_next, parity, kv_block, last - 1, True, final=True)
-                            parity ^= 1
+                            self.step(x, role, q_get, q_next, kv_block, last - 1, masked=True, final=True)
                             q_get.advance()
                             q_next.advance()
 
-                        # 6. epilogue: dK through V, which only its consumer reads; dV through K, which the
-                        # other's dQ must be done with
-                        self.sync(Barrier.K_READ, 0, 2 * WARPGROUP, arrive=role == OF_DS)
+                        # 4. epilogue: dV through K and dK through V, which only its own consumer reads
                         rX16 = cute.make_rmem_tensor(rSum.layout, self.dtype)
                         rX16.store((rSum.load() * factor).to(self.dtype))
                         cute.copy(copy_KV, copy_KV.retile(rX16), copy_KV.partition_D(sX)[None, None, None, 0])
@@ -345,12 +270,12 @@ class WideBackward(Tiles):
         """Issue Sᵀ = K·Qᵀ or dPᵀ = V·dOᵀ of a tile of queries."""
         multiply(x.mma_s, x.rS, x.tA[None, None, None, 0], x.tB[None, None, None, stage], False)
 
-    def step(self, x, role, q_get, q_next, parity, kv_block, q_tile, masked: bool, final: bool):
+    def step(self, x, role, q_get, q_next, kv_block, q_tile, masked: bool, final: bool):
         """A consumer's products of a tile of queries; the first is there already, that of the next tile comes
-        with it. Nothing is in flight at either end, as in bwd4.
+        with it. Nothing is in flight at either end: across a loop's back edge ptxas would serialise every
+        WGMMA of the kernel.
 
-        P's buffer is free when dS of the step before is there; dS's, since then both consumers were done with
-        dQ of the step before that.
+        P's buffer is its stage's, and free when Q and dO have come: they come when both consumers have left.
         """
         stage = q_get.index
         x.other_ring.consumer_wait(q_get)
@@ -359,35 +284,390 @@ class WideBackward(Tiles):
             self.exponentials(x.S, x.sStats[None, 0, None, stage], *hides, masked)
             quads = cute.make_tensor(x.rS.iterator, cute.make_layout((4, 8)))
             for i in range(8):
-                cute.autovec_copy(quads[None, i], x.sP[None, x.thread, i])
-            self.sync(Barrier.P_READY, 0, 2 * WARPGROUP, arrive=True)
-            round_fragment(x.rS, x.rP, self.dtype)
+                cute.autovec_copy(quads[None, i], x.sP[None, x.thread, i, stage])
+            self.sync(Barrier.P_READY, stage, 2 * WARPGROUP, arrive=True)
         else:
-            self.sync(Barrier.P_READY, 0, 2 * WARPGROUP)
+            self.sync(Barrier.P_READY, stage, 2 * WARPGROUP)
             theirs = cute.make_rmem_tensor(x.rS.layout, Float32)
             quads = cute.make_tensor(theirs.iterator, cute.make_layout((4, 8)))
             for i in range(8):
-                cute.autovec_copy(x.sP[None, x.thread, i], quads[None, i])
+                cute.autovec_copy(x.sP[None, x.thread, i, stage], quads[None, i])
             self.gradients(by_row(theirs), x.S, x.sStats[None, 1, None, stage], x.where_S)
-            round_fragment(x.rS, x.rP, self.dtype)
-            cute.copy(x.copy_S, x.copy_S.retile(x.rdS16), x.tSsdS[None, None, None, parity])
-            cute.arch.fence_view_async_shared()  # written by threads, read by WGMMA
-            self.sync(Barrier.DS_READY, 0, 2 * WARPGROUP, arrive=True)
+        round_fragment(x.rS, x.rP, self.dtype)
         multiply(x.mma_kv, x.rSum, x.tP, x.tC[None, None, None, stage], True)
-
-        if role == OF_P:
-            self.sync(Barrier.DS_READY, 0, 2 * WARPGROUP)
-        else:
-            self.sync(Barrier.OWN, OF_DS, WARPGROUP)
-        multiply(x.mma_q, x.rdQ, x.tQdS[None, None, None, parity], x.tQK[None, None, None, role], False)
-        warpgroup.wait_group(0)
-        for column in range(HALF // 64):
-            for quad in range(8):
-                registers = cute.make_tensor(x.rdQ.iterator + 32 * column + 4 * quad, cute.make_layout(4))
-                cute.autovec_copy(registers, x.sdQ[None, x.thread, quad, column, stage, role])
-        if not final:  # after dQ has left its registers, which it takes
+        if not final:
             x.ring.consumer_wait(q_next)
             self.first_product(x, q_next.index)
-        cute.arch.fence_view_async_shared()  # written by threads, read by the bulk reduction
-        self.sync(Barrier.DQ_FULL, CONSUMERS * stage + role, WARPGROUP + WARP, arrive=True)
+        warpgroup.wait_group(0 if final else 1)
+        x.ring.consumer_release(q_get)
+        x.other_ring.consumer_release(q_get)
         warpgroup.wait_group(0)
+
+
+class QueryGradient:
+    """dQ. The CTA: two consumers of 64 queries each, then a warp that loads; keys from right to left."""
+
+    tile_q = ROWS * CONSUMERS
+    tile_kv = ROWS
+    registers = (40, 232)  # the producer of a causal mask needs more than 24
+
+    def __init__(self, head_dim: int, causal: bool, top_left: bool, dtype: type):
+        self.head_dim, self.causal, self.top_left, self.dtype = head_dim, causal, top_left, dtype
+        self.scale = 1.0 / math.sqrt(head_dim)
+        self.scale_log2 = self.scale * LOG2_E
+
+    @property
+    def smem_bytes(self) -> int:
+        tiles = (2 * CONSUMERS + STAGES + 1) * ROWS * self.head_dim * 2  # Q, dO, K and V
+        barriers = 2 * (CONSUMERS + STAGES + 2) * 8
+        return tiles + 16 + barriers
+
+    @cute.jit
+    def launch(self, mQ, mK, mV, mDO, mDQ, mStats, mCounter, stream):
+        batch, heads, seqlen_q, _ = mQ.shape
+        tma = []
+        for mX in (mQ, mDO, mK, mV):
+            tma += load_atom(mX, ROWS)
+        source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
+        mma_s, mma_q = [
+            make_trivial_tiled_mma(self.dtype, self.dtype, K, b, Float32, (1, 1, 1), (ROWS, n), place)
+            for b, n, place in (
+                (K, ROWS, source.SMEM),  # S = Q·Kᵀ, dP = dO·Vᵀ
+                (MN, self.head_dim, source.RMEM),  # dQ = dS·K
+            )
+        ]
+        tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
+        self.kernel(mma_s, mma_q, *tma, *store_atom(mDQ, ROWS), mStats, mCounter, tiles).launch(
+            grid=(cutlass.min(tiles, SMS), 1, 1),
+            block=(THREADS, 1, 1),
+            min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
+            use_pdl=True,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, mma_s, mma_q, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV, store_dQ, mDQ, mStats, mCounter,
+        tiles,
+    ):  # fmt: skip
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
+        seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
+        d = self.head_dim
+
+        smem = SmemAllocator()
+        sQ, sdO = [allocate_tiles(smem, self.dtype, ROWS, d, CONSUMERS) for _ in range(2)]
+        sK = allocate_tiles(smem, self.dtype, ROWS, d, STAGES)  # (key, head_dim, stage)
+        sV = allocate_tiles(smem, self.dtype, ROWS, d, 1)
+        sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # valid, q_block, head, batch
+
+        tile_bytes = ROWS * d * 2
+        q_ring, k_ring, v_ring = [
+            PipelineTmaAsync.create(
+                num_stages=stages,
+                tx_count=tx_count,
+                barrier_storage=smem.allocate_array(Int64, 2 * stages),
+                producer_group=CooperativeGroup(Agent.Thread),
+                consumer_group=CooperativeGroup(Agent.Thread, warps),
+                defer_sync=True,
+            )
+            for stages, tx_count, warps in (
+                (CONSUMERS, 2 * tile_bytes, WARPGROUP // WARP),  # a consumer's own rows of Q and dO
+                (STAGES, tile_bytes, CONSUMER_WARPS),
+                (1, tile_bytes, CONSUMER_WARPS),
+            )
+        ]
+        tile_ring = PipelineAsync.create(
+            num_stages=1,
+            barrier_storage=smem.allocate_array(Int64, 2),
+            producer_group=CooperativeGroup(Agent.Thread, WARP),
+            consumer_group=CooperativeGroup(Agent.Thread, WARPGROUP * CONSUMERS),
+            defer_sync=True,
+        )
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+
+        if warp_idx >= CONSUMER_WARPS:
+            # 1. the producer: fetch a tile of queries, tell the consumers, load it and the keys it sees
+            cute.arch.setmaxregister_decrease(self.registers[0])
+            if warp_idx == CONSUMER_WARPS:
+                q_put = pipeline.make_pipeline_state(PRODUCER, CONSUMERS)
+                k_put = pipeline.make_pipeline_state(PRODUCER, STAGES)
+                v_put, tile_put = [pipeline.make_pipeline_state(PRODUCER, 1) for _ in range(2)]
+                tile, _, _ = cute.arch.block_idx()
+                while tile < tiles:
+                    q_block, head, batch = self.locate(tile, mQ, mK)
+                    tell(tile_ring, tile_put, sTile, (1, q_block, head, batch))
+                    tile_put.advance()
+                    kv_head = head // (mQ.shape[2] // mK.shape[2])
+                    tQgQ, tQsQ = partition_tma(load_Q, mQ[None, None, head, batch], sQ)
+                    tOgO, tOsO = partition_tma(load_dO, mDO[None, None, head, batch], sdO)
+                    tKgK, tKsK = partition_tma(load_K, mK[None, None, kv_head, batch], sK)
+                    tVgV, tVsV = partition_tma(load_V, mV[None, None, kv_head, batch], sV)
+                    last = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv) - 1
+                    for i in range_constexpr(CONSUMERS):
+                        at = q_block * CONSUMERS + i
+                        put(q_ring, q_put, load_Q, tQgQ[None, at], tQsQ)
+                        barrier = q_ring.producer_get_barrier(q_put)
+                        cute.copy(load_dO, tOgO[None, at], tOsO[None, q_put.index], tma_bar_ptr=barrier)
+                        q_put.advance()
+                        if const_expr(i == 0):
+                            put(k_ring, k_put, load_K, tKgK[None, last], tKsK)
+                            put(v_ring, v_put, load_V, tVgV[None, last], tVsV)
+                            k_put.advance()
+                            v_put.advance()
+                    for i in range(last, unroll=1):
+                        put(k_ring, k_put, load_K, tKgK[None, last - 1 - i], tKsK)
+                        put(v_ring, v_put, load_V, tVgV[None, last - 1 - i], tVsV)
+                        k_put.advance()
+                        v_put.advance()
+                    tile = fetch(mCounter, tiles)
+                tell(tile_ring, tile_put, sTile, (0, 0, 0, 0))
+        else:
+            # 2. a consumer's prologue
+            cute.arch.setmaxregister_increase(self.registers[1])
+            consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+            thread = tidx % WARPGROUP
+            q_get = pipeline.PipelineState(CONSUMERS, Int32(0), consumer, Int32(0))
+            k_get, k_next = [pipeline.make_pipeline_state(CONSUMER, STAGES) for _ in range(2)]
+            k_next.advance()
+            v_get, tile_get = [pipeline.make_pipeline_state(CONSUMER, 1) for _ in range(2)]
+            thr_s, thr_q = mma_s.get_slice(0), mma_q.get_slice(0)
+            rS, rdP = [
+                cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, ROWS)), Float32) for _ in range(2)
+            ]
+            rdQ = cute.make_rmem_tensor(mma_q.partition_shape_C((ROWS, d)), Float32)
+            rdS = cute.make_rmem_tensor(cute.make_layout(cute.size(rS) // 2), Int32)  # pairs of 16-bit values
+            tdS = cute.make_tensor(cute.recast_ptr(rdS.iterator, None, self.dtype), operand_a(rS.layout))
+            rLSE, rD = [cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2)]
+            # Operands in shared memory are descriptors, with a stage as their last mode.
+            tSQ, tPdO = [
+                mma_s.make_fragment_A(thr_s.partition_A(sX))[None, None, None, consumer] for sX in (sQ, sdO)
+            ]
+            tSK, tPV = [mma_s.make_fragment_B(thr_s.partition_B(sX)) for sX in (sK, sV)]
+            tQK = mma_q.make_fragment_B(thr_q.partition_B(exchanged(sK)))
+            where = cute.make_identity_tensor((ROWS, ROWS))
+            where_S, first_S = [by_row(mma_s.get_slice(t).partition_C(where)) for t in (thread, 0)]
+            stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+            copy_dQ = cute.make_tiled_copy_C(stmatrix, mma_q).get_slice(thread)
+            # What a step needs; never an argument of a jit function, which would rebind its members.
+            x = SimpleNamespace(
+                rS=rS, rdP=rdP, rdQ=rdQ, rdS=rdS, tdS=tdS, S=by_row(rS), dP=by_row(rdP), rLSE=rLSE, rD=rD,
+                tSQ=tSQ, tPdO=tPdO, tSK=tSK, tPV=tPV, tQK=tQK, where_S=where_S, first_S=first_S,
+                mma_s=mma_s, mma_q=mma_q, k_ring=k_ring, v_ring=v_ring, seqlen_q=seqlen_q,
+                seqlen_kv=seqlen_kv,
+            )  # fmt: skip
+            cute.arch.griddepcontrol_wait()  # for LSE and D
+
+            valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
+            tile_get.advance()
+            while valid != 0:
+                first_row = q_block * self.tile_q + consumer * ROWS
+                kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
+                # Tiles that only rows of the other consumer can see, or all of them past the last query.
+                own_blocks = self.kv_blocks(first_row + ROWS, seqlen_q, seqlen_kv)
+                if first_row >= seqlen_q:
+                    own_blocks = Int32(1)
+                for _ in range(kv_blocks - own_blocks, unroll=1):
+                    for ring, state in ((k_ring, k_get), (v_ring, v_get)):
+                        ring.consumer_wait(state)
+                        ring.consumer_release(state)
+                    k_get.advance()
+                    k_next.advance()
+                    v_get.advance()
+                stats = mStats[batch * mQ.shape[2] + head, q_block * CONSUMERS + consumer, None, None]
+                for r in range_constexpr(2):
+                    rLSE[r], rD[r] = stats[0, where_S[r, 0][0]], stats[1, where_S[r, 0][0]]
+                rdQ.fill(0.0)
+                q_ring.consumer_wait(q_get)
+                k_ring.consumer_wait(k_get)
+                multiply(mma_s, rS, tSQ, tSK[None, None, None, k_get.index], False)
+                warpgroup.wait_group(0)
+
+                # 3. main loop: tiles with a hidden pair, then the others; the last one apart
+                seen = seqlen_kv  # by the consumer's first row
+                if const_expr(self.causal):
+                    seen = cutlass.min(
+                        seen, cutlass.max(0, self.diagonal(first_row + 1, seqlen_q, seqlen_kv))
+                    )
+                masked = own_blocks - cutlass.min(own_blocks, seen // ROWS)
+                split = cutlass.min(masked, own_blocks - 1)
+                for i in range(0, split, unroll=1):
+                    self.step(
+                        x, k_get, k_next, v_get, first_row, own_blocks - 1 - i, masked=True, final=False
+                    )
+                    k_get.advance()
+                    k_next.advance()
+                    v_get.advance()
+                for i in range(split, own_blocks - 1, unroll=1):
+                    self.step(
+                        x, k_get, k_next, v_get, first_row, own_blocks - 1 - i, masked=False, final=False
+                    )
+                    k_get.advance()
+                    k_next.advance()
+                    v_get.advance()
+                self.step(x, k_get, k_next, v_get, first_row, Int32(0), masked=True, final=True)
+                k_get.advance()
+                k_next.advance()
+                v_get.advance()
+
+                # 4. epilogue: dQ through its consumer's rows of Q
+                rdQ16 = cute.make_rmem_tensor(rdQ.layout, self.dtype)
+                rdQ16.store((rdQ.load() * self.scale).to(self.dtype))
+                cute.copy(copy_dQ, copy_dQ.retile(rdQ16), copy_dQ.partition_D(sQ)[None, None, None, consumer])
+                cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
+                cute.arch.barrier(barrier_id=Barrier.OWN + consumer, number_of_threads=WARPGROUP)
+                if warp_idx == WARPGROUP // WARP * consumer:
+                    tQgQ, tQsQ = partition_tma(store_dQ, mDQ[None, None, head, batch], sQ)
+                    cute.copy(store_dQ, tQsQ[None, consumer], tQgQ[None, q_block * CONSUMERS + consumer])
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                q_ring.consumer_release(q_get)
+                for _ in range_constexpr(CONSUMERS):
+                    q_get.advance()
+                valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
+                tile_get.advance()
+
+    def step(self, x, k_get, k_next, v_get, first_row, kv_block, masked: bool, final: bool):
+        """The products of a tile of keys; its S is there already, that of the next tile comes with it. The
+        exponentials are beside dP. Nothing is in flight at either end, as above."""
+        x.v_ring.consumer_wait(v_get)
+        multiply(x.mma_s, x.rdP, x.tPdO, x.tPV[None, None, None, 0], False)
+        self.exponentials(x.S, x.rLSE)
+        if masked:
+            self.mask(x.S, x.where_S, x.first_S, first_row, kv_block, x.seqlen_q, x.seqlen_kv)
+        warpgroup.wait_group(0)
+        x.v_ring.consumer_release(v_get)
+        for r in range(2):
+            x.dP[r, None].store(x.S[r, None].load() * (x.dP[r, None].load() - x.rD[r]))
+        round_fragment(x.rdP, x.rdS, self.dtype)
+        multiply(x.mma_q, x.rdQ, x.tdS, x.tQK[None, None, None, k_get.index], True)
+        if not final:
+            x.k_ring.consumer_wait(k_next)
+            multiply(x.mma_s, x.rS, x.tSQ, x.tSK[None, None, None, k_next.index], False)
+        warpgroup.wait_group(0 if final else 1)
+        x.k_ring.consumer_release(k_get)
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def exponentials(self, S, rLSE):
+        """S (query, key) becomes P = exp(S·scale − LSE); rLSE is LSE·log2 e, +∞ past the end."""
+        for r in range_constexpr(2):
+            p = S[r, None].load() * self.scale_log2 - rLSE[r]
+            S[r, None].store(cute.math.exp2(p, fastmath=True))
+
+    @cute.jit
+    def mask(self, P, where_S, first_S, first_row, kv_block, seqlen_q, seqlen_kv):
+        """P becomes 0 where the key lies past the diagonal, or past the end."""
+        for r in range_constexpr(2):
+            row, key = where_S[r, 0]  # of the thread's first column; the rest are static
+            last_key = seqlen_kv - 1
+            if const_expr(self.causal):
+                last_key = cutlass.min(last_key, self.diagonal(first_row + row, seqlen_q, seqlen_kv))
+            visible = last_key - (kv_block * ROWS + key)
+            for c in range_constexpr(cute.size(P, mode=[1])):
+                P[r, c] = P[r, c] if first_S[0, c][1] <= visible else Float32(0.0)
+
+    def diagonal(self, row, seqlen_q, seqlen_kv):
+        """The last key that query `row` sees, and how many the `row` queries before it see, if there are so
+        many."""
+        return row if self.top_left else row + seqlen_kv - seqlen_q
+
+    @cute.jit
+    def kv_blocks(self, rows, seqlen_q, seqlen_kv):
+        """Tiles of keys that some of the first `rows` queries sees; at least one, so that dQ is written."""
+        keys = seqlen_kv
+        if const_expr(self.causal):
+            keys = cutlass.max(1, cutlass.min(seqlen_kv, self.diagonal(rows, seqlen_q, seqlen_kv)))
+        return cute.ceil_div(keys, self.tile_kv)
+
+    @cute.jit
+    def locate(self, tile, mQ, mK):
+        """(q_block, head, batch) of the tile-th tile in the order they are fetched."""
+        heads, all_heads = mQ.shape[2], mQ.shape[2] * mQ.shape[3]
+        q_blocks = cute.ceil_div(mQ.shape[0], self.tile_q)
+        q_block, head = tile % q_blocks, tile // q_blocks
+        if const_expr(self.causal):
+            # Longest first, in sections of as many heads as keep their K and V in L2.
+            head_bytes = mK.shape[0] * (4 * self.head_dim)
+            shortness, head = in_sections(tile, q_blocks, all_heads, SECTION_BYTES // head_bytes)
+            q_block = q_blocks - 1 - shortness
+        return q_block, head % heads, head // heads
+
+    def trips(self, problem: Problem) -> tuple[int, float, float]:
+        """How many tiles of queries there are, and how many of keys, masked and not, a consumer meets on
+        average in the main loop, in which the last one is not."""
+        tiles = math.ceil(problem.seqlen_q / self.tile_q)
+        masked = unmasked = 0
+        for first_row in range(0, tiles * self.tile_q, ROWS):
+            seen = keys = problem.seqlen_kv
+            if problem.causal:
+                offset = 0 if problem.top_left else problem.seqlen_kv - problem.seqlen_q
+                seen = min(seen, max(0, first_row + 1 + offset))
+                keys = max(1, min(keys, first_row + ROWS + offset))
+            blocks = 1 if first_row >= problem.seqlen_q else math.ceil(keys / self.tile_kv)
+            split = min(blocks - min(blocks, seen // self.tile_kv), blocks - 1)
+            masked += split
+            unmasked += blocks - 1 - split
+        rows = tiles * CONSUMERS
+        return tiles * problem.batch * problem.heads, masked / rows, unmasked / rows
+
+
+class WideFlashAttentionBackward:
+    """Preprocess, dK and dV, dQ. Deterministic either way."""
+
+    def __init__(
+        self, head_dim: int, causal: bool, dtype: str, deterministic: bool = True, top_left: bool = False
+    ):
+        element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
+        options = head_dim, causal, top_left, element
+        self.preprocess, self.main, self.queries = (
+            Preprocess(head_dim),
+            KeyGradients(*options),
+            QueryGradient(*options),
+        )
+
+    @cute.jit
+    def __call__(self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter, stream):
+        self.preprocess(mO, mDO, mLSE, mStats, None, stream)
+        counters = [cute.make_tensor(mCounter.iterator + i, cute.make_layout(1)) for i in range(2)]
+        self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, counters[0], stream)
+        self.queries.launch(mQ, mK, mV, mDO, mDQ, mStats, counters[1], stream)
+
+    def workspace(self, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+        return {
+            "stats": scratch_shapes(problem, self.queries.tile_q)["stats"],
+            "counter": (
+                (2,),
+                "int32",
+            ),  # of tiles taken, a kernel each; two launches at once must not share it
+        }
+
+    def fake_workspace(self) -> tuple[object, ...]:
+        """Stand-ins for `workspace`'s."""
+        return fake_scratch(self.main.head_dim)[0], make_fake_tensor(Int32, (2,), (1,), assumed_align=4)
+
+    def work(self, problem: Problem) -> list[Work]:
+        found = []
+        # The consumers of KeyGradients have code of their own, as many products each: one of them is counted.
+        for kernel, products, unit, roles in (
+            (self.main, 4, "64 keys of a query head, one consumer's half", CONSUMERS),
+            (self.queries, 3, "128 queries", 1),
+        ):
+            tiles, masked, unmasked = kernel.trips(problem)
+            tile_flops = 2 * products * kernel.tile_kv * kernel.tile_q * problem.head_dim / roles
+            found.append(
+                Work(
+                    kernel=type(kernel).__name__,
+                    unit=unit,
+                    threads=WARPGROUP * CONSUMERS // roles,
+                    ctas=min(SMS, tiles),
+                    passes=tiles * roles,
+                    trips=(masked, unmasked),
+                    ffma=0,
+                    hbm_bytes=problem.min_bytes / (tiles * roles),
+                    smem_bytes=kernel.smem_bytes,
+                    tensor_flops=tile_flops * (1 + masked + unmasked),
+                )
+            )
+        return found

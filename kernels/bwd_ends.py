@@ -2,12 +2,13 @@
 
     stats    (heads, block, 2, 64) fp32: LSE·log₂e, then D, of 64 query rows. A row that is past the end or
              sees no key has an LSE of ∞, so that its P = exp2(S − ∞) is 0 whatever the scores.
-    dQ_sum   (heads, block, column block, 8·128·4) fp32: dQ of 64 query rows × 64 columns as the accumulator
-             of an m64n64 WGMMA holds it: element (g, t, j) is register 4g + j of thread t, row
+    dQ_sum   (heads·sums, block, column block, 8·128·4) fp32: dQ of 64 query rows × 64 columns as the
+             accumulator of an m64n64 WGMMA holds it: element (g, t, j) is register 4g + j of thread t, row
              16⌊t/32⌋ + ⌊(t mod 32)/4⌋ + 8⌊j/2⌋ and column 8g + 2(t mod 4) + j mod 2. What a warp accesses
              at once, 16 bytes a thread, is 512 bytes in a row; no addition computes where its element lies.
 
-"heads" counts heads of all batches; blocks are padded to whole tiles of the main kernel.
+"heads" counts heads of all batches; blocks are padded to whole tiles of the main kernel. "sums" is 1 but for
+a stage that adds every other tile of keys to a second sum.
 """
 
 import math
@@ -28,25 +29,25 @@ QUAD = 4  # fp32 in one 16-byte access
 ROWS_IN_FLIGHT = 4  # of O and of dO, a thread of the preprocess
 
 
-def scratch_shapes(problem: Problem, tile_q: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """What `workspace` returns for a main kernel with tiles of `tile_q` queries."""
+def scratch_shapes(problem: Problem, tile_q: int, sums: int = 1) -> dict[str, tuple[tuple[int, ...], str]]:
+    """What `workspace` returns for a main kernel with tiles of `tile_q` queries and so many sums of dQ."""
     blocks = math.ceil(problem.seqlen_q / tile_q) * tile_q // BLOCK
-    blocks = (problem.batch * problem.heads, blocks)
-    columns = problem.head_dim // BLOCK
+    heads, columns = problem.batch * problem.heads, problem.head_dim // BLOCK
     return {
-        "stats": ((*blocks, 2, BLOCK), "float32"),
-        "dQ_sum": ((*blocks, columns, BLOCK * BLOCK), "float32"),
+        "stats": ((heads, blocks, 2, BLOCK), "float32"),
+        "dQ_sum": ((heads * sums, blocks, columns, BLOCK * BLOCK), "float32"),
     }
 
 
-def fake_scratch(head_dim: int) -> tuple[object, object]:
+def fake_scratch(head_dim: int, sums: int = 1) -> tuple[object, object]:
     """Stand-ins for stats and dQ_sum, both contiguous."""
     heads, blocks = cute.sym_int(), cute.sym_int()
+    of_sums = heads if sums == 1 else cute.sym_int()
     stand_ins = []
-    for inner in ((2, BLOCK), (head_dim // BLOCK, BLOCK * BLOCK)):
+    for rows, inner in ((heads, (2, BLOCK)), (of_sums, (head_dim // BLOCK, BLOCK * BLOCK))):
         size = math.prod(inner)
         strides = (cute.sym_int64(divisibility=size), size, inner[1], 1)
-        stand_ins.append(make_fake_tensor(Float32, (heads, blocks, *inner), strides, assumed_align=128))
+        stand_ins.append(make_fake_tensor(Float32, (rows, blocks, *inner), strides, assumed_align=128))
     return tuple(stand_ins)
 
 
@@ -54,7 +55,7 @@ class Preprocess:
     """stats, and zeros for dQ_sum. A CTA takes a block; a thread holds 4 rows' chunks of O and dO at once.
 
     `theirs` = (how many key heads a batch has, first, last) leaves the sums of the key heads from `first` to
-    `last`, of all batches, to the main kernel.
+    `last`, of all batches, to the main kernel. Without mDQ_sum there are no zeros to write.
     """
 
     def __init__(self, head_dim: int):
@@ -76,7 +77,7 @@ class Preprocess:
         cute.arch.griddepcontrol_launch_dependents()
         tile = tiles - 1 - tile  # the main kernel begins with the first heads, and finds them in L2
         _, heads, seqlen, _ = mO.shape
-        blocks = mDQ_sum.shape[1]
+        blocks = (mStats if const_expr(mDQ_sum is None) else mDQ_sum).shape[1]
         head_index, block = tile // blocks, tile % blocks
         batch, head = head_index // heads, head_index % heads
         group, chunk = tidx // self.chunks, tidx % self.chunks
@@ -91,9 +92,9 @@ class Preprocess:
                 gX = cute.local_tile(mX[batch, head, row, None], (VECTOR,), (chunk,))
                 cute.autovec_copy(gX, rX[None, i])
 
-        if const_expr(theirs is None):
+        if const_expr(mDQ_sum is not None and theirs is None):
             self.write_zeros(mDQ_sum, head_index, block)
-        else:
+        elif const_expr(mDQ_sum is not None):
             kv_heads, first, last = theirs
             kv_head = head_index // (heads // kv_heads)
             if kv_head < first or kv_head >= last:
@@ -129,22 +130,23 @@ class Postprocess:
     """dQ = dQ_sum/√d, rounded. A CTA takes a block, a warpgroup 64 of its columns: with the layout the sums
     were left in, they leave for shared memory like any accumulator, and for dQ by TMA, in whole rows.
 
-    mZeroed, if there is one, is what the main kernel counted in: it is left at zero."""
+    mZeroed, if there is one, is what the main kernel counted in: it is left at zero. Where the first to come
+    stored (`tiles`, of the main kernel, knows how many came), dQ is what they left in each sum, or zero."""
 
-    def __init__(self, head_dim: int):
-        self.head_dim = head_dim
+    def __init__(self, head_dim: int, tiles: object = None):
+        self.head_dim, self.tiles = head_dim, tiles
         self.columns = head_dim // BLOCK
         self.threads = WARPGROUP * self.columns
         self.scale = 1.0 / math.sqrt(head_dim)
 
     @cute.jit
-    def __call__(self, mDQ_sum, mDQ, stream, mZeroed=None):
+    def __call__(self, mDQ_sum, mDQ, stream, mZeroed=None, seqlen_kv=None):
         batch, heads, seqlen, _ = mDQ.shape
         mma = make_trivial_tiled_mma(  # of its accumulator only the layout is used
             mDQ.element_type, mDQ.element_type, OperandMajorMode.K, OperandMajorMode.K, Float32,
             (1, self.columns, 1), (BLOCK, BLOCK), warpgroup.OperandSource.SMEM,
         )  # fmt: skip
-        self.postprocess(mma, *store_atom(mDQ, BLOCK), mDQ_sum, mZeroed).launch(
+        self.postprocess(mma, *store_atom(mDQ, BLOCK), mDQ_sum, mZeroed, seqlen_kv).launch(
             grid=(cute.ceil_div(seqlen, BLOCK), heads, batch),
             block=(self.threads, 1, 1),
             use_pdl=True,
@@ -152,7 +154,7 @@ class Postprocess:
         )
 
     @cute.kernel
-    def postprocess(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed):
+    def postprocess(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed, seqlen_kv):
         tidx, _, _ = cute.arch.thread_idx()
         # From the last head back: the main kernel has just left that in L2.
         block, head, batch = [n - 1 - i for n, i in zip(cute.arch.grid_dim(), cute.arch.block_idx())]
@@ -168,10 +170,22 @@ class Postprocess:
         if const_expr(mZeroed is not None):
             if block == 0 and tidx == 0 and head_index < mZeroed.shape[0]:
                 mZeroed[head_index] = 0
-        sums = cute.make_layout((QUAD, WARPGROUP, BLOCK // 8))
-        gDQ_sum = cute.make_tensor(mDQ_sum[head_index, block, warpgroup_idx, None].iterator, sums)
-        for g in range_constexpr(BLOCK // 8):
-            cute.autovec_copy(gDQ_sum[None, thread, g], quads[None, g])
+        held = cute.make_layout((QUAD, WARPGROUP, BLOCK // 8))
+        if const_expr(self.tiles is None):
+            gDQ_sum = cute.make_tensor(mDQ_sum[head_index, block, warpgroup_idx, None].iterator, held)
+            for g in range_constexpr(BLOCK // 8):
+                cute.autovec_copy(gDQ_sum[None, thread, g], quads[None, g])
+        else:
+            rDQ.fill(0.0)
+            came = self.tiles.turns_at(block // self.tiles.blocks, mDQ.shape[0], seqlen_kv)
+            for i in range_constexpr(self.tiles.sums):
+                of_sum = mDQ_sum[head_index * self.tiles.sums + i, block, warpgroup_idx, None]
+                gDQ_sum = cute.make_tensor(of_sum.iterator, held)
+                if came > i:
+                    rSum = cute.make_rmem_tensor(quads.layout, Float32)
+                    for g in range_constexpr(BLOCK // 8):
+                        cute.autovec_copy(gDQ_sum[None, thread, g], rSum[None, g])
+                    quads.store(quads.load() + rSum.load())
 
         rDQ16 = cute.make_rmem_tensor(rDQ.layout, dtype)
         rDQ16.store((rDQ.load() * self.scale).to(dtype))

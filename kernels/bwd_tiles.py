@@ -3,7 +3,8 @@
 tiles     which queries see a tile of keys, the mask inside a tile, the order tiles are fetched in
 zeros     dQ's sums must be zero before the first addition. Zeros written by the preprocess have left L2 by
           then; a warp of the main kernel writes them a section of heads ahead, and they are still there.
-turns     what makes bwd4_det deterministic: a tile of keys adds to dQ when those before it have
+turns     what makes bwd4_det deterministic: a tile of keys adds to dQ when those before it have. The first
+          stores, and nobody needs zeros
 sums      bulk reduction of a tile of dQ, by one thread, from shared memory
 """
 
@@ -16,6 +17,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import dsl_user_op
 
+from harness.problem import Problem
 from kernels.common import LOG2_E, WARP, WARPGROUP, final_section, hear, in_sections
 
 ROWS = 64  # keys of a consumer, queries of a block: the M of a WGMMA
@@ -32,9 +34,6 @@ PART = ROWS * 64  # elements of dQ_sum in a row: 64 queries × 64 columns
 class Tiles:
     """Tiles of `tile_kv` keys, for each those of `tile_q` queries that see some of them."""
 
-    roles = 1  # of the consumers: whether each has a main loop of its own
-    turns = 1  # at the sum of a tile of queries' dQ, for each tile of keys
-
     def __init__(
         self,
         head_dim: int,
@@ -49,10 +48,14 @@ class Tiles:
         self.top_left = top_left  # where a causal mask is aligned
         self.tile_q, self.tile_kv = tile_q, tile_kv
         self.blocks = tile_q // ROWS  # of 64 queries
+        self.query_bytes = 8 * head_dim  # of a query in Q, dO and dQ_sum
         # Deterministic, as many CTAs as a section has tiles: then each goes from its tile to that of the same
         # keys and a later head, and stays as far behind the CTA it waits for as it was. With one CTA more
         # all of them fall behind. (At 128 queries a step it made things worse.)
         self.in_waves = deterministic and not causal and self.blocks == 1
+        # Deterministic, every other tile of keys has a sum of its own, which halves the chain of those that
+        # wait for each other. (With a mask the second sum cost more in L2 than it saved.)
+        self.sums = 2 if deterministic and not causal else 1
         self.scale = 1.0 / math.sqrt(head_dim)
         self.scale_log2 = self.scale * LOG2_E
 
@@ -84,7 +87,7 @@ class Tiles:
         heads, kv_blocks = mK.shape[2] * mK.shape[3], cute.ceil_div(mK.shape[0], self.tile_kv)
         section = TILES_AHEAD // kv_blocks
         if const_expr(self.causal):
-            head_bytes = mQ.shape[0] * (8 * self.head_dim) * (mQ.shape[2] // mK.shape[2])
+            head_bytes = mQ.shape[0] * self.query_bytes * (mQ.shape[2] // mK.shape[2])
             section = SECTION_BYTES // head_bytes
             if const_expr(self.deterministic):  # the more CTAs work on a head, the more wait for their turn
                 section = cutlass.max(self.blocks, 2 * SECTION_BYTES // head_bytes)
@@ -123,6 +126,27 @@ class Tiles:
             if const_expr(self.causal and self.deterministic):
                 kv_block = kv_blocks - 1 - kv_block
         return kv_block, head % heads, head // heads
+
+    def trips(self, problem: Problem) -> tuple[int, float, float]:
+        """How often tiles of keys meet a query head, and how many of its tiles of queries, masked and not,
+        one of them meets on average in the main loop, in which the last tile is not."""
+        last, masked, unmasked = math.ceil(problem.seqlen_q / self.tile_q), 0, 0
+        keys = problem.seqlen_kv
+        if problem.top_left:  # no tile of queries sees later ones, whose passes have no product
+            keys = min(keys, last * self.tile_q)
+        kv_blocks = math.ceil(keys / self.tile_kv)
+        for kv_block in range(kv_blocks):
+            first = split = 0
+            if problem.causal:
+                query = kv_block * self.tile_kv - self.offset(problem.seqlen_q, problem.seqlen_kv)
+                first = min(last, max(0, query) // self.tile_q)
+                split = math.ceil(max(0, query + self.tile_kv - 1) / self.tile_q)
+            if (kv_block + 1) * self.tile_kv > problem.seqlen_kv:
+                split = last
+            split = max(first, min(split, last - 1))
+            masked += split - first
+            unmasked += max(0, last - 1 - split)
+        return kv_blocks * problem.batch * problem.heads, masked / kv_blocks, unmasked / kv_blocks
 
     # ---- the mask, and P ----------------------------------------------------------------------------------
 
@@ -241,18 +265,26 @@ class Tiles:
     # ---- turns --------------------------------------------------------------------------------------------
 
     @cute.jit
+    def turns_at(self, q_tile, seqlen_q, seqlen_kv):
+        """How many tiles of keys add to dQ of a tile of queries."""
+        keys = seqlen_kv
+        if const_expr(self.causal):
+            seen = (q_tile + 1) * self.tile_q + self.offset(seqlen_q, seqlen_kv)
+            keys = cutlass.max(0, cutlass.min(keys, seen))
+        return cute.ceil_div(keys, self.tile_kv)
+
+    @cute.jit
     def turn_of(self, kv_block, q_tile, seqlen_q, seqlen_kv):
-        """(turn, final): when a tile of keys adds to dQ of a tile of queries.
+        """(sum, turn, final): to which sum of a tile of queries' dQ a tile of keys adds, and when.
 
         Whoever comes before it was fetched before it: nobody waits for one who has not begun.
         """
-        turn, final = kv_block, kv_block == cute.ceil_div(seqlen_kv, self.tile_kv) - 1
+        turns = self.turns_at(q_tile, seqlen_q, seqlen_kv)
+        turn = kv_block
         if const_expr(self.causal):
             # From the diagonal to the left: CTAs that begin together reach the tile in this order.
-            offset = self.offset(seqlen_q, seqlen_kv)
-            keys = cutlass.min(seqlen_kv, (q_tile + 1) * self.tile_q + offset)
-            turn, final = cute.ceil_div(keys, self.tile_kv) - 1 - kv_block, kv_block == 0
-        return turn, final
+            turn = turns - 1 - kv_block
+        return turn % self.sums, turn // self.sums, turn + self.sums >= turns
 
 
 @cute.jit
@@ -275,19 +307,29 @@ def pass_turn(order, turn, final):
 
 
 @dsl_user_op
-def bulk_add(target: object, source: object, size: int, *, loc: object = None, ip: object = None) -> None:
-    """One thread: add `size` bytes of fp32 from `source` in shared memory to `target` in global memory."""
+def bulk_copy(
+    target: object, source: object, size: int, adds: bool, *, loc: object = None, ip: object = None
+) -> None:
+    """One thread: copy or add `size` bytes of fp32 from `source` in shared memory to `target` in global
+    memory."""
     operands = Int64(target.toint(loc=loc, ip=ip)), Int32(source.toint(loc=loc, ip=ip)), Int32(size)
     operands = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
-    ptx = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
+    reduce, add = (".reduce", ".add.f32") if adds else ("", "")
+    ptx = f"cp{reduce}.async.bulk.global.shared::cta.bulk_group{add} [$0], [$1], $2;"
     llvm.inline_asm(None, operands, ptx, "l,r,r", has_side_effects=True, is_align_stack=False, loc=loc, ip=ip)
 
 
 @cute.jit
-def add_to_sum(target, source, size: cutlass.Constexpr):
-    """One warp: start the addition of `size` bytes, and wait until `source` has been read."""
+def add_to_sum(target, source, size: cutlass.Constexpr, turn=None):
+    """One warp: start the addition of `size` bytes, and wait until `source` has been read. With turns, the
+    first one stores."""
     if cute.arch.lane_idx() == 0:
-        bulk_add(target, source, size)
+        if const_expr(turn is None):
+            bulk_copy(target, source, size, adds=True)
+        elif turn == 0:
+            bulk_copy(target, source, size, adds=False)
+        else:
+            bulk_copy(target, source, size, adds=True)
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.sync_warp()

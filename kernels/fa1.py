@@ -326,7 +326,7 @@ def supports(problem: Problem) -> str | None:
     return refuse_heads_on_grid(problem) or refuse_unless_plain(problem)
 
 
-def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int, ...], str]]:
     rows = (problem.batch, problem.heads, problem.seqlen_q)
     return {"acc": ((*rows, problem.head_dim), "float32"), "stats": ((*rows, 2), "float32")}
 

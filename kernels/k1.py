@@ -119,7 +119,7 @@ def supports(problem: Problem) -> str | None:
     return refuse_unless_plain(problem)
 
 
-def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int, ...], str]]:
     return {"S": ((problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_kv), "float32")}
 
 

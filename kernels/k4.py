@@ -249,7 +249,7 @@ def supports(problem: Problem) -> str | None:
     return refuse_heads_on_grid(problem) or refuse_unless_plain(problem)
 
 
-def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int, ...], str]]:
     return {}
 
 

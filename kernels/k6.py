@@ -485,7 +485,7 @@ def supports(problem: Problem) -> str | None:
     return None
 
 
-def workspace(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int, ...], str]]:
     return {"counter": ((1,), "int32")}  # of tiles taken; two launches at once must not share it
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness.problem import HEAD_DIMS, Problem
-from kernels import bwd4, bwd_tiles, common, k6
+from kernels import bwd4, bwd4_d256, bwd_tiles, common, k6
 
 # Beside the ends of tiles of 64 to 256; differences of 62 and 126, where a tile hides a single pair.
 LENGTHS = (1, 63, 64, 65, 128, 129, 203, 256, 257, 265, 514, 640)
@@ -16,7 +16,7 @@ MASKS = ((False, False), (True, False), (True, True))
 every_mask = pytest.mark.parametrize(
     ("head_dim", "causal", "top_left"), [(d, *mask) for d in HEAD_DIMS for mask in MASKS]
 )
-backward_mask = pytest.mark.parametrize(
+every_mask_and_256 = pytest.mark.parametrize(
     ("head_dim", "causal", "top_left"), [(d, *mask) for d in (*HEAD_DIMS, 256) for mask in MASKS]
 )
 
@@ -55,7 +55,7 @@ def test_k6_visits_the_tiles_that_are_seen(head_dim: int, causal: bool, top_left
                 assert max(0, last_key + 1) == keys_seen(problem, query)
 
 
-@backward_mask
+@every_mask_and_256
 def test_bwd4_visits_the_tiles_that_see(head_dim: int, causal: bool, top_left: bool) -> None:
     kernel = bwd4.kernel_for(Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)).main
     q_tiles, tile_q = bwd_tiles.Tiles.q_tiles.__wrapped__, kernel.tile_q
@@ -74,34 +74,63 @@ def test_bwd4_visits_the_tiles_that_see(head_dim: int, causal: bool, top_left: b
                     assert seen > keys[-1], "a hidden pair is not masked"
             visited += last - first
             masked_visits += max(0, min(masked, last - 1) - first)
-        (work,) = bwd4.work(problem)
-        passes = work.passes / kernel.roles
+        work = bwd4.work(problem)[0]
+        passes = work.passes / (2 if head_dim == 256 else 1)  # at 256 each consumer's is one
         assert math.isclose(sum(work.trips) * passes + passes, visited), "work counts other tiles"
         assert math.isclose(work.trips[0] * passes, masked_visits)
 
 
-@backward_mask
-def test_bwd4_det_has_a_turn_for_every_visit(head_dim: int, causal: bool, top_left: bool) -> None:
-    """Of a tile of queries the turns are 0, 1, …, in the order the tiles of keys are fetched, and the last
-    one leaves the counter at zero: a gap would have a CTA wait forever."""
+@pytest.mark.parametrize(("causal", "top_left"), MASKS)
+def test_bwd4_gathers_dq_from_the_tiles_that_are_seen_at_256(causal: bool, top_left: bool) -> None:
+    kernel = bwd4.kernel_for(Problem.square(1, 1, 1, 256, causal, top_left=top_left)).queries
+    kv_blocks = bwd4_d256.QueryGradient.kv_blocks.__wrapped__
+    for problem in problems(256, causal, top_left, "bwd"):
+        lengths = problem.seqlen_q, problem.seqlen_kv
+        visits = 0
+        for rows in range(bwd_tiles.ROWS, problem.seqlen_q + bwd_tiles.ROWS, bwd_tiles.ROWS):
+            seen = keys_seen(problem, rows - 1)  # of rows past the end too, as if queries went on
+            assert kv_blocks(kernel, rows, *lengths) == max(1, math.ceil(seen / kernel.tile_kv))
+            visits += kv_blocks(kernel, rows, *lengths)
+        visits += -math.ceil(problem.seqlen_q / bwd_tiles.ROWS) % 2  # of rows past the end, one
+        work = bwd4.work(problem)[1]
+        assert math.isclose((sum(work.trips) + 1) * 2 * work.passes, visits), "work counts other tiles"
+        for query in range(problem.seqlen_q if causal else 0):
+            last_key = min(problem.seqlen_kv - 1, kernel.diagonal(query, *lengths))
+            assert max(0, last_key + 1) == keys_seen(problem, query)
+
+
+@every_mask
+def test_bwd4_det_has_a_turn_for_every_visit(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, causal: bool, top_left: bool
+) -> None:
+    """At each sum of a tile of queries the turns are 0, 1, …, in the order the tiles of keys are fetched, and
+    the last one leaves the counter at zero: a gap would have a CTA wait forever. The postprocess reads the
+    sums that were written, and no other."""
     mask = Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)
     kernel = bwd4.kernel_for(mask, deterministic=True).main
-    q_tiles, turn_of = (getattr(bwd_tiles.Tiles, name).__wrapped__ for name in ("q_tiles", "turn_of"))
+    plain = {name: getattr(bwd_tiles.Tiles, name).__wrapped__ for name in ("q_tiles", "turn_of", "turns_at")}
+    monkeypatch.setattr(bwd_tiles.Tiles, "turns_at", plain["turns_at"])
     for problem in problems(head_dim, causal, top_left, "bwd"):
         lengths = problem.seqlen_q, problem.seqlen_kv
         turns = defaultdict(list)
         kv_blocks = range(math.ceil(problem.seqlen_kv / kernel.tile_kv))
         for kv_block in reversed(kv_blocks) if causal else kv_blocks:  # as `locate` hands them out
-            first, _, last = q_tiles(kernel, kv_block, *lengths)
+            first, _, last = plain["q_tiles"](kernel, kv_block, *lengths)
             for tile in range(first, last):
-                turns[tile].append(turn_of(kernel, kv_block, tile, *lengths))
+                place, *turn = plain["turn_of"](kernel, kv_block, tile, *lengths)
+                turns[tile, place].append(tuple(turn))
         for found in turns.values():
             assert found == [(turn, turn == len(found) - 1) for turn in range(len(found))]
-        blind = 0 if top_left or not causal else max(0, problem.seqlen_q - problem.seqlen_kv)
-        assert set(turns) == set(range(blind // kernel.tile_q, math.ceil(problem.seqlen_q / kernel.tile_q)))
+        written = set()
+        for tile in range(math.ceil(problem.seqlen_q / kernel.tile_q)):
+            came = plain["turns_at"](kernel, tile, *lengths)
+            written |= {(tile, place) for place in range(kernel.sums) if came > place}
+            blind = keys_seen(problem, (tile + 1) * kernel.tile_q - 1) == 0
+            assert (came == 0) == blind
+        assert set(turns) == written
 
 
-@backward_mask
+@every_mask
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("batch", "kv_heads", "group", "seqlen_q", "seqlen_kv"),
@@ -126,7 +155,8 @@ def test_zeros_are_written_before_anyone_waits(
     seqlen_kv: int,
 ) -> None:
     """Every sum is zeroed once; the tiles that do it are fetched before the first tile of the head that waits
-    for it, or all CTAs might wait for one that has not begun. And every tile is fetched once."""
+    for it, or all CTAs might wait for one that has not begun. And every tile is fetched once. (bwd4_det needs
+    no zeros; a section's heads would have been zeroed while the section before them is.)"""
     mask = Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)
     kernel = bwd4.kernel_for(mask, deterministic=deterministic).main
     plain = {name: getattr(common, name).__wrapped__ for name in ("final_section", "in_sections")}
