@@ -88,7 +88,7 @@ STAGES = (
     Stage(
         "bwd4_det",
         "the production backward, deterministic",
-        "dQ added in the order of the keys, so that every run gives the same bits",
+        "dQ added in one order, so that every run gives the same bits",
         "bwd4",
         direction="bwd",
         model="flash_attention_2_backward",
@@ -280,7 +280,7 @@ class Backward(Tiles):
                 tell(tile_ring, tile_put, sTile, (0, 0, 0, 0))
             elif warp_idx <= consumer_warps + CONSUMERS:
                 # 2. two warps, a tile of queries each: add the consumers' dQ to its sum
-                cute.arch.griddepcontrol_wait()  # for the zeros to add to
+                cute.arch.griddepcontrol_wait()  # for the preprocess's zeros, if it writes some
                 cute.arch.griddepcontrol_launch_dependents()
                 mine, step = warp_idx - consumer_warps - 1, Int32(0)
                 zeroed = self.left_to_zero(mQ, mK)
@@ -572,10 +572,8 @@ class FlashAttentionBackward:
     def workspace(self, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
         heads, tiles = problem.batch * problem.heads, math.ceil(problem.seqlen_q / self.main.tile_q)
         return scratch_shapes(problem, self.main.tile_q, self.main.sums) | {
-            "zeroed": (
-                (problem.batch * problem.kv_heads,),
-                "int32",
-            ),  # shares of a head's dQ_sum that are zero
+            # how many shares of a key head's dQ_sum are zero
+            "zeroed": ((problem.batch * problem.kv_heads,), "int32"),
             "order": ((heads, tiles * self.main.sums), "int32"),  # whose turn it is to add to dQ_sum
             "counter": ((1,), "int32"),  # of tiles taken; two launches at once must not share any of these
         }
@@ -625,14 +623,22 @@ def supports(problem: Problem) -> str | None:
         return "takes at least one query and one key"
     if max(problem.seqlen_q, problem.seqlen_kv) * problem.batch * problem.heads > ROWS_MAX:
         return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
-    head_bytes = kernel_for(problem).main.query_bytes * problem.seqlen_q
-    head_bytes *= problem.heads // max(1, problem.kv_heads)
-    if problem.causal and head_bytes > SECTION_BYTES_MAX:
-        return (
-            f"takes at most {SECTION_BYTES_MAX} bytes of a key head's queries (Q, dO, dQ_sum) under a causal "
-            f"mask, not {head_bytes}: the order of tiles is computed from them, in 32 bits"
-        )
+    if problem.causal:
+        head_bytes = kernel_for(problem).main.query_bytes * problem.seqlen_q
+        head_bytes *= problem.heads // max(1, problem.kv_heads)
+        if head_bytes > SECTION_BYTES_MAX:
+            return (
+                f"takes at most {SECTION_BYTES_MAX} bytes of a key head's queries (Q, dO, sums) under a "
+                f"causal mask, not {head_bytes}: the order of tiles is computed from them, in 32 bits"
+            )
     return refuse_heads_on_grid(problem)
+
+
+def resident_ctas(problem: Problem, **options: object) -> int:
+    """All, up to head_dim 128: a CTA's first tile is its own number, and who fetched a later one waits for
+    zeros or turns of earlier ones."""
+    tiles = math.ceil(problem.seqlen_kv / TILE_KV) * problem.kv_heads * problem.batch
+    return 0 if problem.head_dim == 256 else min(SMS, tiles)
 
 
 def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int, ...], str]]:

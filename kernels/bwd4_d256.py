@@ -9,7 +9,8 @@ What changes      against bwd4's Backward: `KeyGradients` has tiles of 64 keys, 
                   instead of half of the keys, since dK and dV of 64 keys are 256 registers a thread. P
                   crosses over through shared memory, in fp32; nobody takes turns, one consumer being behind
                   by its wait for P. `QueryGradient` has 64 queries a consumer; dS stays in its registers.
-What does not     who loads, persistent CTAs, the order of tiles, masks, the preprocess.
+What does not     who loads, persistent CTAs, the preprocess; order of tiles and masks are bwd4's in
+                  KeyGradients, k6's in QueryGradient.
 """
 
 import math
@@ -35,12 +36,12 @@ from kernels.common import (
     PRODUCER,
     WARP,
     WARPGROUP,
+    QueryTiles,
     allocate_tiles,
     by_row,
     exchanged,
     fetch,
     hear,
-    in_sections,
     load_atom,
     multiply,
     operand_a,
@@ -304,15 +305,14 @@ class KeyGradients(Tiles):
         warpgroup.wait_group(0)
 
 
-class QueryGradient:
+class QueryGradient(QueryTiles):
     """dQ. The CTA: two consumers of 64 queries each, then a warp that loads; keys from right to left."""
 
-    tile_q = ROWS * CONSUMERS
-    tile_kv = ROWS
     registers = (40, 232)  # the producer of a causal mask needs more than 24
 
     def __init__(self, head_dim: int, causal: bool, top_left: bool, dtype: type):
-        self.head_dim, self.causal, self.top_left, self.dtype = head_dim, causal, top_left, dtype
+        super().__init__(head_dim, causal, top_left, ROWS * CONSUMERS, ROWS, SECTION_BYTES)
+        self.dtype = dtype
         self.scale = 1.0 / math.sqrt(head_dim)
         self.scale_log2 = self.scale * LOG2_E
 
@@ -457,7 +457,9 @@ class QueryGradient:
                 mma_s=mma_s, mma_q=mma_q, k_ring=k_ring, v_ring=v_ring, seqlen_q=seqlen_q,
                 seqlen_kv=seqlen_kv,
             )  # fmt: skip
-            cute.arch.griddepcontrol_wait()  # for LSE and D
+            # For LSE and D. It also waits for all of KeyGradients: without that this kernel could end, and
+            # the stream go on, before dK and dV are there.
+            cute.arch.griddepcontrol_wait()
 
             valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
             tile_get.advance()
@@ -535,7 +537,8 @@ class QueryGradient:
         multiply(x.mma_s, x.rdP, x.tPdO, x.tPV[None, None, None, 0], False)
         self.exponentials(x.S, x.rLSE)
         if masked:
-            self.mask(x.S, x.where_S, x.first_S, first_row, kv_block, x.seqlen_q, x.seqlen_kv)
+            hides = x.where_S, x.first_S, first_row, kv_block, x.seqlen_q, x.seqlen_kv
+            self.hide(x.S, Float32(0.0), *hides)
         warpgroup.wait_group(0)
         x.v_ring.consumer_release(v_get)
         for r in range(2):
@@ -555,44 +558,6 @@ class QueryGradient:
         for r in range_constexpr(2):
             p = S[r, None].load() * self.scale_log2 - rLSE[r]
             S[r, None].store(cute.math.exp2(p, fastmath=True))
-
-    @cute.jit
-    def mask(self, P, where_S, first_S, first_row, kv_block, seqlen_q, seqlen_kv):
-        """P becomes 0 where the key lies past the diagonal, or past the end."""
-        for r in range_constexpr(2):
-            row, key = where_S[r, 0]  # of the thread's first column; the rest are static
-            last_key = seqlen_kv - 1
-            if const_expr(self.causal):
-                last_key = cutlass.min(last_key, self.diagonal(first_row + row, seqlen_q, seqlen_kv))
-            visible = last_key - (kv_block * ROWS + key)
-            for c in range_constexpr(cute.size(P, mode=[1])):
-                P[r, c] = P[r, c] if first_S[0, c][1] <= visible else Float32(0.0)
-
-    def diagonal(self, row, seqlen_q, seqlen_kv):
-        """The last key that query `row` sees, and how many the `row` queries before it see, if there are so
-        many."""
-        return row if self.top_left else row + seqlen_kv - seqlen_q
-
-    @cute.jit
-    def kv_blocks(self, rows, seqlen_q, seqlen_kv):
-        """Tiles of keys that some of the first `rows` queries sees; at least one, so that dQ is written."""
-        keys = seqlen_kv
-        if const_expr(self.causal):
-            keys = cutlass.max(1, cutlass.min(seqlen_kv, self.diagonal(rows, seqlen_q, seqlen_kv)))
-        return cute.ceil_div(keys, self.tile_kv)
-
-    @cute.jit
-    def locate(self, tile, mQ, mK):
-        """(q_block, head, batch) of the tile-th tile in the order they are fetched."""
-        heads, all_heads = mQ.shape[2], mQ.shape[2] * mQ.shape[3]
-        q_blocks = cute.ceil_div(mQ.shape[0], self.tile_q)
-        q_block, head = tile % q_blocks, tile // q_blocks
-        if const_expr(self.causal):
-            # Longest first, in sections of as many heads as keep their K and V in L2.
-            head_bytes = mK.shape[0] * (4 * self.head_dim)
-            shortness, head = in_sections(tile, q_blocks, all_heads, SECTION_BYTES // head_bytes)
-            q_block = q_blocks - 1 - shortness
-        return q_block, head % heads, head // heads
 
     def trips(self, problem: Problem) -> tuple[int, float, float]:
         """How many tiles of queries there are, and how many of keys, masked and not, a consumer meets on

@@ -7,8 +7,8 @@
              16⌊t/32⌋ + ⌊(t mod 32)/4⌋ + 8⌊j/2⌋ and column 8g + 2(t mod 4) + j mod 2. What a warp accesses
              at once, 16 bytes a thread, is 512 bytes in a row; no addition computes where its element lies.
 
-"heads" counts heads of all batches; blocks are padded to whole tiles of the main kernel. "sums" is 1 but for
-a stage that adds every other tile of keys to a second sum.
+"heads" counts heads of all batches; blocks are padded to whole tiles of queries, the largest of the kernels
+that read them. "sums" is 1 but for a stage that adds every other tile of keys to a second sum.
 """
 
 import math
@@ -30,7 +30,7 @@ ROWS_IN_FLIGHT = 4  # of O and of dO, a thread of the preprocess
 
 
 def scratch_shapes(problem: Problem, tile_q: int, sums: int = 1) -> dict[str, tuple[tuple[int, ...], str]]:
-    """What `workspace` returns for a main kernel with tiles of `tile_q` queries and so many sums of dQ."""
+    """What `workspace` returns for kernels with tiles of up to `tile_q` queries and so many sums of dQ."""
     blocks = math.ceil(problem.seqlen_q / tile_q) * tile_q // BLOCK
     heads, columns = problem.batch * problem.heads, problem.head_dim // BLOCK
     return {

@@ -1,4 +1,5 @@
-"""What bwd4's kernels share beside their products: the tiles they walk, and the way dQ takes to its sum.
+"""What bwd4's kernels share beside their products: the tiles of keys they walk; and, of heads up to 128, the
+way dQ takes to its sum.
 
 tiles     which queries see a tile of keys, the mask inside a tile, the order tiles are fetched in
 zeros     dQ's sums must be zero before the first addition. Zeros written by the preprocess have left L2 by
@@ -24,10 +25,10 @@ ROWS = 64  # keys of a consumer, queries of a block: the M of a WGMMA
 CONSUMERS = 2  # warpgroups that multiply
 THREADS = WARPGROUP * (CONSUMERS + 1)
 REGISTERS = (24, 240)  # of a producer's thread, of a consumer's
-SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
-SECTION_BYTES = 4 * 2**20  # of Q, dO and dQ_sum: heads that are worked on together and stay in L2
+SMS = 132  # CTAs that stay; where CTAs wait for each other all must be resident at once (`resident_ctas`)
+SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked on together and stay in L2
 SECTION_BYTES_MAX = 2**31 - 1  # what `Tiles.section` can count
-TILES_AHEAD = 16  # without a mask: zeros are written so many tiles before the first addition
+TILES_AHEAD = 16  # without a mask zeros are written so many tiles, but at least a head, ahead
 PART = ROWS * 64  # elements of dQ_sum in a row: 64 queries × 64 columns
 
 
@@ -51,7 +52,7 @@ class Tiles:
         self.query_bytes = 8 * head_dim  # of a query in Q, dO and dQ_sum
         # Deterministic, as many CTAs as a section has tiles: then each goes from its tile to that of the same
         # keys and a later head, and stays as far behind the CTA it waits for as it was. With one CTA more
-        # all of them fall behind. (At 128 queries a step it made things worse.)
+        # all of them fall behind. (At 128 queries a step it gained nothing.)
         self.in_waves = deterministic and not causal and self.blocks == 1
         # Deterministic, every other tile of keys has a sum of its own, which halves the chain of those that
         # wait for each other. (With a mask the second sum cost more in L2 than it saved.)
@@ -228,7 +229,8 @@ class Tiles:
     @cute.jit
     def write_zeros(self, tile_ring, tile_get, sTile, mQ, mK, mDQ_sum, mZeroed):
         """One warp, to the end: with each tile of keys a share of the zeros for the same head of the next
-        section. All tiles that write them are fetched before any that waits for them."""
+        section. All tiles that write them are fetched before any that waits for them: with all CTAs resident
+        nobody waits for one who has not begun."""
         group = mQ.shape[2] // mK.shape[2]
         kv_blocks = cute.ceil_div(mK.shape[0], self.tile_kv)
         ahead, last = self.left_to_zero(mQ, mK)
@@ -277,7 +279,8 @@ class Tiles:
     def turn_of(self, kv_block, q_tile, seqlen_q, seqlen_kv):
         """(sum, turn, final): to which sum of a tile of queries' dQ a tile of keys adds, and when.
 
-        Whoever comes before it was fetched before it: nobody waits for one who has not begun.
+        Whoever comes before it was fetched before it: with all CTAs resident nobody waits for one who has not
+        begun.
         """
         turns = self.turns_at(q_tile, seqlen_q, seqlen_kv)
         turn = kv_block

@@ -39,6 +39,7 @@ from kernels.common import (
     ROWS_MAX,
     WARP,
     WARPGROUP,
+    QueryTiles,
     allocate_tiles,
     by_row,
     compile_for_torch,
@@ -47,7 +48,6 @@ from kernels.common import (
     fake_gqa,
     fetch,
     hear,
-    in_sections,
     load_atom,
     multiply,
     operand_a,
@@ -113,14 +113,13 @@ SECTION_BYTES = 8 * 2**20  # of K and V: heads that are worked on together and s
 SMEM_MAX = 232448  # bytes a CTA may have on Hopper; 1 KiB of it is left to the barriers
 
 
-class Forward:
+class Forward(QueryTiles):
     """One tile shape. The CTA: `consumers` warpgroups, then a warpgroup of which one warp loads."""
 
     def __init__(self, head_dim: int, causal: bool, dtype: type, config: Config, top_left: bool = False):
-        self.head_dim, self.causal, self.dtype, self.config = head_dim, causal, dtype, config
-        self.top_left = top_left  # where a causal mask is aligned
-        self.consumers, self.tile_kv, self.stages = config.consumers, config.tile_kv, config.stages
-        self.tile_q = ROWS * self.consumers
+        super().__init__(head_dim, causal, top_left, ROWS * config.consumers, config.tile_kv, SECTION_BYTES)
+        self.dtype, self.config = dtype, config
+        self.consumers, self.stages = config.consumers, config.stages
         self.threads = WARPGROUP * (self.consumers + 1)
         self.scale_log2 = LOG2_E / math.sqrt(head_dim)
         # Where there is no room for both, O is written over Q, and the next Q waits for O's store.
@@ -288,7 +287,7 @@ class Forward:
                 warpgroup.wait_group(0)
                 k_ring.consumer_release(k_get)
                 k_get.advance()
-                self.mask(S, where_S, first_S, first_row, own_blocks - 1, seqlen_q, seqlen_kv)
+                self.hide(S, -Float32.inf, where_S, first_S, first_row, own_blocks - 1, seqlen_q, seqlen_kv)
                 self.softmax(S, O, row_max, row_sum, masked=True, first=True)
                 round_fragment(rS, rP, self.dtype)
 
@@ -358,23 +357,12 @@ class Forward:
         warpgroup.wait_group(1)
         x.k_ring.consumer_release(k_get)
         if masked:
-            self.mask(x.S, x.where_S, x.first_S, first_row, kv_block, x.seqlen_q, x.seqlen_kv)
+            hides = x.where_S, x.first_S, first_row, kv_block, x.seqlen_q, x.seqlen_kv
+            self.hide(x.S, -Float32.inf, *hides)
         self.softmax(x.S, x.O, x.row_max, x.row_sum, masked, first=False)
         warpgroup.wait_group(0)
         x.v_ring.consumer_release(v_get)
         round_fragment(x.rS, x.rP, self.dtype)
-
-    @cute.jit
-    def mask(self, S, where_S, first_S, first_row, kv_block, seqlen_q, seqlen_kv):
-        """Hide the keys of the tile that lie past the diagonal, or past the end."""
-        for r in range_constexpr(2):
-            row, key = where_S[r, 0]  # of the thread's first column; the rest are static
-            last_key = seqlen_kv - 1
-            if const_expr(self.causal):
-                last_key = cutlass.min(last_key, self.diagonal(first_row + row, seqlen_q, seqlen_kv))
-            visible = last_key - (kv_block * self.tile_kv + key)
-            for c in range_constexpr(cute.size(S, mode=[1])):
-                S[r, c] = S[r, c] if first_S[0, c][1] <= visible else -Float32.inf
 
     @cute.jit
     def softmax(self, S, O, row_max, row_sum, masked: cutlass.Constexpr, first: cutlass.Constexpr):
@@ -408,32 +396,6 @@ class Forward:
             # Never taken, but it needs every exponential: they stay before the wait for P·V.
             if cute.arch.vote_any_sync(row_sum[0] + row_sum[1] < -1.0):
                 cute.arch.sync_warp()
-
-    def diagonal(self, row, seqlen_q, seqlen_kv):
-        """The last key that query `row` sees, and how many the `row` queries before it see, if there are so
-        many."""
-        return row if self.top_left else row + seqlen_kv - seqlen_q
-
-    @cute.jit
-    def kv_blocks(self, rows, seqlen_q, seqlen_kv):
-        """Tiles of keys that some of the first `rows` queries sees; at least one, so that O is written."""
-        keys = seqlen_kv
-        if const_expr(self.causal):
-            keys = cutlass.max(1, cutlass.min(seqlen_kv, self.diagonal(rows, seqlen_q, seqlen_kv)))
-        return cute.ceil_div(keys, self.tile_kv)
-
-    @cute.jit
-    def locate(self, tile, mQ, mK):
-        """(q_block, head, batch) of the tile-th tile in the order they are fetched."""
-        heads, all_heads = mQ.shape[2], mQ.shape[2] * mQ.shape[3]
-        q_blocks = cute.ceil_div(mQ.shape[0], self.tile_q)
-        q_block, head = tile % q_blocks, tile // q_blocks
-        if const_expr(self.causal):
-            # Longest first, in sections of as many heads as keep their K and V in L2.
-            head_bytes = mK.shape[0] * (4 * self.head_dim)
-            shortness, head = in_sections(tile, q_blocks, all_heads, SECTION_BYTES // head_bytes)
-            q_block = q_blocks - 1 - shortness
-        return q_block, head % heads, head // heads
 
 
 class ForwardShort(Forward):

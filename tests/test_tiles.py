@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from harness.problem import HEAD_DIMS, Problem
-from kernels import bwd4, bwd4_d256, bwd_tiles, common, k6
+from kernels import bwd4, bwd_tiles, common, k6
 
+ROWS = 64  # of a consumer, in both
 # Beside the ends of tiles of 64 to 256; differences of 62 and 126, where a tile hides a single pair.
 LENGTHS = (1, 63, 64, 65, 128, 129, 203, 256, 257, 265, 514, 640)
 MASKS = ((False, False), (True, False), (True, True))
@@ -34,25 +35,40 @@ def keys_seen(problem: Problem, query: int) -> int:
     return min(problem.seqlen_kv, max(0, last + 1))
 
 
-@every_mask
+def visits_of(kernel: common.QueryTiles, problem: Problem) -> int:
+    """How many tiles of keys the consumers of `kernel` multiply; that they are those which are seen."""
+    lengths = problem.seqlen_q, problem.seqlen_kv
+    kv_blocks = common.QueryTiles.kv_blocks.__wrapped__
+    visits = 0
+    for rows in range(ROWS, problem.seqlen_q + ROWS, ROWS):
+        seen = keys_seen(problem, rows - 1)  # of rows past the end too, as if queries went on
+        assert kv_blocks(kernel, rows, *lengths) == max(1, math.ceil(seen / kernel.tile_kv))
+        visits += kv_blocks(kernel, rows, *lengths)
+    for query in range(problem.seqlen_q if problem.causal else 0):
+        last_key = min(problem.seqlen_kv - 1, kernel.diagonal(query, *lengths))
+        assert max(0, last_key + 1) == keys_seen(problem, query)
+    return visits + -math.ceil(problem.seqlen_q / ROWS) % (kernel.tile_q // ROWS)  # past the end, one
+
+
+@every_mask_and_256
 def test_k6_visits_the_tiles_that_are_seen(head_dim: int, causal: bool, top_left: bool) -> None:
     kernels = k6.kernel_for(Problem.square(1, 1, 1, head_dim, causal, top_left=top_left))
-    kv_blocks = k6.Forward.kv_blocks.__wrapped__
     for problem in problems(head_dim, causal, top_left, "fwd"):
-        lengths = problem.seqlen_q, problem.seqlen_kv
         for kernel in (kernels.short, kernels.long):
-            visits = 0
-            for rows in range(k6.ROWS, problem.seqlen_q + k6.ROWS, k6.ROWS):
-                seen = keys_seen(problem, rows - 1)  # of rows past the end too, as if queries went on
-                assert kv_blocks(kernel, rows, *lengths) == max(1, math.ceil(seen / kernel.tile_kv))
-                visits += kv_blocks(kernel, rows, *lengths)
-            visits += -math.ceil(problem.seqlen_q / k6.ROWS) % kernel.consumers  # of rows past the end, one
             (work,) = k6.work(problem, kernel.config)
             consumers = work.passes * kernel.consumers
+            visits = visits_of(kernel, problem)
             assert math.isclose((sum(work.trips) + 1) * consumers, visits), "work counts other tiles"
-            for query in range(problem.seqlen_q if causal else 0):
-                last_key = min(problem.seqlen_kv - 1, kernel.diagonal(query, *lengths))
-                assert max(0, last_key + 1) == keys_seen(problem, query)
+
+
+@pytest.mark.parametrize(("causal", "top_left"), MASKS)
+def test_dq_of_heads_of_256_comes_from_the_tiles_that_are_seen(causal: bool, top_left: bool) -> None:
+    kernel = bwd4.kernel_for(Problem.square(1, 1, 1, 256, causal, top_left=top_left)).queries
+    for problem in problems(256, causal, top_left, "bwd"):
+        work = bwd4.work(problem)[1]
+        consumers = work.passes * bwd_tiles.CONSUMERS
+        visits = visits_of(kernel, problem)
+        assert math.isclose((sum(work.trips) + 1) * consumers, visits), "work counts other tiles"
 
 
 @every_mask_and_256
@@ -78,25 +94,6 @@ def test_bwd4_visits_the_tiles_that_see(head_dim: int, causal: bool, top_left: b
         passes = work.passes / (2 if head_dim == 256 else 1)  # at 256 each consumer's is one
         assert math.isclose(sum(work.trips) * passes + passes, visited), "work counts other tiles"
         assert math.isclose(work.trips[0] * passes, masked_visits)
-
-
-@pytest.mark.parametrize(("causal", "top_left"), MASKS)
-def test_bwd4_gathers_dq_from_the_tiles_that_are_seen_at_256(causal: bool, top_left: bool) -> None:
-    kernel = bwd4.kernel_for(Problem.square(1, 1, 1, 256, causal, top_left=top_left)).queries
-    kv_blocks = bwd4_d256.QueryGradient.kv_blocks.__wrapped__
-    for problem in problems(256, causal, top_left, "bwd"):
-        lengths = problem.seqlen_q, problem.seqlen_kv
-        visits = 0
-        for rows in range(bwd_tiles.ROWS, problem.seqlen_q + bwd_tiles.ROWS, bwd_tiles.ROWS):
-            seen = keys_seen(problem, rows - 1)  # of rows past the end too, as if queries went on
-            assert kv_blocks(kernel, rows, *lengths) == max(1, math.ceil(seen / kernel.tile_kv))
-            visits += kv_blocks(kernel, rows, *lengths)
-        visits += -math.ceil(problem.seqlen_q / bwd_tiles.ROWS) % 2  # of rows past the end, one
-        work = bwd4.work(problem)[1]
-        assert math.isclose((sum(work.trips) + 1) * 2 * work.passes, visits), "work counts other tiles"
-        for query in range(problem.seqlen_q if causal else 0):
-            last_key = min(problem.seqlen_kv - 1, kernel.diagonal(query, *lengths))
-            assert max(0, last_key + 1) == keys_seen(problem, query)
 
 
 @every_mask
