@@ -27,13 +27,12 @@ from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
-from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTmaAsync
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from harness.inputs import Tensors
 from harness.problem import Problem
 from harness.stage import Stage, Work
-from kernels.bwd4_d256 import WideFlashAttentionBackward
+from kernels.bwd4_d256 import KeyGradients, WideFlashAttentionBackward
 from kernels.bwd_ends import Postprocess, Preprocess, fake_scratch, scratch_shapes
 from kernels.bwd_tiles import (
     CONSUMERS,
@@ -47,9 +46,11 @@ from kernels.bwd_tiles import (
     add_to_sum,
     await_value,
     pass_turn,
+    work_of,
 )
 from kernels.common import (
     CONSUMER,
+    ELEMENTS,
     PRODUCER,
     ROWS_MAX,
     WARP,
@@ -63,6 +64,7 @@ from kernels.common import (
     fetch,
     hear,
     load_atom,
+    message_ring,
     multiply,
     operand_a,
     partition_tma,
@@ -72,6 +74,7 @@ from kernels.common import (
     store_atom,
     swizzled_tiles,
     tell,
+    tma_rings,
 )
 
 STAGES = (
@@ -123,7 +126,6 @@ class Config:
     k_stages: int = 2
 
 
-ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 CONFIGS = {64: Config(128, False, True), 128: Config(64, True, False)}
 
 
@@ -205,31 +207,16 @@ class Backward(Tiles):
         sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # valid, kv_block, kv_head, batch
 
         q_bytes = self.tile_q * d * 2
-        q_ring, do_ring, k_ring, v_ring = [
-            PipelineTmaAsync.create(
-                num_stages=stages,
-                tx_count=tx_count,
-                barrier_storage=smem.allocate_array(Int64, 2 * stages),
-                producer_group=CooperativeGroup(Agent.Thread),
-                consumer_group=CooperativeGroup(Agent.Thread, consumer_warps),
-                defer_sync=True,
-            )
-            for stages, tx_count in (
-                (self.stages, q_bytes + 2 * self.tile_q * 4),  # Q and its queries' LSE and D
-                (self.stages, q_bytes),
-                (self.k_stages, TILE_KV * d * 2),
-                (1, TILE_KV * d * 2),
-            )
-        ]
-        # all but the producer; the warp that writes zeros has nothing to do where the first stores
-        listeners = THREADS - (2 if self.deterministic else 1) * WARP
-        tile_ring = PipelineAsync.create(
-            num_stages=1,
-            barrier_storage=smem.allocate_array(Int64, 2),
-            producer_group=CooperativeGroup(Agent.Thread, WARP),
-            consumer_group=CooperativeGroup(Agent.Thread, listeners),
-            defer_sync=True,
+        q_ring, do_ring, k_ring, v_ring = tma_rings(
+            smem,
+            # Q and its queries' LSE and D
+            (self.stages, q_bytes + 2 * self.tile_q * 4, consumer_warps),
+            (self.stages, q_bytes, consumer_warps),
+            (self.k_stages, TILE_KV * d * 2, consumer_warps),
+            (1, TILE_KV * d * 2, consumer_warps),
         )
+        # all but the producer; the warp that writes zeros has nothing to do where the first stores
+        tile_ring = message_ring(smem, THREADS - (2 if self.deterministic else 1) * WARP)
         own_ready = smem.allocate_array(Int64, CONSUMERS)  # a consumer's dK and dV are in shared memory
         if tidx == 0:
             for c in range_constexpr(CONSUMERS):
@@ -589,22 +576,7 @@ class FlashAttentionBackward:
         )
 
     def work(self, problem: Problem) -> list[Work]:
-        tiles, masked, unmasked = self.main.trips(problem)
-        tile_flops = 10 * self.main.tile_kv * self.main.tile_q * problem.head_dim
-        return [
-            Work(
-                kernel="Backward",
-                unit=f"{self.main.tile_kv} keys of a query head",
-                threads=WARPGROUP * CONSUMERS,
-                ctas=min(SMS, tiles),
-                passes=tiles,
-                trips=(masked, unmasked),
-                ffma=0,
-                hbm_bytes=problem.min_bytes / tiles,
-                smem_bytes=self.main.smem_bytes,
-                tensor_flops=tile_flops * (1 + masked + unmasked),
-            )
-        ]
+        return [work_of(self.main, problem, 5, f"{self.main.tile_kv} keys of a query head")]
 
 
 def kernel_for(problem: Problem, **options: object) -> FlashAttentionBackward | WideFlashAttentionBackward:
@@ -624,7 +596,8 @@ def supports(problem: Problem) -> str | None:
     if max(problem.seqlen_q, problem.seqlen_kv) * problem.batch * problem.heads > ROWS_MAX:
         return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
     if problem.causal:
-        head_bytes = kernel_for(problem).main.query_bytes * problem.seqlen_q
+        tiles = KeyGradients if problem.head_dim == 256 else Backward
+        head_bytes = tiles.column_bytes * problem.head_dim * problem.seqlen_q
         head_bytes *= problem.heads // max(1, problem.kv_heads)
         if head_bytes > SECTION_BYTES_MAX:
             return (

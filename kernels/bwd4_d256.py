@@ -19,30 +19,30 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
+from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
-from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTmaAsync
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from harness.problem import Problem
 from harness.stage import Work
 from kernels.bwd_ends import Preprocess, fake_scratch, scratch_shapes
-from kernels.bwd_tiles import CONSUMERS, REGISTERS, ROWS, SECTION_BYTES, SMS, THREADS, Tiles
+from kernels.bwd_tiles import CONSUMERS, REGISTERS, ROWS, SECTION_BYTES, SMS, THREADS, Tiles, work_of
 from kernels.common import (
     CONSUMER,
+    ELEMENTS,
     LOG2_E,
     PRODUCER,
     WARP,
     WARPGROUP,
-    QueryTiles,
     allocate_tiles,
     by_row,
     exchanged,
     fetch,
     hear,
     load_atom,
+    message_ring,
     multiply,
     operand_a,
     partition_tma,
@@ -50,7 +50,9 @@ from kernels.common import (
     round_fragment,
     store_atom,
     tell,
+    tma_rings,
 )
+from kernels.query_tiles import QueryTiles
 
 STAGES = 2  # of Q and dO for KeyGradients, of K for QueryGradient
 OF_P, OF_DS = range(CONSUMERS)  # the consumers of KeyGradients
@@ -68,9 +70,10 @@ class Barrier(IntEnum):
 class KeyGradients(Tiles):
     """dK and dV. The CTA: a consumer for P and dV, one for dS and dK, then a warp that loads."""
 
+    column_bytes = 4  # of a query's column in Q and dO: there is no sum
+
     def __init__(self, head_dim: int, causal: bool, top_left: bool, dtype: type):
         super().__init__(head_dim, causal, top_left, dtype, False, tile_q=ROWS, tile_kv=ROWS)
-        self.query_bytes = 4 * head_dim
 
     @property
     def smem_bytes(self) -> int:
@@ -127,29 +130,14 @@ class KeyGradients(Tiles):
         sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # valid, kv_block, kv_head, batch
 
         tile_bytes = ROWS * d * 2
-        q_ring, do_ring, k_ring, v_ring = [
-            PipelineTmaAsync.create(
-                num_stages=stages,
-                tx_count=tx_count,
-                barrier_storage=smem.allocate_array(Int64, 2 * stages),
-                producer_group=CooperativeGroup(Agent.Thread),
-                consumer_group=CooperativeGroup(Agent.Thread, warps),
-                defer_sync=True,
-            )
-            for stages, tx_count, warps in (
-                (STAGES, tile_bytes + 2 * ROWS * 4, CONSUMER_WARPS),  # Q and its queries' LSE and D
-                (STAGES, tile_bytes, CONSUMER_WARPS),
-                (1, tile_bytes, 1),  # the warp that saw dV or dK leave
-                (1, tile_bytes, 1),
-            )
-        ]
-        tile_ring = PipelineAsync.create(
-            num_stages=1,
-            barrier_storage=smem.allocate_array(Int64, 2),
-            producer_group=CooperativeGroup(Agent.Thread, WARP),
-            consumer_group=CooperativeGroup(Agent.Thread, WARPGROUP * CONSUMERS),
-            defer_sync=True,
+        q_ring, do_ring, k_ring, v_ring = tma_rings(
+            smem,
+            (STAGES, tile_bytes + 2 * ROWS * 4, CONSUMER_WARPS),  # Q and its queries' LSE and D
+            (STAGES, tile_bytes, CONSUMER_WARPS),
+            (1, tile_bytes, 1),  # the warp that saw dV or dK leave
+            (1, tile_bytes, 1),
         )
+        tile_ring = message_ring(smem, WARPGROUP * CONSUMERS)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
 
@@ -362,28 +350,13 @@ class QueryGradient(QueryTiles):
         sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # valid, q_block, head, batch
 
         tile_bytes = ROWS * d * 2
-        q_ring, k_ring, v_ring = [
-            PipelineTmaAsync.create(
-                num_stages=stages,
-                tx_count=tx_count,
-                barrier_storage=smem.allocate_array(Int64, 2 * stages),
-                producer_group=CooperativeGroup(Agent.Thread),
-                consumer_group=CooperativeGroup(Agent.Thread, warps),
-                defer_sync=True,
-            )
-            for stages, tx_count, warps in (
-                (CONSUMERS, 2 * tile_bytes, WARPGROUP // WARP),  # a consumer's own rows of Q and dO
-                (STAGES, tile_bytes, CONSUMER_WARPS),
-                (1, tile_bytes, CONSUMER_WARPS),
-            )
-        ]
-        tile_ring = PipelineAsync.create(
-            num_stages=1,
-            barrier_storage=smem.allocate_array(Int64, 2),
-            producer_group=CooperativeGroup(Agent.Thread, WARP),
-            consumer_group=CooperativeGroup(Agent.Thread, WARPGROUP * CONSUMERS),
-            defer_sync=True,
+        q_ring, k_ring, v_ring = tma_rings(
+            smem,
+            (CONSUMERS, 2 * tile_bytes, WARPGROUP // WARP),  # a consumer's own rows of Q and dO
+            (STAGES, tile_bytes, CONSUMER_WARPS),
+            (1, tile_bytes, CONSUMER_WARPS),
         )
+        tile_ring = message_ring(smem, WARPGROUP * CONSUMERS)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
 
@@ -467,9 +440,7 @@ class QueryGradient(QueryTiles):
                 first_row = q_block * self.tile_q + consumer * ROWS
                 kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
                 # Tiles that only rows of the other consumer can see, or all of them past the last query.
-                own_blocks = self.kv_blocks(first_row + ROWS, seqlen_q, seqlen_kv)
-                if first_row >= seqlen_q:
-                    own_blocks = Int32(1)
+                own_blocks = self.own_blocks(first_row, seqlen_q, seqlen_kv)
                 for _ in range(kv_blocks - own_blocks, unroll=1):
                     for ring, state in ((k_ring, k_get), (v_ring, v_get)):
                         ring.consumer_wait(state)
@@ -564,14 +535,8 @@ class QueryGradient(QueryTiles):
         average in the main loop, in which the last one is not."""
         tiles = math.ceil(problem.seqlen_q / self.tile_q)
         masked = unmasked = 0
-        for first_row in range(0, tiles * self.tile_q, ROWS):
-            seen = keys = problem.seqlen_kv
-            if problem.causal:
-                offset = 0 if problem.top_left else problem.seqlen_kv - problem.seqlen_q
-                seen = min(seen, max(0, first_row + 1 + offset))
-                keys = max(1, min(keys, first_row + ROWS + offset))
-            blocks = 1 if first_row >= problem.seqlen_q else math.ceil(keys / self.tile_kv)
-            split = min(blocks - min(blocks, seen // self.tile_kv), blocks - 1)
+        for blocks, visible in self.blocks_of(problem):
+            split = min(blocks - visible, blocks - 1)
             masked += split
             unmasked += blocks - 1 - split
         rows = tiles * CONSUMERS
@@ -584,13 +549,9 @@ class WideFlashAttentionBackward:
     def __init__(
         self, head_dim: int, causal: bool, dtype: str, deterministic: bool = True, top_left: bool = False
     ):
-        element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
-        options = head_dim, causal, top_left, element
-        self.preprocess, self.main, self.queries = (
-            Preprocess(head_dim),
-            KeyGradients(*options),
-            QueryGradient(*options),
-        )
+        options = head_dim, causal, top_left, ELEMENTS[dtype]
+        self.preprocess = Preprocess(head_dim)
+        self.main, self.queries = KeyGradients(*options), QueryGradient(*options)
 
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter, stream):
@@ -602,10 +563,8 @@ class WideFlashAttentionBackward:
     def workspace(self, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
         return {
             "stats": scratch_shapes(problem, self.queries.tile_q)["stats"],
-            "counter": (
-                (2,),
-                "int32",
-            ),  # of tiles taken, a kernel each; two launches at once must not share it
+            # of tiles taken, a kernel each; two launches at once must not share it
+            "counter": ((2,), "int32"),
         }
 
     def fake_workspace(self) -> tuple[object, ...]:
@@ -613,26 +572,8 @@ class WideFlashAttentionBackward:
         return fake_scratch(self.main.head_dim)[0], make_fake_tensor(Int32, (2,), (1,), assumed_align=4)
 
     def work(self, problem: Problem) -> list[Work]:
-        found = []
-        # The consumers of KeyGradients have code of their own, as many products each: one of them is counted.
-        for kernel, products, unit, roles in (
-            (self.main, 4, "64 keys of a query head, one consumer's half", CONSUMERS),
-            (self.queries, 3, "128 queries", 1),
-        ):
-            tiles, masked, unmasked = kernel.trips(problem)
-            tile_flops = 2 * products * kernel.tile_kv * kernel.tile_q * problem.head_dim / roles
-            found.append(
-                Work(
-                    kernel=type(kernel).__name__,
-                    unit=unit,
-                    threads=WARPGROUP * CONSUMERS // roles,
-                    ctas=min(SMS, tiles),
-                    passes=tiles * roles,
-                    trips=(masked, unmasked),
-                    ffma=0,
-                    hbm_bytes=problem.min_bytes / (tiles * roles),
-                    smem_bytes=kernel.smem_bytes,
-                    tensor_flops=tile_flops * (1 + masked + unmasked),
-                )
-            )
-        return found
+        unit = "64 keys of a query head, one consumer's half"
+        return [
+            work_of(self.main, problem, 4, unit, roles=CONSUMERS),
+            work_of(self.queries, problem, 3, "128 queries"),
+        ]

@@ -77,7 +77,7 @@ class Preprocess:
         cute.arch.griddepcontrol_launch_dependents()
         tile = tiles - 1 - tile  # the main kernel begins with the first heads, and finds them in L2
         _, heads, seqlen, _ = mO.shape
-        blocks = (mStats if const_expr(mDQ_sum is None) else mDQ_sum).shape[1]
+        blocks = (mStats if const_expr(mDQ_sum is None) else mDQ_sum).shape[1]  # the same in both
         head_index, block = tile // blocks, tile % blocks
         batch, head = head_index // heads, head_index % heads
         group, chunk = tidx // self.chunks, tidx % self.chunks

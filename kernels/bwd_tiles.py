@@ -19,6 +19,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import dsl_user_op
 
 from harness.problem import Problem
+from harness.stage import Work
 from kernels.common import LOG2_E, WARP, WARPGROUP, final_section, hear, in_sections
 
 ROWS = 64  # keys of a consumer, queries of a block: the M of a WGMMA
@@ -35,6 +36,8 @@ PART = ROWS * 64  # elements of dQ_sum in a row: 64 queries × 64 columns
 class Tiles:
     """Tiles of `tile_kv` keys, for each those of `tile_q` queries that see some of them."""
 
+    column_bytes = 8  # of a query's column in Q, dO and dQ_sum
+
     def __init__(
         self,
         head_dim: int,
@@ -49,7 +52,6 @@ class Tiles:
         self.top_left = top_left  # where a causal mask is aligned
         self.tile_q, self.tile_kv = tile_q, tile_kv
         self.blocks = tile_q // ROWS  # of 64 queries
-        self.query_bytes = 8 * head_dim  # of a query in Q, dO and dQ_sum
         # Deterministic, as many CTAs as a section has tiles: then each goes from its tile to that of the same
         # keys and a later head, and stays as far behind the CTA it waits for as it was. With one CTA more
         # all of them fall behind. (At 128 queries a step it gained nothing.)
@@ -88,7 +90,7 @@ class Tiles:
         heads, kv_blocks = mK.shape[2] * mK.shape[3], cute.ceil_div(mK.shape[0], self.tile_kv)
         section = TILES_AHEAD // kv_blocks
         if const_expr(self.causal):
-            head_bytes = mQ.shape[0] * self.query_bytes * (mQ.shape[2] // mK.shape[2])
+            head_bytes = mQ.shape[0] * (self.column_bytes * self.head_dim) * (mQ.shape[2] // mK.shape[2])
             section = SECTION_BYTES // head_bytes
             if const_expr(self.deterministic):  # the more CTAs work on a head, the more wait for their turn
                 section = cutlass.max(self.blocks, 2 * SECTION_BYTES // head_bytes)
@@ -288,6 +290,25 @@ class Tiles:
             # From the diagonal to the left: CTAs that begin together reach the tile in this order.
             turn = turns - 1 - kv_block
         return turn % self.sums, turn // self.sums, turn + self.sums >= turns
+
+
+def work_of(kernel: object, problem: Problem, products: int, unit: str, roles: int = 1) -> Work:
+    """The `Work` of a main loop with so many products a step; of `roles` consumers that have code of their
+    own and as many products each, one is counted."""
+    tiles, masked, unmasked = kernel.trips(problem)
+    tile_flops = 2 * products * kernel.tile_kv * kernel.tile_q * problem.head_dim / roles
+    return Work(
+        kernel=type(kernel).__name__,
+        unit=unit,
+        threads=WARPGROUP * CONSUMERS // roles,
+        ctas=min(SMS, tiles),
+        passes=tiles * roles,
+        trips=(masked, unmasked),
+        ffma=0,
+        hbm_bytes=problem.min_bytes / (tiles * roles),
+        smem_bytes=kernel.smem_bytes,
+        tensor_flops=tile_flops * (1 + masked + unmasked),
+    )
 
 
 @cute.jit

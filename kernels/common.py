@@ -8,12 +8,12 @@ import tempfile
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.cutlass_dsl import T, dsl_user_op
-from cutlass.pipeline import PipelineUserType
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTmaAsync, PipelineUserType
 
 from harness.problem import Problem
 from harness.stage import Work
@@ -302,10 +302,13 @@ def round_fragment(rX, words, dtype: cutlass.Constexpr):
 # ---- introduced by k6: what the production kernels take, and O by TMA --------------------------------------
 
 
+ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+
+
 def fake_gqa(head_dim: int, dtype: str) -> tuple[object, ...]:
     """Stand-ins for q, k, v, o as `fake_qkvo`'s, bf16 or fp16, with heads and lengths of their own for k and
     v."""
-    element = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[dtype]
+    element = ELEMENTS[dtype]
     batch = cute.sym_int()
     of_q, of_kv = ((batch, cute.sym_int(), cute.sym_int(), head_dim) for _ in range(2))
     return tuple(_fake_rows(element, shape) for shape in (of_q, of_kv, of_kv, of_q))
@@ -330,6 +333,33 @@ def fetch(mCounter, tiles):
     return cute.arch.shuffle_sync(taken, 0) + grid
 
 
+def tma_rings(smem: object, *rings: tuple[int, int, int]) -> list[PipelineTmaAsync]:
+    """A ring for each (stages, bytes of a stage, warps that release it), its barriers in shared memory. They
+    wait for `pipeline_init_arrive` and `pipeline_init_wait`."""
+    return [
+        PipelineTmaAsync.create(
+            num_stages=stages,
+            tx_count=tx_count,
+            barrier_storage=smem.allocate_array(Int64, 2 * stages),
+            producer_group=CooperativeGroup(Agent.Thread),
+            consumer_group=CooperativeGroup(Agent.Thread, warps),
+            defer_sync=True,
+        )
+        for stages, tx_count, warps in rings
+    ]
+
+
+def message_ring(smem: object, listeners: int) -> PipelineAsync:
+    """The ring of `tell` and `hear`: from one warp to `listeners` threads."""
+    return PipelineAsync.create(
+        num_stages=1,
+        barrier_storage=smem.allocate_array(Int64, 2),
+        producer_group=CooperativeGroup(Agent.Thread, WARP),
+        consumer_group=CooperativeGroup(Agent.Thread, listeners),
+        defer_sync=True,
+    )
+
+
 FINAL_SECTIONS = 4  # at the end, worked on as one: what is fetched last is then short
 
 
@@ -350,57 +380,6 @@ def in_sections(tile, blocks, heads, section, final=None):
         first, section = final, heads - final
     inside = tile - first * blocks
     return inside // section, first + inside % section
-
-
-class QueryTiles:
-    """Tiles of `tile_q` queries, 64 a consumer, for each those of `tile_kv` keys that they see."""
-
-    def __init__(
-        self, head_dim: int, causal: bool, top_left: bool, tile_q: int, tile_kv: int, section_bytes: int
-    ):
-        self.head_dim, self.causal = head_dim, causal
-        self.top_left = top_left  # where a causal mask is aligned
-        self.tile_q, self.tile_kv = tile_q, tile_kv
-        self.section_bytes = section_bytes  # of K and V: heads that are worked on together and stay in L2
-
-    def diagonal(self, row, seqlen_q, seqlen_kv):
-        """The last key that query `row` sees, and how many the `row` queries before it see, if there are so
-        many."""
-        return row if self.top_left else row + seqlen_kv - seqlen_q
-
-    @cute.jit
-    def kv_blocks(self, rows, seqlen_q, seqlen_kv):
-        """Tiles of keys that some of the first `rows` queries sees; at least one, so that what they get is
-        written."""
-        keys = seqlen_kv
-        if const_expr(self.causal):
-            keys = cutlass.max(1, cutlass.min(seqlen_kv, self.diagonal(rows, seqlen_q, seqlen_kv)))
-        return cute.ceil_div(keys, self.tile_kv)
-
-    @cute.jit
-    def locate(self, tile, mQ, mK):
-        """(q_block, head, batch) of the tile-th tile in the order they are fetched."""
-        heads, all_heads = mQ.shape[2], mQ.shape[2] * mQ.shape[3]
-        q_blocks = cute.ceil_div(mQ.shape[0], self.tile_q)
-        q_block, head = tile % q_blocks, tile // q_blocks
-        if const_expr(self.causal):
-            # Longest first, in sections of as many heads as keep their K and V in L2.
-            head_bytes = mK.shape[0] * (4 * self.head_dim)
-            shortness, head = in_sections(tile, q_blocks, all_heads, self.section_bytes // head_bytes)
-            q_block = q_blocks - 1 - shortness
-        return q_block, head % heads, head // heads
-
-    @cute.jit
-    def hide(self, S, value, where_S, first_S, first_row, kv_block, seqlen_q, seqlen_kv):
-        """S (row, key) becomes `value` where the key lies past the diagonal, or past the end."""
-        for r in range_constexpr(2):
-            row, key = where_S[r, 0]  # of the thread's first column; the rest are static
-            last_key = seqlen_kv - 1
-            if const_expr(self.causal):
-                last_key = cutlass.min(last_key, self.diagonal(first_row + row, seqlen_q, seqlen_kv))
-            visible = last_key - (kv_block * self.tile_kv + key)
-            for c in range_constexpr(cute.size(S, mode=[1])):
-                S[r, c] = S[r, c] if first_S[0, c][1] <= visible else value
 
 
 @cute.jit

@@ -21,11 +21,10 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
+from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
-from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTmaAsync
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from harness.inputs import Tensors
@@ -33,13 +32,13 @@ from harness.problem import Problem
 from harness.stage import Stage, Work
 from kernels.common import (
     CONSUMER,
+    ELEMENTS,
     LN_2,
     LOG2_E,
     PRODUCER,
     ROWS_MAX,
     WARP,
     WARPGROUP,
-    QueryTiles,
     allocate_tiles,
     by_row,
     compile_for_torch,
@@ -49,6 +48,7 @@ from kernels.common import (
     fetch,
     hear,
     load_atom,
+    message_ring,
     multiply,
     operand_a,
     partition_tma,
@@ -56,7 +56,9 @@ from kernels.common import (
     round_fragment,
     store_atom,
     tell,
+    tma_rings,
 )
+from kernels.query_tiles import ROWS, QueryTiles
 
 STAGES = (
     Stage(
@@ -106,7 +108,6 @@ CANDIDATES = {
 }
 STORE = 1  # named barrier of the first consumer, the others' follow; 0 is the CTA's own
 LANES = 4  # threads that share a query row of the accumulator; they sit in one warp
-ROWS = 64  # of a consumer
 SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
 GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is rescaled
 SECTION_BYTES = 8 * 2**20  # of K and V: heads that are worked on together and stay in L2
@@ -173,28 +174,14 @@ class Forward(QueryTiles):
         sVt = exchanged(sV)  # (head_dim, key, stage)
         sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # valid, q_block, head, batch
 
-        q_ring, k_ring, v_ring = [
-            PipelineTmaAsync.create(
-                num_stages=stages,
-                tx_count=rows * self.head_dim * 2,
-                barrier_storage=smem.allocate_array(Int64, 2 * stages),
-                producer_group=CooperativeGroup(Agent.Thread),
-                consumer_group=CooperativeGroup(Agent.Thread, warps),
-                defer_sync=True,
-            )
-            for stages, rows, warps in (
-                (self.consumers, ROWS, WARPGROUP // WARP),  # every consumer waits for its own rows of Q
-                (self.stages, self.tile_kv, consumer_warps),
-                (self.stages, self.tile_kv, consumer_warps),
-            )
-        ]
-        tile_ring = PipelineAsync.create(
-            num_stages=1,
-            barrier_storage=smem.allocate_array(Int64, 2),
-            producer_group=CooperativeGroup(Agent.Thread, WARP),
-            consumer_group=CooperativeGroup(Agent.Thread, WARPGROUP * self.consumers),
-            defer_sync=True,
+        own_bytes, kv_bytes = ROWS * self.head_dim * 2, self.tile_kv * self.head_dim * 2
+        q_ring, k_ring, v_ring = tma_rings(
+            smem,
+            (self.consumers, own_bytes, WARPGROUP // WARP),  # every consumer waits for its own rows of Q
+            (self.stages, kv_bytes, consumer_warps),
+            (self.stages, kv_bytes, consumer_warps),
         )
+        tile_ring = message_ring(smem, WARPGROUP * self.consumers)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
 
@@ -266,9 +253,7 @@ class Forward(QueryTiles):
                 first_row = q_block * self.tile_q + consumer * ROWS
                 kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
                 # Tiles that only rows of other consumers can see, or all of them past the last query.
-                own_blocks = self.kv_blocks(first_row + ROWS, seqlen_q, seqlen_kv)
-                if first_row >= seqlen_q:
-                    own_blocks = Int32(1)
+                own_blocks = self.own_blocks(first_row, seqlen_q, seqlen_kv)
                 for _ in range(kv_blocks - own_blocks, unroll=1):
                     k_ring.consumer_wait(k_get)
                     k_ring.consumer_release(k_get)
@@ -411,7 +396,7 @@ class FlashAttentionForward:
         self, head_dim: int, causal: bool, dtype: str, config: Config | None = None, top_left: bool = False
     ):
         short, self.limit, long = CONFIGS[head_dim, causal] if config is None else (config, 0, config)
-        element = getattr(cutlass, {"bfloat16": "BFloat16", "float16": "Float16"}[dtype])
+        element = ELEMENTS[dtype]
         self.short = ForwardShort(head_dim, causal, element, short, top_left)
         self.long = ForwardLong(head_dim, causal, element, long, top_left)
 
@@ -459,14 +444,8 @@ def kernel_for(problem: Problem, config: Config | None = None) -> FlashAttention
 def work(problem: Problem, config: Config | None = None) -> list[Work]:
     kernel = kernel_for(problem, config).for_keys(problem.seqlen_kv)
     heads, q_blocks = problem.batch * problem.heads, math.ceil(problem.seqlen_q / kernel.tile_q)
-    offset = 0 if problem.top_left else problem.seqlen_kv - problem.seqlen_q
     blocks = masked = 0
-    for first_row in range(0, q_blocks * kernel.tile_q, ROWS):
-        visible, keys = problem.seqlen_kv // kernel.tile_kv, problem.seqlen_kv
-        if problem.causal:
-            visible = min(visible, max(0, first_row + 1 + offset) // kernel.tile_kv)
-            keys = max(1, min(keys, first_row + ROWS + offset))
-        own = 1 if first_row >= problem.seqlen_q else math.ceil(keys / kernel.tile_kv)
+    for own, visible in kernel.blocks_of(problem):
         blocks += own
         masked += max(1, own - visible) - 1
     rows = q_blocks * kernel.consumers  # of 64 queries, each the work of one consumer

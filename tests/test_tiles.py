@@ -9,8 +9,8 @@ import pytest
 
 from harness.problem import HEAD_DIMS, Problem
 from kernels import bwd4, bwd_tiles, common, k6
+from kernels.query_tiles import ROWS, QueryTiles
 
-ROWS = 64  # of a consumer, in both
 # Beside the ends of tiles of 64 to 256; differences of 62 and 126, where a tile hides a single pair.
 LENGTHS = (1, 63, 64, 65, 128, 129, 203, 256, 257, 265, 514, 640)
 MASKS = ((False, False), (True, False), (True, True))
@@ -35,10 +35,10 @@ def keys_seen(problem: Problem, query: int) -> int:
     return min(problem.seqlen_kv, max(0, last + 1))
 
 
-def visits_of(kernel: common.QueryTiles, problem: Problem) -> int:
+def visits_of(kernel: QueryTiles, problem: Problem) -> int:
     """How many tiles of keys the consumers of `kernel` multiply; that they are those which are seen."""
     lengths = problem.seqlen_q, problem.seqlen_kv
-    kv_blocks = common.QueryTiles.kv_blocks.__wrapped__
+    kv_blocks = QueryTiles.kv_blocks.__wrapped__
     visits = 0
     for rows in range(ROWS, problem.seqlen_q + ROWS, ROWS):
         seen = keys_seen(problem, rows - 1)  # of rows past the end too, as if queries went on

@@ -1,0 +1,84 @@
+"""What k6 and bwd4's dQ kernel share beside their products: the tiles of queries they walk, and for each the
+tiles of keys that are seen. The counterpart for tiles of keys is `bwd_tiles.Tiles`."""
+
+import math
+from collections.abc import Iterator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr, range_constexpr
+
+from harness.problem import Problem
+from kernels.common import in_sections
+
+ROWS = 64  # queries of a consumer: the M of a WGMMA
+
+
+class QueryTiles:
+    """Tiles of `tile_q` queries, 64 a consumer, for each those of `tile_kv` keys that they see."""
+
+    def __init__(
+        self, head_dim: int, causal: bool, top_left: bool, tile_q: int, tile_kv: int, section_bytes: int
+    ):
+        self.head_dim, self.causal = head_dim, causal
+        self.top_left = top_left  # where a causal mask is aligned
+        self.tile_q, self.tile_kv = tile_q, tile_kv
+        self.section_bytes = section_bytes  # of K and V: heads that are worked on together and stay in L2
+
+    def diagonal(self, row, seqlen_q, seqlen_kv):
+        """The last key that query `row` sees, and how many the `row` queries before it see, if there are so
+        many."""
+        return row if self.top_left else row + seqlen_kv - seqlen_q
+
+    @cute.jit
+    def kv_blocks(self, rows, seqlen_q, seqlen_kv):
+        """Tiles of keys that some of the first `rows` queries sees; at least one, so that what they get is
+        written."""
+        keys = seqlen_kv
+        if const_expr(self.causal):
+            keys = cutlass.max(1, cutlass.min(seqlen_kv, self.diagonal(rows, seqlen_q, seqlen_kv)))
+        return cute.ceil_div(keys, self.tile_kv)
+
+    @cute.jit
+    def own_blocks(self, first_row, seqlen_q, seqlen_kv):
+        """`kv_blocks` of a consumer whose queries begin at first_row: one, if they are all past the end."""
+        blocks = self.kv_blocks(first_row + ROWS, seqlen_q, seqlen_kv)
+        if first_row >= seqlen_q:
+            blocks = Int32(1)
+        return blocks
+
+    def blocks_of(self, problem: Problem) -> Iterator[tuple[int, int]]:
+        """Of each consumer's 64 queries of a head the `own_blocks`, and how many of them hide no pair."""
+        lengths = problem.seqlen_q, problem.seqlen_kv
+        for first_row in range(0, math.ceil(problem.seqlen_q / self.tile_q) * self.tile_q, ROWS):
+            seen = keys = problem.seqlen_kv
+            if problem.causal:
+                seen = min(seen, max(0, self.diagonal(first_row + 1, *lengths)))
+                keys = max(1, min(keys, self.diagonal(first_row + ROWS, *lengths)))
+            own = 1 if first_row >= problem.seqlen_q else math.ceil(keys / self.tile_kv)
+            yield own, min(own, seen // self.tile_kv)
+
+    @cute.jit
+    def locate(self, tile, mQ, mK):
+        """(q_block, head, batch) of the tile-th tile in the order they are fetched."""
+        heads, all_heads = mQ.shape[2], mQ.shape[2] * mQ.shape[3]
+        q_blocks = cute.ceil_div(mQ.shape[0], self.tile_q)
+        q_block, head = tile % q_blocks, tile // q_blocks
+        if const_expr(self.causal):
+            # Longest first, in sections of as many heads as keep their K and V in L2.
+            head_bytes = mK.shape[0] * (4 * self.head_dim)
+            shortness, head = in_sections(tile, q_blocks, all_heads, self.section_bytes // head_bytes)
+            q_block = q_blocks - 1 - shortness
+        return q_block, head % heads, head // heads
+
+    @cute.jit
+    def hide(self, S, value, where_S, first_S, first_row, kv_block, seqlen_q, seqlen_kv):
+        """S (row, key) becomes `value` where the key lies past the diagonal, or past the end."""
+        for r in range_constexpr(2):
+            row, key = where_S[r, 0]  # of the thread's first column; the rest are static
+            last_key = seqlen_kv - 1
+            if const_expr(self.causal):
+                last_key = cutlass.min(last_key, self.diagonal(first_row + row, seqlen_q, seqlen_kv))
+            visible = last_key - (kv_block * self.tile_kv + key)
+            for c in range_constexpr(cute.size(S, mode=[1])):
+                S[r, c] = S[r, c] if first_S[0, c][1] <= visible else value
