@@ -36,24 +36,23 @@ CHUNK_ELEMENTS = 2**27  # scores held at once
 Rounding = bool | tuple[int, float]
 """How P is rounded before P·V: not at all, relative to its row's maximum, or relative to a lazy one.
 
-A lazy maximum is (tile_kv, growth): keys come in tiles from right to left, and 16 rows' maxima are brought up
-to date only when one of them has grown by more than 2^growth.
+A lazy maximum is (tile_kv, growth): keys come in tiles from left to right, and a row's maximum is brought up
+to date only when it has grown by more than 2^growth.
 """
 
 
 def _lazy_maximum(scores: torch.Tensor, tile_kv: int, growth: float) -> torch.Tensor:
-    """What each score (heads, rows, keys) is taken relative to; rows in whole groups of 16 but the last."""
-    rows, keys = scores.shape[1:]
-    padded = torch.nn.functional.pad(scores, (0, -keys % tile_kv, 0, -rows % 16), value=-math.inf)
+    """What each score (heads, rows, keys) is taken relative to."""
+    keys = scores.shape[-1]
+    padded = torch.nn.functional.pad(scores, (0, -keys % tile_kv), value=-math.inf)
     tile_max = padded.unflatten(-1, (-1, tile_kv)).amax(-1)  # (heads, rows, tiles)
     base = torch.full_like(tile_max[..., 0], -math.inf)
     bases = []
-    for tile in reversed(range(tile_max.shape[-1])):
-        grown = (tile_max[..., tile] > base + growth * math.log(2)).unflatten(-1, (-1, 16)).any(-1)
-        base = torch.where(grown.repeat_interleave(16, -1), base.maximum(tile_max[..., tile]), base)
+    for tile in range(tile_max.shape[-1]):
+        grown = tile_max[..., tile] > base + growth * math.log(2)
+        base = torch.where(grown, tile_max[..., tile], base)
         bases.append(base)
-    bases = torch.stack(bases[::-1], -1)[:, :rows].repeat_interleave(tile_kv, -1)
-    return bases[..., :keys]
+    return torch.stack(bases, -1).repeat_interleave(tile_kv, -1)[..., :keys]
 
 
 def _chunks(batch: int, heads: int, rows: int, keys: int) -> Iterator[tuple[int, slice, slice]]:

@@ -115,22 +115,13 @@ def _compile(stage_id: str, head_dim: int, causal: bool, dtype: str, top_left: b
     return module.compile_kernel(any_shape, **stage.options)
 
 
-def _check_device(stage: str, problem: Problem, q: torch.Tensor) -> None:
+def _check_device(stage: str, q: torch.Tensor) -> None:
     if not q.is_cuda:
         raise ValueError(f"q, k and v must be on a CUDA device, not {q.device}")
     if torch.cuda.get_device_capability(q.device) != (9, 0):
         raise ValueError(
             f"{stage} is machine code for sm_90a (Hopper); {torch.cuda.get_device_name(q.device)} is not"
         )
-    found, module = kernels.load(stage)
-    if hasattr(module, "resident_ctas"):
-        needed = module.resident_ctas(problem, **found.options)
-        sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-        if needed > sms:
-            raise ValueError(
-                f"{stage} needs {needed} SMs for {problem}, since its CTAs wait for each other; "
-                f"{torch.cuda.get_device_name(q.device)} has {sms}"
-            )
 
 
 def _check_memory(stage: str, problem: Problem, device: torch.device) -> None:
@@ -162,7 +153,7 @@ def prepare(
     """
     problem = problem_of(q, k, v, causal, top_left)
     refuse(stage, problem)
-    _check_device(stage, problem, q)
+    _check_device(stage, q)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_layout(name, x)
     if out is not None:
@@ -200,7 +191,7 @@ def prepare_backward(
             f"not {tuple(lse.shape)} on {lse.device}"
         )
     refuse(stage, problem)
-    _check_device(stage, problem, q)
+    _check_device(stage, q)
     for name, x in (("q", q), ("k", k), ("v", v), ("o", o), ("do", do)):
         check_layout(name, x)
     if not lse.is_contiguous():

@@ -17,9 +17,6 @@ A kernel file has `STAGES`, a tuple of `Stage`, and
 
 and may have
 
-- `resident_ctas(problem, **options) -> int`: how many CTAs, one an SM, must be at work at once because they
-  wait for each other: with fewer SMs the first to begin might wait forever for one that has not. The harness
-  refuses the problem on such a GPU;
 - `VARIANTS`, {label: options}: what `python -m harness.ablation` times side by side;
 - `variants_for(problem) -> list[str]`: those of the labels that are candidates on a problem;
 - `lazy_maximum(problem, **options) -> (tile_kv, growth)`: for a forward kernel that rounds P relative to a

@@ -14,6 +14,8 @@ FLUSH_BYTES = 256 * 2**20  # five times the H100's L2
 SLEEP_CYCLES = 500_000  # ≈ 0.28 ms on the GPU: longer than most providers' host time
 SLEEP_CYCLES_MAX = 8_000_000  # for a call that waits for the GPU, whose host time would double every turn
 CYCLES_PER_SECOND = 2e9  # of the SM clock, at most
+REST = 2.0  # of a call's time: calls of milliseconds one after the other would be timed at the power cap
+REST_CYCLES_MAX = 40_000_000  # ≈ 20 ms
 MIN_REPEATS, MAX_REPEATS = 3, 60
 SUSTAINED_SECONDS = 2.0
 
@@ -90,25 +92,29 @@ def environment(peers: dict[str, str]) -> dict[str, object]:
     }
 
 
-def interleaved(calls: dict[str, Callable[[], object]], seconds: float = 0.15) -> dict[str, Timing]:
+def interleaved(
+    calls: dict[str, Callable[[], object]], seconds: float = 0.15, rest: float = REST
+) -> dict[str, Timing]:
     """Median and interquartile range of each call in milliseconds, all calls taking turns.
 
     Each call runs about `seconds` in all, between MIN_REPEATS and MAX_REPEATS times. Before each measured
-    launch L2 is flushed and the GPU sleeps long enough for the host to have enqueued it: twice as long as the
-    host took the last time, so that nobody's host time is measured.
+    launch L2 is flushed and the GPU sleeps: `rest` times as long as the call takes, so that a burst is timed
+    and not the power cap (`sustained` does that), and long enough for the host to have enqueued the launch,
+    twice as long as it took the last time, so that nobody's host time is measured.
     """
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     sensors = Sensors()
     samples: dict[str, list[float]] = {name: [] for name in calls}
     repeats, clock, host = dict.fromkeys(calls, 1), dict.fromkeys(calls), dict.fromkeys(calls, 0.0)
+    rests = dict.fromkeys(calls, 0)
     turn = 0
     while waiting := [name for name in calls if turn < repeats[name]]:
         events = {}
         for name in waiting:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
-            sleep = max(SLEEP_CYCLES, int(2 * host[name] * CYCLES_PER_SECOND))
-            torch.cuda._sleep(min(sleep, SLEEP_CYCLES_MAX))
+            enqueued = min(int(2 * host[name] * CYCLES_PER_SECOND), SLEEP_CYCLES_MAX)
+            torch.cuda._sleep(max(SLEEP_CYCLES, enqueued, rests[name]))
             begin = time.perf_counter()
             start.record()
             calls[name]()
@@ -123,6 +129,7 @@ def interleaved(calls: dict[str, Callable[[], object]], seconds: float = 0.15) -
             ms = start.elapsed_time(end)
             if turn == 0:  # the first turn warms up and sets how often; a call this slow needs no warming
                 repeats[name] = 1 + min(MAX_REPEATS, max(MIN_REPEATS, int(seconds * 1e3 / ms)))
+                rests[name] = min(int(rest * ms * 1e-3 * CYCLES_PER_SECOND), REST_CYCLES_MAX)
             if turn > 0 or ms > 1e3 * seconds:
                 samples[name].append(ms)
         turn += 1

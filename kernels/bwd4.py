@@ -40,7 +40,6 @@ from kernels.bwd_tiles import (
     REGISTERS,
     ROWS,
     SECTION_BYTES_MAX,
-    SMS,
     THREADS,
     Tiles,
     add_to_sum,
@@ -231,7 +230,7 @@ class Backward(Tiles):
                 q_put = pipeline.make_pipeline_state(PRODUCER, self.stages)
                 k_put = pipeline.make_pipeline_state(PRODUCER, self.k_stages)
                 v_put, tile_put = [pipeline.make_pipeline_state(PRODUCER, 1) for _ in range(2)]
-                tile, _, _ = cute.arch.block_idx()
+                tile = fetch(mCounter, tiles, own_first=False)
                 waited = cutlass.Boolean(False)
                 while tile < tiles:
                     kv_block, kv_head, batch = self.locate(tile, mQ, mK)
@@ -263,7 +262,7 @@ class Backward(Tiles):
                         self.put_V(v_ring, v_put, load_V, tVgV, tVsV, kv_block)
                     k_put.advance()
                     v_put.advance()
-                    tile = fetch(mCounter, tiles)
+                    tile = fetch(mCounter, tiles, own_first=False)
                 tell(tile_ring, tile_put, sTile, (0, 0, 0, 0))
             elif warp_idx <= consumer_warps + CONSUMERS:
                 # 2. two warps, a tile of queries each: add the consumers' dQ to its sum
@@ -605,13 +604,6 @@ def supports(problem: Problem) -> str | None:
                 f"causal mask, not {head_bytes}: the order of tiles is computed from them, in 32 bits"
             )
     return refuse_heads_on_grid(problem)
-
-
-def resident_ctas(problem: Problem, **options: object) -> int:
-    """All, up to head_dim 128: a CTA's first tile is its own number, and who fetched a later one waits for
-    zeros or turns of earlier ones."""
-    tiles = math.ceil(problem.seqlen_kv / TILE_KV) * problem.kv_heads * problem.batch
-    return 0 if problem.head_dim == 256 else min(SMS, tiles)
 
 
 def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int, ...], str]]:

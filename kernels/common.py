@@ -321,16 +321,21 @@ def store_atom(mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
 
 
 @cute.jit
-def fetch(mCounter, tiles):
-    """One warp: the next tile nobody has taken. A CTA's first is its own number, so `tiles` fetches are made
-    in all; the last of them leaves the counter at zero."""
+def fetch(mCounter, tiles, own_first: cutlass.Constexpr = True):
+    """One warp: the next tile nobody has taken. The last fetch of a launch leaves the counter at zero.
+
+    With own_first a CTA's first tile is its own number, which saves the wait for a fetch. Not where CTAs wait
+    for what earlier tiles leave: one of those would be held by a CTA that is not dispatched yet.
+    """
     grid, _, _ = cute.arch.grid_dim()
+    fetches = tiles if const_expr(own_first) else tiles + grid  # the last of each CTA finds no tile
     taken = Int32(0)
     if cute.arch.lane_idx() == 0:
         taken = cute.arch.atomic_add(mCounter.iterator.llvm_ptr, Int32(1))
-        if taken == tiles - 1:
+        if taken == fetches - 1:
             mCounter[0] = Int32(0)
-    return cute.arch.shuffle_sync(taken, 0) + grid
+    taken = cute.arch.shuffle_sync(taken, 0)
+    return taken + grid if const_expr(own_first) else taken
 
 
 def tma_rings(smem: object, *rings: tuple[int, int, int]) -> list[PipelineTmaAsync]:

@@ -80,16 +80,19 @@ class Config:
     stages: int  # of the ring of K, and of V
     registers: tuple[int, int]  # of a producer's thread, of a consumer's
     early_exp: bool = False  # exponentials before the wait for P·V, instead of where the assembler likes them
+    section_mib: int = 8  # of K and V: heads that are worked on together under a causal mask, and stay in L2
 
     def __str__(self) -> str:
         return (
-            f"{ROWS * self.consumers}×{self.tile_kv}, {self.stages} stages" + ", early exp" * self.early_exp
+            f"{ROWS * self.consumers}×{self.tile_kv}, {self.stages} stages"
+            + ", early exp" * self.early_exp
+            + (f", sections of {self.section_mib} MiB" if self.section_mib != 8 else "")
         )
 
 
-FOUR_64 = Config(4, 64, 4, (24, 112))
-THREE_128 = Config(3, 128, 2, (32, 160), early_exp=True)
-THREE_64 = Config(3, 64, 4, (32, 160))
+FOUR_64 = Config(4, 64, 8, (24, 112))
+THREE_128 = Config(3, 128, 3, (32, 160), early_exp=True)
+THREE_64 = Config(3, 64, 4, (32, 160), section_mib=4)
 THREE_80 = Config(3, 80, 3, (32, 160))
 TWO_64 = Config(2, 64, 2, (24, 240))
 # By (head_dim, causal): the shape up to a number of keys, and beyond.
@@ -99,18 +102,18 @@ CONFIGS = {
     (128, False): (THREE_64, 512, THREE_80),
     (128, True): (THREE_64, 1024, THREE_80),
     (256, False): (TWO_64, 0, TWO_64),
-    (256, True): (TWO_64, 0, TWO_64),
+    (256, True): (replace(TWO_64, section_mib=4), 1024, TWO_64),
 }
 # What the shapes above were chosen from, for `python -m harness.ablation k6`.
 CANDIDATES = {
     64: (FOUR_64, replace(FOUR_64, early_exp=True), replace(THREE_128, early_exp=False), THREE_128),
     128: (THREE_64, THREE_80, replace(THREE_80, early_exp=True), Config(2, 128, 2, (24, 240))),
 }
+FIRST, FOLLOWS = 1, 2  # how a CTA's tiles are announced; 0 ends them
 STORE = 1  # named barrier of the first consumer, the others' follow; 0 is the CTA's own
 LANES = 4  # threads that share a query row of the accumulator; they sit in one warp
 SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
 GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is rescaled
-SECTION_BYTES = 8 * 2**20  # of K and V: heads that are worked on together and stay in L2
 SMEM_MAX = 232448  # bytes a CTA may have on Hopper; 1 KiB of it is left to the barriers
 
 
@@ -118,22 +121,26 @@ class Forward(QueryTiles):
     """One tile shape. The CTA: `consumers` warpgroups, then a warpgroup of which one warp loads."""
 
     def __init__(self, head_dim: int, causal: bool, dtype: type, config: Config, top_left: bool = False):
-        super().__init__(head_dim, causal, top_left, ROWS * config.consumers, config.tile_kv, SECTION_BYTES)
+        super().__init__(
+            head_dim, causal, top_left, ROWS * config.consumers, config.tile_kv, config.section_mib * 2**20
+        )
         self.dtype, self.config = dtype, config
         self.consumers, self.stages = config.consumers, config.stages
         self.threads = WARPGROUP * (self.consumers + 1)
         self.scale_log2 = LOG2_E / math.sqrt(head_dim)
-        # Where there is no room for both, O is written over Q, and the next Q waits for O's store.
-        self.o_over_q = self.tile_bytes(own_o=True) > SMEM_MAX - 1024
+        # Two of Q and one of O; or two of Q, where O is written over the one it came from; or one for both.
+        self.q_buffers = max(n for n in (1, 2, 3) if self.tile_bytes(n) <= SMEM_MAX - 1024)
+        self.q_stages, self.o_over_q = min(self.q_buffers, 2), self.q_buffers < 3
+        # A consumer leaves keys that only others see while it still holds a stage of V.
+        assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
 
-    def tile_bytes(self, own_o: bool) -> int:
-        rows = (1 + own_o) * self.tile_q + 2 * self.stages * self.tile_kv  # Q, O, stages of K and V
-        return rows * self.head_dim * 2
+    def tile_bytes(self, q_buffers: int) -> int:
+        return (q_buffers * self.tile_q + 2 * self.stages * self.tile_kv) * self.head_dim * 2
 
     @property
     def smem_bytes(self) -> int:
-        barriers = 2 * (self.consumers + 2 * self.stages + 1)
-        return self.tile_bytes(not self.o_over_q) + 16 + barriers * 8
+        barriers = 2 * (self.q_stages * self.consumers + 2 * self.stages + 1)
+        return self.tile_bytes(self.q_buffers) + 16 + barriers * 8
 
     @cute.jit
     def launch(self, mQ, mK, mV, mO, mLSE, mCounter, stream):
@@ -162,10 +169,8 @@ class Forward(QueryTiles):
         consumer_warps = WARPGROUP // WARP * self.consumers
 
         smem = SmemAllocator()
-        sQ = allocate_tiles(
-            smem, self.dtype, ROWS, self.head_dim, self.consumers
-        )  # (row, head_dim, consumer)
-        sO = sQ
+        q_stages = self.q_stages * self.consumers
+        sO = sQ = allocate_tiles(smem, self.dtype, ROWS, self.head_dim, q_stages)  # (row, head_dim, stage)
         if const_expr(not self.o_over_q):
             sO = allocate_tiles(smem, self.dtype, ROWS, self.head_dim, self.consumers)
         sK, sV = [
@@ -177,7 +182,7 @@ class Forward(QueryTiles):
         own_bytes, kv_bytes = ROWS * self.head_dim * 2, self.tile_kv * self.head_dim * 2
         q_ring, k_ring, v_ring = tma_rings(
             smem,
-            (self.consumers, own_bytes, WARPGROUP // WARP),  # every consumer waits for its own rows of Q
+            (q_stages, own_bytes, WARPGROUP // WARP),  # every consumer waits for its own rows of Q
             (self.stages, kv_bytes, consumer_warps),
             (self.stages, kv_bytes, consumer_warps),
         )
@@ -189,38 +194,40 @@ class Forward(QueryTiles):
             # 1. the producer: fetch a tile, tell the consumers, load Q and the keys from right to left
             cute.arch.setmaxregister_decrease(self.config.registers[0])
             if warp_idx == consumer_warps:
-                q_put = pipeline.make_pipeline_state(PRODUCER, self.consumers)
+                q_put = pipeline.make_pipeline_state(PRODUCER, q_stages)
                 kv_put = pipeline.make_pipeline_state(PRODUCER, self.stages)
                 tile_put = pipeline.make_pipeline_state(PRODUCER, 1)
                 tile, _, _ = cute.arch.block_idx()
+                valid = Int32(FIRST)
                 while tile < tiles:
                     q_block, head, batch = self.locate(tile, mQ, mK)
-                    tell(tile_ring, tile_put, sTile, (1, q_block, head, batch))
+                    tell(tile_ring, tile_put, sTile, (valid, q_block, head, batch))
                     tile_put.advance()
                     kv_head = head // (mQ.shape[2] // mK.shape[2])
                     tQgQ, tQsQ = partition_tma(load_Q, mQ[None, None, head, batch], sQ)
                     tKgK, tKsK = partition_tma(load_K, mK[None, None, kv_head, batch], sK)
                     tVgV, tVsV = partition_tma(load_V, mV[None, None, kv_head, batch], sV)
-                    last = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv) - 1
                     for i in range_constexpr(self.consumers):
                         put(q_ring, q_put, load_Q, tQgQ[None, q_block * self.consumers + i], tQsQ)
                         q_put.advance()
                         if const_expr(i == 0):
-                            put(k_ring, kv_put, load_K, tKgK[None, last], tKsK)
-                    put(v_ring, kv_put, load_V, tVgV[None, last], tVsV)
+                            put(k_ring, kv_put, load_K, tKgK[None, 0], tKsK)
+                    put(v_ring, kv_put, load_V, tVgV[None, 0], tVsV)
                     kv_put.advance()
-                    for i in range(last, unroll=1):
-                        put(k_ring, kv_put, load_K, tKgK[None, last - 1 - i], tKsK)
-                        put(v_ring, kv_put, load_V, tVgV[None, last - 1 - i], tVsV)
+                    kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
+                    for block in range(1, kv_blocks, unroll=1):
+                        put(k_ring, kv_put, load_K, tKgK[None, block], tKsK)
+                        put(v_ring, kv_put, load_V, tVgV[None, block], tVsV)
                         kv_put.advance()
                     tile = fetch(mCounter, tiles)
+                    valid = Int32(FOLLOWS)
                 tell(tile_ring, tile_put, sTile, (0, 0, 0, 0))
         else:
             # 2. a consumer's prologue
             cute.arch.setmaxregister_increase(self.config.registers[1])
             consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
             thread = tidx % WARPGROUP
-            q_get = pipeline.PipelineState(self.consumers, Int32(0), consumer, Int32(0))
+            q_get = pipeline.PipelineState(q_stages, Int32(0), consumer, Int32(0))
             k_get, v_get = [pipeline.make_pipeline_state(CONSUMER, self.stages) for _ in range(2)]
             tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
             thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
@@ -230,7 +237,7 @@ class Forward(QueryTiles):
             rP = cute.make_rmem_tensor(cute.make_layout(cute.size(rS) // 2), Int32)  # pairs of 16-bit values
             S, O = by_row(rS), by_row(rO)  # (row, column) of this thread
             row_max, row_sum = [cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2)]
-            tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))[None, None, None, consumer]
+            tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, stage)
             tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, stage)
             tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, stage)
             tOrP = cute.make_tensor(cute.recast_ptr(rP.iterator, None, self.dtype), operand_a(rS.layout))
@@ -244,62 +251,90 @@ class Forward(QueryTiles):
             )  # fmt: skip
             stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
             copy_O = cute.make_tiled_copy_C(stmatrix, mma_pv).get_slice(thread)
-            tOsO = copy_O.partition_D(sO)[None, None, None, consumer]
+            tOsO = copy_O.partition_D(sO)
             stores = warp_idx == WARPGROUP // WARP * consumer
 
             valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
             tile_get.advance()
+            q_ring.consumer_wait(q_get)
+            k_ring.consumer_wait(k_get)
+            multiply(
+                mma_qk, rS, tSrQ[None, None, None, q_get.index], tSrK[None, None, None, k_get.index], False
+            )
+            warpgroup.wait_group(0)
             while valid != 0:
+                # The first tile's S is there; K runs one tile ahead of V from here on.
+                k_ring.consumer_release(k_get)
+                k_get.advance()
                 first_row = q_block * self.tile_q + consumer * ROWS
                 kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
-                # Tiles that only rows of other consumers can see, or all of them past the last query.
                 own_blocks = self.own_blocks(first_row, seqlen_q, seqlen_kv)
-                for _ in range(kv_blocks - own_blocks, unroll=1):
-                    k_ring.consumer_wait(k_get)
-                    k_ring.consumer_release(k_get)
-                    v_ring.consumer_wait(v_get)
-                    v_ring.consumer_release(v_get)
-                    k_get.advance()
-                    v_get.advance()
-
-                # The first tile's S and P; K runs one tile ahead of V from here on.
                 row_max.fill(-Float32.inf)
                 row_sum.fill(0.0)
                 rO.fill(0.0)
-                q_ring.consumer_wait(q_get)
-                k_ring.consumer_wait(k_get)
-                multiply(mma_qk, rS, tSrQ, tSrK[None, None, None, k_get.index], False)
-                warpgroup.wait_group(0)
-                k_ring.consumer_release(k_get)
-                k_get.advance()
-                self.hide(S, -Float32.inf, where_S, first_S, first_row, own_blocks - 1, seqlen_q, seqlen_kv)
+                self.hide(S, -Float32.inf, where_S, first_S, first_row, 0, seqlen_q, seqlen_kv)
                 self.softmax(S, O, row_max, row_sum, masked=True, first=True)
                 round_fragment(rS, rP, self.dtype)
+                if const_expr(self.o_over_q and self.q_stages == 2):
+                    if valid == FOLLOWS:
+                        if stores:
+                            cute.arch.cp_async_bulk_wait_group(0, read=True)
+                        other = 2 * consumer + self.consumers - q_get.index
+                        q_ring.consumer_release(pipeline.PipelineState(q_stages, Int32(0), other, Int32(0)))
 
-                # 3. main loop: tiles with hidden keys, then the others
-                masked = Int32(1)  # without a causal mask only the last tile, which is done
-                if const_expr(self.causal):
-                    # by the consumer's first row
-                    seen = cutlass.max(0, self.diagonal(first_row + 1, seqlen_q, seqlen_kv))
-                    visible = cutlass.min(seen, seqlen_kv) // self.tile_kv
-                    masked = cutlass.max(1, own_blocks - visible)
-                    for i in range(1, masked, unroll=1):
-                        self.step(x, first_row, own_blocks - 1 - i, k_get, v_get, masked=True)
-                        k_get.advance()
-                        v_get.advance()
-                for i in range(masked, own_blocks, unroll=1):
-                    self.step(x, first_row, own_blocks - 1 - i, k_get, v_get, masked=False)
+                # 3. main loop: the tiles that are seen whole, then those with hidden keys
+                visible = cutlass.min(own_blocks, self.visible_blocks(first_row, seqlen_q, seqlen_kv))
+                for block in range(1, visible, unroll=1):
+                    self.step(x, q_get.index, first_row, block, k_get, v_get, masked=False)
                     k_get.advance()
                     v_get.advance()
+                for block in range(cutlass.max(1, visible), own_blocks, unroll=1):
+                    self.step(x, q_get.index, first_row, block, k_get, v_get, masked=True)
+                    k_get.advance()
+                    v_get.advance()
+                hidden = kv_blocks - own_blocks  # tiles that only rows of other consumers can see
+                if first_row >= seqlen_q:  # all of them; what P·V below gives is not stored
+                    for _ in range(hidden, unroll=1):
+                        v_ring.consumer_wait(v_get)
+                        v_ring.consumer_release(v_get)
+                        v_get.advance()
+                        k_ring.consumer_wait(k_get)
+                        k_ring.consumer_release(k_get)
+                        k_get.advance()
+                    hidden = Int32(0)
+
                 if const_expr(not self.o_over_q):
                     q_ring.consumer_release(q_get)
+
+                # 4. the last P·V beside the next tile's first Q·Kᵀ; epilogue: registers, shared memory, TMA
+                o_stage = q_get.index if const_expr(self.o_over_q) else consumer
+                this_q_block, this_head, this_batch = q_block, head, batch
+                valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
+                tile_get.advance()
                 v_ring.consumer_wait(v_get)
                 multiply(mma_pv, rO, tOrP, tOrV[None, None, None, v_get.index], True)
-                warpgroup.wait_group(0)
+                for _ in range_constexpr(self.consumers):
+                    q_get.advance()
+                if const_expr(self.q_stages == 2):
+                    k_get = skip(k_ring, k_get, hidden)
+                    if valid != 0:
+                        q_ring.consumer_wait(q_get)
+                        k_ring.consumer_wait(k_get)
+                    # Without a next tile, of what lies there; nobody looks at it.
+                    multiply(
+                        mma_qk,
+                        rS,
+                        tSrQ[None, None, None, q_get.index],
+                        tSrK[None, None, None, k_get.index],
+                        False,
+                    )
+                    warpgroup.wait_group(1)
+                else:
+                    warpgroup.wait_group(0)
                 v_ring.consumer_release(v_get)
                 v_get.advance()
+                v_get = skip(v_ring, v_get, hidden)
 
-                # 4. epilogue: registers, shared memory, TMA
                 for r in range_constexpr(2):
                     total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=LANES)
                     inverse = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
@@ -307,36 +342,55 @@ class Forward(QueryTiles):
                     row, column = where_S[r, 0]
                     if first_row + row < seqlen_q and column == 0:
                         lse = (row_max[r] * self.scale_log2 + cute.math.log2(total, fastmath=True)) * LN_2
-                        mLSE[batch, head, first_row + row] = lse
+                        mLSE[this_batch, this_head, first_row + row] = lse
                 rO16 = cute.make_rmem_tensor(rO.layout, self.dtype)
                 rO16.store(rO.load().to(self.dtype))
-                if stores:  # the tile before has left sO
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                if const_expr(not self.o_over_q):
+                    if stores:  # the tile before has left sO
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.barrier(barrier_id=STORE + consumer, number_of_threads=WARPGROUP)
-                cute.copy(copy_O, copy_O.retile(rO16), tOsO)
+                cute.copy(copy_O, copy_O.retile(rO16), tOsO[None, None, None, o_stage])
                 cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
                 cute.arch.barrier(barrier_id=STORE + consumer, number_of_threads=WARPGROUP)
                 if stores:
-                    tOgO, sO_tma = partition_tma(store_O, mO[None, None, head, batch], sO)
-                    block = q_block * self.consumers + consumer
-                    cute.copy(store_O, sO_tma[None, consumer], tOgO[None, block])
+                    tOgO, sO_tma = partition_tma(store_O, mO[None, None, this_head, this_batch], sO)
+                    block = this_q_block * self.consumers + consumer
+                    cute.copy(store_O, sO_tma[None, o_stage], tOgO[None, block])
                     cute.arch.cp_async_bulk_commit_group()
-                    if const_expr(self.o_over_q):
+                    if const_expr(self.q_stages == 1):
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
-                if const_expr(self.o_over_q):
-                    q_ring.consumer_release(q_get)
-                for _ in range_constexpr(self.consumers):
-                    q_get.advance()
-                valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
-                tile_get.advance()
+                if const_expr(self.q_stages == 1):
+                    q_ring.consumer_release(pipeline.PipelineState(q_stages, Int32(0), o_stage, Int32(0)))
+                    k_get = skip(k_ring, k_get, hidden)
+                    if valid != 0:
+                        q_ring.consumer_wait(q_get)
+                        k_ring.consumer_wait(k_get)
+                    multiply(
+                        mma_qk,
+                        rS,
+                        tSrQ[None, None, None, q_get.index],
+                        tSrK[None, None, None, k_get.index],
+                        False,
+                    )
+                warpgroup.wait_group(0)
 
             if stores:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def step(self, x, first_row, kv_block, k_get, v_get, masked: bool):
+    @cute.jit
+    def visible_blocks(self, first_row, seqlen_q, seqlen_kv):
+        """The first tiles of keys, of which a consumer whose queries begin at first_row sees every pair."""
+        seen = seqlen_kv
+        if const_expr(self.causal):
+            seen = cutlass.max(0, cutlass.min(seen, self.diagonal(first_row + 1, seqlen_q, seqlen_kv)))
+        return seen // self.tile_kv
+
+    def step(self, x, q_stage, first_row, kv_block, k_get, v_get, masked: bool):
         """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one."""
         x.k_ring.consumer_wait(k_get)
-        multiply(x.mma_qk, x.rS, x.tSrQ, x.tSrK[None, None, None, k_get.index], False)
+        multiply(
+            x.mma_qk, x.rS, x.tSrQ[None, None, None, q_stage], x.tSrK[None, None, None, k_get.index], False
+        )
         x.v_ring.consumer_wait(v_get)
         multiply(x.mma_pv, x.rO, x.tOrP, x.tOrV[None, None, None, v_get.index], True)
         warpgroup.wait_group(1)
@@ -366,7 +420,8 @@ class Forward(QueryTiles):
             if cute.arch.vote_any_sync(grown[0] | grown[1]):
                 warpgroup.wait_group(0)  # P·V still adds to O
                 for r in range_constexpr(2):
-                    new_max = cute.arch.fmax(row_max[r], tile_max[r])
+                    # Only of a row that has: what other rows of the warp see must not change this one's bits.
+                    new_max = tile_max[r] if grown[r] else row_max[r]
                     rescale = cute.math.exp2((row_max[r] - finite(new_max)) * self.scale_log2, fastmath=True)
                     O[r, None].store(O[r, None].load() * rescale)
                     row_sum[r] *= rescale
@@ -412,6 +467,16 @@ class FlashAttentionForward:
                 self.short.launch(mQ, mK, mV, mO, mLSE, mCounter, stream)
             else:
                 self.long.launch(mQ, mK, mV, mO, mLSE, mCounter, stream)
+
+
+@cute.jit
+def skip(ring, state, tiles):
+    """A consumer: leave `tiles` stages of the ring as they come."""
+    for _ in range(tiles, unroll=1):
+        ring.consumer_wait(state)
+        ring.consumer_release(state)
+        state.advance()
+    return state
 
 
 @cute.jit

@@ -314,7 +314,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor], torch.T
     cuda = {
         "get_device_capability": (9, 0),
         "get_device_name": "NVIDIA X",
-        "get_device_properties": SimpleNamespace(multi_processor_count=114),
         "mem_get_info": (10**9, 10**9),
         "memory_reserved": 0,
         "memory_allocated": 0,
@@ -338,24 +337,6 @@ def test_prepare(pretend: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     with pytest.raises(ValueError, match=r"k2 is machine code for sm_90a \(Hopper\); NVIDIA X is not"):
         prepare(q, q, q, stage="k2")
-
-
-@pytest.mark.parametrize("stage_id", ["bwd4", "bwd4_det"])
-def test_ctas_that_wait_for_each_other_need_an_sm_each(stage_id: str, pretend: Callable) -> None:
-    def ready(heads: int, head_dim: int, stage_id: str) -> Tensors:
-        q = pretend(bf16(1, heads, 256, head_dim))
-        return prepare_backward(q, q, q, q, q, pretend(torch.zeros(1, heads, 256)), stage=stage_id)[2]
-
-    for head_dim in (64, 128):  # two tiles of keys a head, and 114 SMs
-        assert ready(57, head_dim, stage_id).dq.shape == (1, 57, 256, head_dim)
-        with pytest.raises(
-            ValueError, match=rf"{stage_id} needs 116 SMs .* wait for each other; NVIDIA X has 114"
-        ):
-            ready(58, head_dim, stage_id)
-        with pytest.raises(ValueError, match=f"{stage_id} needs 132 SMs"):
-            ready(100, head_dim, stage_id)
-    ready(100, 256, stage_id)  # nobody waits for anyone
-    ready(100, 64, "bwd3")
 
 
 @pytest.mark.parametrize(("x", "words"), BAD_LAYOUTS.values(), ids=BAD_LAYOUTS)
