@@ -4,10 +4,11 @@ The idea          Everything that measured ahead, and nothing else. The CTAs sta
                   first, so that loads of the next tile hide the end of this one. O is rescaled only when a
                   row's maximum has grown by more than 2⁸; the vote on that also keeps the maximum where it
                   is written, before the wait for P·V, and leaves the descriptors in uniform registers.
-What changes      against k6_2: persistent CTAs and a tile counter; keys from right to left, tiles with hidden
-                  keys in a loop of their own, tiles hidden from all of a consumer's rows skipped by it; lazy
-                  rescaling; O leaves through shared memory by TMA; a tile shape for short sequences and one
-                  for long; fp16, GQA, unequal lengths, head_dim 256. Nobody waits for a turn any more.
+What changes      against k6_2: persistent CTAs and a tile counter; a tile's last P·V beside the next one's
+                  first Q·Kᵀ; tiles with hidden keys in a loop of their own, tiles hidden from all of a
+                  consumer's rows left by it; lazy rescaling; O leaves through shared memory by TMA; a tile
+                  shape for short sequences and one for long; fp16, GQA, unequal lengths, head_dim 256. Nobody
+                  waits for a turn any more.
 What does not     rings, warp specialisation, the half-tile lag of P·V behind Q·Kᵀ.
 Supports          bf16 and fp16; head_dim 64, 128, 256; seqlen_q and seqlen_kv ≥ 1; GQA and MQA. A causal mask
                   is aligned at the bottom right, where query i sees keys up to i + seqlen_kv − seqlen_q, or
@@ -191,7 +192,7 @@ class Forward(QueryTiles):
         pipeline.pipeline_init_wait()
 
         if warp_idx >= consumer_warps:
-            # 1. the producer: fetch a tile, tell the consumers, load Q and the keys from right to left
+            # 1. the producer: fetch a tile, tell the consumers, load Q, K and V, keys from left to right
             cute.arch.setmaxregister_decrease(self.config.registers[0])
             if warp_idx == consumer_warps:
                 q_put = pipeline.make_pipeline_state(PRODUCER, q_stages)
@@ -258,9 +259,7 @@ class Forward(QueryTiles):
             tile_get.advance()
             q_ring.consumer_wait(q_get)
             k_ring.consumer_wait(k_get)
-            multiply(
-                mma_qk, rS, tSrQ[None, None, None, q_get.index], tSrK[None, None, None, k_get.index], False
-            )
+            self.multiply_qk(x, q_get, k_get)
             warpgroup.wait_group(0)
             while valid != 0:
                 # The first tile's S is there; K runs one tile ahead of V from here on.
@@ -276,7 +275,7 @@ class Forward(QueryTiles):
                 self.softmax(S, O, row_max, row_sum, masked=True, first=True)
                 round_fragment(rS, rP, self.dtype)
                 if const_expr(self.o_over_q and self.q_stages == 2):
-                    if valid == FOLLOWS:
+                    if valid == FOLLOWS:  # the tile before has left its Q, once O has left the same place
                         if stores:
                             cute.arch.cp_async_bulk_wait_group(0, read=True)
                         other = 2 * consumer + self.consumers - q_get.index
@@ -285,15 +284,17 @@ class Forward(QueryTiles):
                 # 3. main loop: the tiles that are seen whole, then those with hidden keys
                 visible = cutlass.min(own_blocks, self.visible_blocks(first_row, seqlen_q, seqlen_kv))
                 for block in range(1, visible, unroll=1):
-                    self.step(x, q_get.index, first_row, block, k_get, v_get, masked=False)
+                    self.step(x, first_row, block, q_get, k_get, v_get, masked=False)
                     k_get.advance()
                     v_get.advance()
                 for block in range(cutlass.max(1, visible), own_blocks, unroll=1):
-                    self.step(x, q_get.index, first_row, block, k_get, v_get, masked=True)
+                    self.step(x, first_row, block, q_get, k_get, v_get, masked=True)
                     k_get.advance()
                     v_get.advance()
-                hidden = kv_blocks - own_blocks  # tiles that only rows of other consumers can see
-                if first_row >= seqlen_q:  # all of them; what P·V below gives is not stored
+                # Tiles that only rows of other consumers can see: left below, beside products. Rows past the
+                # end may have more than the ring holds; their last P·V, which is not stored, is of another V.
+                hidden = kv_blocks - own_blocks
+                if first_row >= seqlen_q:
                     for _ in range(hidden, unroll=1):
                         v_ring.consumer_wait(v_get)
                         v_ring.consumer_release(v_get)
@@ -306,7 +307,7 @@ class Forward(QueryTiles):
                 if const_expr(not self.o_over_q):
                     q_ring.consumer_release(q_get)
 
-                # 4. the last P·V beside the next tile's first Q·Kᵀ; epilogue: registers, shared memory, TMA
+                # 4. the last P·V beside the next tile's first Q·Kᵀ, then O: registers, shared memory, TMA
                 o_stage = q_get.index if const_expr(self.o_over_q) else consumer
                 this_q_block, this_head, this_batch = q_block, head, batch
                 valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
@@ -321,13 +322,7 @@ class Forward(QueryTiles):
                         q_ring.consumer_wait(q_get)
                         k_ring.consumer_wait(k_get)
                     # Without a next tile, of what lies there; nobody looks at it.
-                    multiply(
-                        mma_qk,
-                        rS,
-                        tSrQ[None, None, None, q_get.index],
-                        tSrK[None, None, None, k_get.index],
-                        False,
-                    )
+                    self.multiply_qk(x, q_get, k_get)
                     warpgroup.wait_group(1)
                 else:
                     warpgroup.wait_group(0)
@@ -365,13 +360,7 @@ class Forward(QueryTiles):
                     if valid != 0:
                         q_ring.consumer_wait(q_get)
                         k_ring.consumer_wait(k_get)
-                    multiply(
-                        mma_qk,
-                        rS,
-                        tSrQ[None, None, None, q_get.index],
-                        tSrK[None, None, None, k_get.index],
-                        False,
-                    )
+                    self.multiply_qk(x, q_get, k_get)
                 warpgroup.wait_group(0)
 
             if stores:
@@ -385,12 +374,15 @@ class Forward(QueryTiles):
             seen = cutlass.max(0, cutlass.min(seen, self.diagonal(first_row + 1, seqlen_q, seqlen_kv)))
         return seen // self.tile_kv
 
-    def step(self, x, q_stage, first_row, kv_block, k_get, v_get, masked: bool):
+    def multiply_qk(self, x, q_get, k_get):
+        """S = Q·Kᵀ of the stages of q_get and k_get, as one commit group."""
+        tSrQ, tSrK = x.tSrQ[None, None, None, q_get.index], x.tSrK[None, None, None, k_get.index]
+        multiply(x.mma_qk, x.rS, tSrQ, tSrK, False)
+
+    def step(self, x, first_row, kv_block, q_get, k_get, v_get, masked: bool):
         """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one."""
         x.k_ring.consumer_wait(k_get)
-        multiply(
-            x.mma_qk, x.rS, x.tSrQ[None, None, None, q_stage], x.tSrK[None, None, None, k_get.index], False
-        )
+        self.multiply_qk(x, q_get, k_get)
         x.v_ring.consumer_wait(v_get)
         multiply(x.mma_pv, x.rO, x.tOrP, x.tOrV[None, None, None, v_get.index], True)
         warpgroup.wait_group(1)
@@ -509,12 +501,11 @@ def kernel_for(problem: Problem, config: Config | None = None) -> FlashAttention
 def work(problem: Problem, config: Config | None = None) -> list[Work]:
     kernel = kernel_for(problem, config).for_keys(problem.seqlen_kv)
     heads, q_blocks = problem.batch * problem.heads, math.ceil(problem.seqlen_q / kernel.tile_q)
-    blocks = masked = 0
+    blocks = unmasked = 0
     for own, visible in kernel.blocks_of(problem):
         blocks += own
-        masked += max(1, own - visible) - 1
+        unmasked += max(1, visible) - 1  # the first is not in a loop
     rows = q_blocks * kernel.consumers  # of 64 queries, each the work of one consumer
-    trips = (masked / rows, (blocks - masked) / rows - 1) if problem.causal else (blocks / rows - 1,)
     return [
         Work(
             kernel=type(kernel).__name__,
@@ -522,7 +513,7 @@ def work(problem: Problem, config: Config | None = None) -> list[Work]:
             threads=WARPGROUP * kernel.consumers,
             ctas=min(SMS, q_blocks * heads),
             passes=q_blocks * heads,
-            trips=trips,
+            trips=(unmasked / rows, (blocks - unmasked) / rows - 1),
             ffma=0,
             hbm_bytes=problem.min_bytes / (q_blocks * heads),
             smem_bytes=kernel.smem_bytes,
