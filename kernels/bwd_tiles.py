@@ -231,8 +231,8 @@ class Tiles:
     @cute.jit
     def write_zeros(self, tile_ring, tile_get, sTile, mQ, mK, mDQ_sum, mZeroed):
         """One warp, to the end: with each tile of keys a share of the zeros for the same head of the next
-        section. All tiles that write them are fetched before any that waits for them: with all CTAs resident
-        nobody waits for one who has not begun."""
+        section. All tiles that write them are fetched before any that waits for them, so nobody waits for
+        one who has not begun."""
         group = mQ.shape[2] // mK.shape[2]
         kv_blocks = cute.ceil_div(mK.shape[0], self.tile_kv)
         ahead, last = self.left_to_zero(mQ, mK)
@@ -281,8 +281,7 @@ class Tiles:
     def turn_of(self, kv_block, q_tile, seqlen_q, seqlen_kv):
         """(sum, turn, final): to which sum of a tile of queries' dQ a tile of keys adds, and when.
 
-        Whoever comes before it was fetched before it: with all CTAs resident nobody waits for one who has not
-        begun.
+        Whoever comes before it was fetched before it, so nobody waits for one who has not begun.
         """
         turns = self.turns_at(q_tile, seqlen_q, seqlen_kv)
         turn = kv_block

@@ -132,7 +132,8 @@ class Forward(QueryTiles):
         # Two of Q and one of O; or two of Q, where O is written over the one it came from; or one for both.
         self.q_buffers = max(n for n in (1, 2, 3) if self.tile_bytes(n) <= SMEM_MAX - 1024)
         self.q_stages, self.o_over_q = min(self.q_buffers, 2), self.q_buffers < 3
-        # A consumer leaves keys that only others see while it still holds a stage of V.
+        # A consumer that waits for the next tile (`hear`, or its first keys) still holds a stage of V. Keys
+        # that only others see come before.
         assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
 
     def tile_bytes(self, q_buffers: int) -> int:
@@ -170,8 +171,8 @@ class Forward(QueryTiles):
         consumer_warps = WARPGROUP // WARP * self.consumers
 
         smem = SmemAllocator()
-        q_stages = self.q_stages * self.consumers
-        sO = sQ = allocate_tiles(smem, self.dtype, ROWS, self.head_dim, q_stages)  # (row, head_dim, stage)
+        q_places = self.q_stages * self.consumers  # of Q; a consumer's are its number, and that + consumers
+        sO = sQ = allocate_tiles(smem, self.dtype, ROWS, self.head_dim, q_places)  # (row, head_dim, place)
         if const_expr(not self.o_over_q):
             sO = allocate_tiles(smem, self.dtype, ROWS, self.head_dim, self.consumers)
         sK, sV = [
@@ -183,7 +184,7 @@ class Forward(QueryTiles):
         own_bytes, kv_bytes = ROWS * self.head_dim * 2, self.tile_kv * self.head_dim * 2
         q_ring, k_ring, v_ring = tma_rings(
             smem,
-            (q_stages, own_bytes, WARPGROUP // WARP),  # every consumer waits for its own rows of Q
+            (q_places, own_bytes, WARPGROUP // WARP),  # every consumer waits for its own rows of Q
             (self.stages, kv_bytes, consumer_warps),
             (self.stages, kv_bytes, consumer_warps),
         )
@@ -195,7 +196,7 @@ class Forward(QueryTiles):
             # 1. the producer: fetch a tile, tell the consumers, load Q, K and V, keys from left to right
             cute.arch.setmaxregister_decrease(self.config.registers[0])
             if warp_idx == consumer_warps:
-                q_put = pipeline.make_pipeline_state(PRODUCER, q_stages)
+                q_put = pipeline.make_pipeline_state(PRODUCER, q_places)
                 kv_put = pipeline.make_pipeline_state(PRODUCER, self.stages)
                 tile_put = pipeline.make_pipeline_state(PRODUCER, 1)
                 tile, _, _ = cute.arch.block_idx()
@@ -228,7 +229,7 @@ class Forward(QueryTiles):
             cute.arch.setmaxregister_increase(self.config.registers[1])
             consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
             thread = tidx % WARPGROUP
-            q_get = pipeline.PipelineState(q_stages, Int32(0), consumer, Int32(0))
+            q_get = pipeline.PipelineState(q_places, Int32(0), consumer, Int32(0))
             k_get, v_get = [pipeline.make_pipeline_state(CONSUMER, self.stages) for _ in range(2)]
             tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
             thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
@@ -238,7 +239,7 @@ class Forward(QueryTiles):
             rP = cute.make_rmem_tensor(cute.make_layout(cute.size(rS) // 2), Int32)  # pairs of 16-bit values
             S, O = by_row(rS), by_row(rO)  # (row, column) of this thread
             row_max, row_sum = [cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2)]
-            tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, stage)
+            tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, place)
             tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, stage)
             tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, stage)
             tOrP = cute.make_tensor(cute.recast_ptr(rP.iterator, None, self.dtype), operand_a(rS.layout))
@@ -275,11 +276,13 @@ class Forward(QueryTiles):
                 self.softmax(S, O, row_max, row_sum, masked=True, first=True)
                 round_fragment(rS, rP, self.dtype)
                 if const_expr(self.o_over_q and self.q_stages == 2):
-                    if valid == FOLLOWS:  # the tile before has left its Q, once O has left the same place
+                    # Leave the place of the Q before: all warps have written O there, and the one that stores
+                    # it, without which the place is not free, waits until the store has read it.
+                    if valid == FOLLOWS:
                         if stores:
                             cute.arch.cp_async_bulk_wait_group(0, read=True)
                         other = 2 * consumer + self.consumers - q_get.index
-                        q_ring.consumer_release(pipeline.PipelineState(q_stages, Int32(0), other, Int32(0)))
+                        q_ring.consumer_release(at_index(q_places, other))
 
                 # 3. main loop: the tiles that are seen whole, then those with hidden keys
                 visible = cutlass.min(own_blocks, self.visible_blocks(first_row, seqlen_q, seqlen_kv))
@@ -308,7 +311,7 @@ class Forward(QueryTiles):
                     q_ring.consumer_release(q_get)
 
                 # 4. the last P·V beside the next tile's first Q·Kᵀ, then O: registers, shared memory, TMA
-                o_stage = q_get.index if const_expr(self.o_over_q) else consumer
+                o_place = q_get.index if const_expr(self.o_over_q) else consumer
                 this_q_block, this_head, this_batch = q_block, head, batch
                 valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
                 tile_get.advance()
@@ -341,21 +344,22 @@ class Forward(QueryTiles):
                 rO16 = cute.make_rmem_tensor(rO.layout, self.dtype)
                 rO16.store(rO.load().to(self.dtype))
                 if const_expr(not self.o_over_q):
-                    if stores:  # the tile before has left sO
+                    if stores:
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
+                # Everyone's Q·Kᵀ is done with Q, or the store of the tile before with sO.
                 cute.arch.barrier(barrier_id=STORE + consumer, number_of_threads=WARPGROUP)
-                cute.copy(copy_O, copy_O.retile(rO16), tOsO[None, None, None, o_stage])
+                cute.copy(copy_O, copy_O.retile(rO16), tOsO[None, None, None, o_place])
                 cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
                 cute.arch.barrier(barrier_id=STORE + consumer, number_of_threads=WARPGROUP)
                 if stores:
                     tOgO, sO_tma = partition_tma(store_O, mO[None, None, this_head, this_batch], sO)
                     block = this_q_block * self.consumers + consumer
-                    cute.copy(store_O, sO_tma[None, o_stage], tOgO[None, block])
+                    cute.copy(store_O, sO_tma[None, o_place], tOgO[None, block])
                     cute.arch.cp_async_bulk_commit_group()
                     if const_expr(self.q_stages == 1):
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                 if const_expr(self.q_stages == 1):
-                    q_ring.consumer_release(pipeline.PipelineState(q_stages, Int32(0), o_stage, Int32(0)))
+                    q_ring.consumer_release(at_index(q_places, o_place))
                     k_get = skip(k_ring, k_get, hidden)
                     if valid != 0:
                         q_ring.consumer_wait(q_get)
@@ -431,11 +435,11 @@ class Forward(QueryTiles):
 
 
 class ForwardShort(Forward):
-    """Up to the number of keys in CONFIGS."""
+    """Up to the number of keys in CONFIGS. A class of its own for its name in profiles and machine code."""
 
 
 class ForwardLong(Forward):
-    """Beyond."""
+    """Beyond it."""
 
 
 class FlashAttentionForward:
@@ -459,6 +463,11 @@ class FlashAttentionForward:
                 self.short.launch(mQ, mK, mV, mO, mLSE, mCounter, stream)
             else:
                 self.long.launch(mQ, mK, mV, mO, mLSE, mCounter, stream)
+
+
+def at_index(stages: int, index) -> pipeline.PipelineState:
+    """A state for a release, which looks at nothing but its index."""
+    return pipeline.PipelineState(stages, Int32(0), index, Int32(0))
 
 
 @cute.jit
@@ -532,7 +541,7 @@ VARIANTS = {str(config): {"config": config} for configs in CANDIDATES.values() f
 
 def variants_for(problem: Problem) -> list[str]:
     """The labels in VARIANTS that are candidates at the problem's head_dim."""
-    return [str(config) for config in CANDIDATES[problem.head_dim]]
+    return [str(config) for config in CANDIDATES.get(problem.head_dim, ())]
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:

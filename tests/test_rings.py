@@ -1,0 +1,207 @@
+"""Who waits for whom in k6: its producer and consumers as generators, on rings of counters, with the kernel's
+own arithmetic of tiles. What would hang a GPU stops here, and so does a consumer that takes a wrong tile.
+
+The order of puts, waits and releases is written down a second time: change both together.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Generator, Iterator
+
+import cutlass
+import pytest
+
+from harness.problem import HEAD_DIMS, Problem
+from kernels import k6
+from kernels.query_tiles import ROWS
+
+LENGTHS = (
+    (64, 64),
+    (203, 203),
+    (513, 513),
+    (1, 700),
+    (100, 1000),
+    (1000, 100),
+    (385, 65),
+    (65, 385),
+    (193, 577),
+)
+MASKS = ((False, False), (True, False), (True, True))
+PATIENCE = 2000  # turns in which nothing happens: with a handful of actors, all of them have had theirs
+
+
+class Ring:
+    """`stages` places, of which one is put again when all its listeners have left it. Places are counted on
+    and never wrap, so that a wrong one is seen, and one that was put again is gone."""
+
+    def __init__(self, stages: int, listeners: int):
+        self.stages, self.listeners = stages, listeners
+        self.content: dict[int, object] = {}
+        self.puts, self.left = 0, Counter()
+
+    def put(self, place: int, content: object) -> Iterator[None]:
+        while place >= self.stages and self.left[place - self.stages] < self.listeners:
+            yield
+        self.content.pop(place - self.stages, None)
+        self.content[place] = content
+        self.puts = place + 1
+
+    def wait(self, place: int) -> Iterator[None]:
+        while place not in self.content:
+            yield
+
+    def leave(self, place: int) -> None:
+        assert place in self.content, "left before it was put"
+        self.left[place] += 1
+        assert self.left[place] <= self.listeners, "left twice"
+
+    def skip(self, place: int) -> Iterator[None]:
+        yield from self.wait(place)
+        self.leave(place)
+
+    def happened(self) -> int:
+        return self.puts + self.left.total()
+
+
+class Cta:
+    """One CTA of `kernel`, at the tiles of queries `q_blocks` of heads of these lengths."""
+
+    def __init__(self, kernel: k6.Forward, seqlen_q: int, seqlen_kv: int, q_blocks: list[int]):
+        self.kernel, self.lengths, self.q_blocks = kernel, (seqlen_q, seqlen_kv), q_blocks
+        everyone = kernel.consumers
+        self.q = [Ring(kernel.q_stages, 1) for _ in range(everyone)]
+        self.k, self.v = Ring(kernel.stages, everyone), Ring(kernel.stages, everyone)
+        self.message = Ring(1, everyone)
+
+    def kv_blocks(self, q_block: int) -> int:
+        return int(self.kernel.kv_blocks((q_block + 1) * self.kernel.tile_q, *self.lengths))
+
+    def producer(self) -> Iterator[None]:
+        place = 0
+        for tile, q_block in enumerate(self.q_blocks):
+            yield from self.message.put(tile, q_block)
+            for consumer, q in enumerate(self.q):
+                yield from q.put(tile, tile)
+                if consumer == 0:
+                    yield from self.k.put(place, (tile, 0))
+            yield from self.v.put(place, (tile, 0))
+            place += 1
+            for block in range(1, self.kv_blocks(q_block)):
+                yield from self.k.put(place, (tile, block))
+                yield from self.v.put(place, (tile, block))
+                place += 1
+        yield from self.message.put(len(self.q_blocks), None)
+
+    def consumer(self, index: int) -> Iterator[None]:
+        kernel, q, k, v = self.kernel, self.q[index], self.k, self.v
+        at_k = at_v = tile = 0
+        q_block = yield from self.hear(0)
+        yield from q.wait(0)
+        yield from k.wait(0)
+        while q_block is not None:
+            assert (q.content[tile], k.content[at_k]) == (tile, (tile, 0))
+            k.leave(at_k)
+            at_k += 1
+            first_row = q_block * kernel.tile_q + index * ROWS
+            past_the_end = first_row >= self.lengths[0]
+            own = 1 if past_the_end else int(kernel.kv_blocks(first_row + ROWS, *self.lengths))
+            visible = min(own, int(kernel.visible_blocks(first_row, *self.lengths)))
+            if kernel.o_over_q and kernel.q_stages == 2 and tile > 0:
+                q.leave(tile - 1)
+            for block in (*range(1, visible), *range(max(1, visible), own)):
+                yield from k.wait(at_k)
+                yield from v.wait(at_v)
+                yield
+                assert (q.content[tile], k.content[at_k]) == (tile, (tile, block))
+                k.leave(at_k)
+                yield
+                assert v.content[at_v] == (tile, block - 1)
+                v.leave(at_v)
+                at_k, at_v = at_k + 1, at_v + 1
+            hidden = self.kv_blocks(q_block) - own
+            if past_the_end:
+                for _ in range(hidden):
+                    yield from v.skip(at_v)
+                    yield from k.skip(at_k)
+                    at_k, at_v = at_k + 1, at_v + 1
+                hidden = 0
+            if not kernel.o_over_q:
+                q.leave(tile)
+            q_block = yield from self.hear(tile + 1)
+            yield from v.wait(at_v)
+            assert past_the_end or v.content[at_v] == (tile, own - 1)
+            for overlapping in (True, False):
+                if overlapping == (kernel.q_stages == 2):  # the next tile's first Q·Kᵀ, before or after O
+                    for _ in range(hidden):
+                        yield from k.skip(at_k)
+                        at_k += 1
+                    if q_block is not None:
+                        yield from q.wait(tile + 1)
+                        yield from k.wait(at_k)
+                if overlapping:
+                    yield
+                    for _ in range(1 + hidden):
+                        yield from v.skip(at_v)
+                        at_v += 1
+                    if kernel.q_stages == 1:
+                        q.leave(tile)
+            tile += 1
+
+    def hear(self, tile: int) -> Generator[None, None, int | None]:
+        yield from self.message.wait(tile)
+        q_block = self.message.content[tile]
+        self.message.leave(tile)
+        return q_block
+
+    def run(self, seed: int) -> bool:
+        """Whether everyone comes to an end, taking turns at random, and leaves every K and V."""
+        turns = random.Random(seed)
+        actors = [self.producer(), *(self.consumer(i) for i in range(self.kernel.consumers))]
+        rings = [*self.q, self.k, self.v, self.message]
+        idle, before = 0, -1
+        while actors and idle < PATIENCE:
+            actor = turns.choice(actors)
+            if next(actor, "done") == "done":
+                actors.remove(actor)
+            now = sum(ring.happened() for ring in rings) - len(actors)
+            idle, before = (idle + 1 if now == before else 0), now
+        return not actors and all(
+            ring.left.total() == ring.puts * self.kernel.consumers for ring in (self.k, self.v)
+        )
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arithmetic of tiles on Python's integers."""
+    for name in ("kv_blocks", "visible_blocks"):
+        monkeypatch.setattr(k6.Forward, name, getattr(k6.Forward, name).__wrapped__)
+
+
+def ctas(kernel: k6.Forward) -> Iterator[Cta]:
+    for number, (seqlen_q, seqlen_kv) in enumerate(LENGTHS):
+        q_blocks = range(-(-seqlen_q // kernel.tile_q))
+        yield Cta(kernel, seqlen_q, seqlen_kv, random.Random(number).choices(q_blocks, k=4))
+
+
+@pytest.mark.parametrize(("causal", "top_left"), MASKS)
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 256])
+@pytest.mark.usefixtures("plain")
+def test_nobody_waits_forever(head_dim: int, causal: bool, top_left: bool) -> None:
+    mask = Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)
+    options = [{}, *(k6.VARIANTS[label] for label in k6.variants_for(mask))]
+    pairs = [k6.kernel_for(mask, **chosen) for chosen in options]
+    for kernel in dict.fromkeys(kernel for pair in pairs for kernel in (pair.short, pair.long)):
+        for seed, cta in enumerate(ctas(kernel)):
+            assert cta.run(seed), f"{cta.lengths}: they wait for each other"
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_wait_that_has_no_end_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = k6.Forward(128, True, cutlass.BFloat16, k6.THREE_64)
+    monkeypatch.setattr(kernel, "stages", 2)  # too few for the keys that only others see
+    assert not all(cta.run(seed) for seed, cta in enumerate(ctas(kernel)))
+
+
+def test_too_few_stages_are_refused() -> None:
+    with pytest.raises(AssertionError):
+        k6.Forward(128, True, cutlass.BFloat16, k6.Config(3, 64, 2, (32, 160)))
