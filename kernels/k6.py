@@ -285,7 +285,7 @@ class Forward(QueryTiles):
                         q_ring.consumer_release(at_index(q_places, other))
 
                 # 3. main loop: the tiles that are seen whole, then those with hidden keys
-                visible = cutlass.min(own_blocks, self.visible_blocks(first_row, seqlen_q, seqlen_kv))
+                visible = self.visible_blocks(first_row, own_blocks, seqlen_q, seqlen_kv)
                 for block in range(1, visible, unroll=1):
                     self.step(x, first_row, block, q_get, k_get, v_get, masked=False)
                     k_get.advance()
@@ -320,10 +320,7 @@ class Forward(QueryTiles):
                 for _ in range_constexpr(self.consumers):
                     q_get.advance()
                 if const_expr(self.q_stages == 2):
-                    k_get = skip(k_ring, k_get, hidden)
-                    if valid != 0:
-                        q_ring.consumer_wait(q_get)
-                        k_ring.consumer_wait(k_get)
+                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, valid)
                     # Without a next tile, of what lies there; nobody looks at it.
                     self.multiply_qk(x, q_get, k_get)
                     warpgroup.wait_group(1)
@@ -360,10 +357,7 @@ class Forward(QueryTiles):
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                 if const_expr(self.q_stages == 1):
                     q_ring.consumer_release(at_index(q_places, o_place))
-                    k_get = skip(k_ring, k_get, hidden)
-                    if valid != 0:
-                        q_ring.consumer_wait(q_get)
-                        k_ring.consumer_wait(k_get)
+                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, valid)
                     self.multiply_qk(x, q_get, k_get)
                 warpgroup.wait_group(0)
 
@@ -371,12 +365,12 @@ class Forward(QueryTiles):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def visible_blocks(self, first_row, seqlen_q, seqlen_kv):
-        """The first tiles of keys, of which a consumer whose queries begin at first_row sees every pair."""
+    def visible_blocks(self, first_row, own_blocks, seqlen_q, seqlen_kv):
+        """How many of a consumer's `own_blocks` hide no pair: they are its first."""
         seen = seqlen_kv
         if const_expr(self.causal):
             seen = cutlass.max(0, cutlass.min(seen, self.diagonal(first_row + 1, seqlen_q, seqlen_kv)))
-        return seen // self.tile_kv
+        return cutlass.min(own_blocks, seen // self.tile_kv)
 
     def multiply_qk(self, x, q_get, k_get):
         """S = Q·Kᵀ of the stages of q_get and k_get, as one commit group."""
@@ -478,6 +472,16 @@ def skip(ring, state, tiles):
         ring.consumer_release(state)
         state.advance()
     return state
+
+
+@cute.jit
+def await_next(q_ring, k_ring, q_get, k_get, hidden, valid):
+    """A consumer: leave `hidden` tiles of keys, then wait for the next tile's Q and first keys, if any."""
+    k_get = skip(k_ring, k_get, hidden)
+    if valid != 0:
+        q_ring.consumer_wait(q_get)
+        k_ring.consumer_wait(k_get)
+    return k_get
 
 
 @cute.jit

@@ -105,7 +105,7 @@ class Cta:
             first_row = q_block * kernel.tile_q + index * ROWS
             past_the_end = first_row >= self.lengths[0]
             own = 1 if past_the_end else int(kernel.kv_blocks(first_row + ROWS, *self.lengths))
-            visible = min(own, int(kernel.visible_blocks(first_row, *self.lengths)))
+            visible = int(kernel.visible_blocks(first_row, own, *self.lengths))
             if kernel.o_over_q and kernel.q_stages == 2 and tile > 0:
                 q.leave(tile - 1)
             for block in (*range(1, visible), *range(max(1, visible), own)):
