@@ -299,10 +299,13 @@ class QueryGradient(QueryTiles):
     registers = (40, 232)  # the producer of a causal mask needs more than 24
 
     def __init__(self, head_dim: int, causal: bool, top_left: bool, dtype: type):
-        super().__init__(head_dim, causal, top_left, ROWS * CONSUMERS, ROWS, SECTION_BYTES)
+        super().__init__(head_dim, causal, top_left, ROWS * CONSUMERS, ROWS)
         self.dtype = dtype
         self.scale = 1.0 / math.sqrt(head_dim)
         self.scale_log2 = self.scale * LOG2_E
+
+    def section_bytes(self, seqlen_kv):
+        return SECTION_BYTES
 
     @property
     def smem_bytes(self) -> int:
@@ -458,12 +461,7 @@ class QueryGradient(QueryTiles):
                 warpgroup.wait_group(0)
 
                 # 3. main loop: tiles with a hidden pair, then the others; the last one apart
-                seen = seqlen_kv  # by the consumer's first row
-                if const_expr(self.causal):
-                    seen = cutlass.min(
-                        seen, cutlass.max(0, self.diagonal(first_row + 1, seqlen_q, seqlen_kv))
-                    )
-                masked = own_blocks - cutlass.min(own_blocks, seen // ROWS)
+                masked = own_blocks - self.visible_blocks(first_row, own_blocks, seqlen_q, seqlen_kv)
                 split = cutlass.min(masked, own_blocks - 1)
                 for i in range(0, split, unroll=1):
                     self.step(

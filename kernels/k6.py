@@ -81,19 +81,16 @@ class Config:
     stages: int  # of the ring of K, and of V
     registers: tuple[int, int]  # of a producer's thread, of a consumer's
     early_exp: bool = False  # exponentials before the wait for P·V, instead of where the assembler likes them
-    section_mib: int = 8  # of K and V: heads that are worked on together under a causal mask, and stay in L2
 
     def __str__(self) -> str:
         return (
-            f"{ROWS * self.consumers}×{self.tile_kv}, {self.stages} stages"
-            + ", early exp" * self.early_exp
-            + (f", sections of {self.section_mib} MiB" if self.section_mib != 8 else "")
+            f"{ROWS * self.consumers}×{self.tile_kv}, {self.stages} stages" + ", early exp" * self.early_exp
         )
 
 
 FOUR_64 = Config(4, 64, 8, (24, 112))
 THREE_128 = Config(3, 128, 3, (32, 160), early_exp=True)
-THREE_64 = Config(3, 64, 4, (32, 160), section_mib=4)
+THREE_64 = Config(3, 64, 4, (32, 160))
 THREE_80 = Config(3, 80, 3, (32, 160))
 TWO_64 = Config(2, 64, 2, (24, 240))
 # By (head_dim, causal): the shape up to a number of keys, and beyond.
@@ -103,7 +100,7 @@ CONFIGS = {
     (128, False): (THREE_64, 512, THREE_80),
     (128, True): (THREE_64, 1024, THREE_80),
     (256, False): (TWO_64, 0, TWO_64),
-    (256, True): (replace(TWO_64, section_mib=4), 1024, TWO_64),
+    (256, True): (TWO_64, 0, TWO_64),
 }
 # What the shapes above were chosen from, for `python -m harness.ablation k6`.
 CANDIDATES = {
@@ -115,6 +112,7 @@ STORE = 1  # named barrier of the first consumer, the others' follow; 0 is the C
 LANES = 4  # threads that share a query row of the accumulator; they sit in one warp
 SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
 GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is rescaled
+MIB = 2**20
 SMEM_MAX = 232448  # bytes a CTA may have on Hopper; 1 KiB of it is left to the barriers
 
 
@@ -122,9 +120,7 @@ class Forward(QueryTiles):
     """One tile shape. The CTA: `consumers` warpgroups, then a warpgroup of which one warp loads."""
 
     def __init__(self, head_dim: int, causal: bool, dtype: type, config: Config, top_left: bool = False):
-        super().__init__(
-            head_dim, causal, top_left, ROWS * config.consumers, config.tile_kv, config.section_mib * 2**20
-        )
+        super().__init__(head_dim, causal, top_left, ROWS * config.consumers, config.tile_kv)
         self.dtype, self.config = dtype, config
         self.consumers, self.stages = config.consumers, config.stages
         self.threads = WARPGROUP * (self.consumers + 1)
@@ -135,6 +131,10 @@ class Forward(QueryTiles):
         # A consumer that waits for the next tile (`hear`, or its first keys) still holds a stage of V. Keys
         # that only others see come before.
         assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
+
+    @cute.jit
+    def section_bytes(self, seqlen_kv):
+        return 4 * MIB if seqlen_kv <= 1024 else 8 * MIB
 
     def tile_bytes(self, q_buffers: int) -> int:
         return (q_buffers * self.tile_q + 2 * self.stages * self.tile_kv) * self.head_dim * 2
@@ -299,12 +299,8 @@ class Forward(QueryTiles):
                 hidden = kv_blocks - own_blocks
                 if first_row >= seqlen_q:
                     for _ in range(hidden, unroll=1):
-                        v_ring.consumer_wait(v_get)
-                        v_ring.consumer_release(v_get)
-                        v_get.advance()
-                        k_ring.consumer_wait(k_get)
-                        k_ring.consumer_release(k_get)
-                        k_get.advance()
+                        v_get = skip(v_ring, v_get, 1)
+                        k_get = skip(k_ring, k_get, 1)
                     hidden = Int32(0)
 
                 if const_expr(not self.o_over_q):
@@ -363,14 +359,6 @@ class Forward(QueryTiles):
 
             if stores:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def visible_blocks(self, first_row, own_blocks, seqlen_q, seqlen_kv):
-        """How many of a consumer's `own_blocks` hide no pair: they are its first."""
-        seen = seqlen_kv
-        if const_expr(self.causal):
-            seen = cutlass.max(0, cutlass.min(seen, self.diagonal(first_row + 1, seqlen_q, seqlen_kv)))
-        return cutlass.min(own_blocks, seen // self.tile_kv)
 
     def multiply_qk(self, x, q_get, k_get):
         """S = Q·Kᵀ of the stages of q_get and k_get, as one commit group."""

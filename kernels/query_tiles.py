@@ -17,13 +17,14 @@ ROWS = 64  # queries of a consumer: the M of a WGMMA
 class QueryTiles:
     """Tiles of `tile_q` queries, 64 a consumer, for each those of `tile_kv` keys that they see."""
 
-    def __init__(
-        self, head_dim: int, causal: bool, top_left: bool, tile_q: int, tile_kv: int, section_bytes: int
-    ):
+    def __init__(self, head_dim: int, causal: bool, top_left: bool, tile_q: int, tile_kv: int):
         self.head_dim, self.causal = head_dim, causal
         self.top_left = top_left  # where a causal mask is aligned
         self.tile_q, self.tile_kv = tile_q, tile_kv
-        self.section_bytes = section_bytes  # of K and V: heads that are worked on together and stay in L2
+
+    def section_bytes(self, seqlen_kv):
+        """Of K and V of the heads that are worked on together under a causal mask, and stay in L2."""
+        raise NotImplementedError
 
     def diagonal(self, row, seqlen_q, seqlen_kv):
         """The last key that query `row` sees, and how many the `row` queries before it see, if there are so
@@ -47,6 +48,14 @@ class QueryTiles:
             blocks = Int32(1)
         return blocks
 
+    @cute.jit
+    def visible_blocks(self, first_row, own_blocks, seqlen_q, seqlen_kv):
+        """How many of a consumer's `own_blocks` hide no pair: they are its first."""
+        seen = seqlen_kv  # by its first row
+        if const_expr(self.causal):
+            seen = cutlass.min(seen, cutlass.max(0, self.diagonal(first_row + 1, seqlen_q, seqlen_kv)))
+        return cutlass.min(own_blocks, seen // self.tile_kv)
+
     def blocks_of(self, problem: Problem) -> Iterator[tuple[int, int]]:
         """Of each consumer's 64 queries of a head the `own_blocks`, and how many of them hide no pair."""
         lengths = problem.seqlen_q, problem.seqlen_kv
@@ -66,8 +75,9 @@ class QueryTiles:
         q_block, head = tile % q_blocks, tile // q_blocks
         if const_expr(self.causal):
             # Longest first, in sections of as many heads as keep their K and V in L2.
-            head_bytes = mK.shape[0] * (4 * self.head_dim)
-            shortness, head = in_sections(tile, q_blocks, all_heads, self.section_bytes // head_bytes)
+            # Their bytes are not multiplied up: from 2²² keys on they would not fit 32 bits.
+            section = self.section_bytes(mK.shape[0]) // (4 * self.head_dim) // mK.shape[0]
+            shortness, head = in_sections(tile, q_blocks, all_heads, section)
             q_block = q_blocks - 1 - shortness
         return q_block, head % heads, head // heads
 
