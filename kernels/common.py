@@ -8,7 +8,7 @@ import tempfile
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -318,6 +318,24 @@ def store_atom(mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
     """`load_atom`'s counterpart: the descriptor that stores tiles of `rows` rows; rows past the end stay
     unwritten."""
     return _tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, rows)
+
+
+@dsl_user_op
+def store_if(
+    condition: Boolean, place: cute.Pointer, value: Float32, *, loc: object = None, ip: object = None
+):
+    """Store `value` at `place` in global memory where `condition` holds, without a branch.
+
+    In a branch would also be what value and place are computed from, one after the other, and the warp would
+    wait for it.
+    """
+    operands = [
+        Boolean(condition).ir_value(loc=loc, ip=ip),
+        place.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+        Float32(value).ir_value(loc=loc, ip=ip),
+    ]
+    ptx = "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.global.f32 [$1], $2; }"
+    llvm.inline_asm(None, operands, ptx, "r,l,f", has_side_effects=True, is_align_stack=False, loc=loc, ip=ip)
 
 
 @cute.jit

@@ -56,6 +56,7 @@ from kernels.common import (
     put,
     round_fragment,
     store_atom,
+    store_if,
     tell,
     tma_rings,
 )
@@ -261,18 +262,17 @@ class Forward(QueryTiles):
             q_ring.consumer_wait(q_get)
             k_ring.consumer_wait(k_get)
             self.multiply_qk(x, q_get, k_get)
+            first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
             warpgroup.wait_group(0)
             while valid != 0:
                 # The first tile's S is there; K runs one tile ahead of V from here on.
                 k_ring.consumer_release(k_get)
                 k_get.advance()
-                first_row = q_block * self.tile_q + consumer * ROWS
-                kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
-                own_blocks = self.own_blocks(first_row, seqlen_q, seqlen_kv)
                 row_max.fill(-Float32.inf)
                 row_sum.fill(0.0)
                 rO.fill(0.0)
-                self.hide(S, -Float32.inf, where_S, first_S, first_row, 0, seqlen_q, seqlen_kv)
+                if visible == 0:
+                    self.hide(S, -Float32.inf, where_S, first_S, first_row, 0, seqlen_q, seqlen_kv)
                 self.softmax(S, O, row_max, row_sum, masked=True, first=True)
                 round_fragment(rS, rP, self.dtype)
                 if const_expr(self.o_over_q and self.q_stages == 2):
@@ -285,7 +285,6 @@ class Forward(QueryTiles):
                         q_ring.consumer_release(at_index(q_places, other))
 
                 # 3. main loop: the tiles that are seen whole, then those with hidden keys
-                visible = self.visible_blocks(first_row, own_blocks, seqlen_q, seqlen_kv)
                 for block in range(1, visible, unroll=1):
                     self.step(x, first_row, block, q_get, k_get, v_get, masked=False)
                     k_get.advance()
@@ -308,7 +307,7 @@ class Forward(QueryTiles):
 
                 # 4. the last P·V beside the next tile's first Q·Kᵀ, then O: registers, shared memory, TMA
                 o_place = q_get.index if const_expr(self.o_over_q) else consumer
-                this_q_block, this_head, this_batch = q_block, head, batch
+                this_q_block, this_head, this_batch, this_row = q_block, head, batch, first_row
                 valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
                 tile_get.advance()
                 v_ring.consumer_wait(v_get)
@@ -319,21 +318,21 @@ class Forward(QueryTiles):
                     k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, valid)
                     # Without a next tile, of what lies there; nobody looks at it.
                     self.multiply_qk(x, q_get, k_get)
-                    warpgroup.wait_group(1)
-                else:
-                    warpgroup.wait_group(0)
-                v_ring.consumer_release(v_get)
-                v_get.advance()
-                v_get = skip(v_ring, v_get, hidden)
-
+                # Here, beside products: what scales O, and what the next tile's start would wait for.
+                inverse, lse = [None, None], [None, None]
                 for r in range_constexpr(2):
                     total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=LANES)
-                    inverse = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
-                    O[r, None].store(O[r, None].load() * inverse)
-                    row, column = where_S[r, 0]
-                    if first_row + row < seqlen_q and column == 0:
-                        lse = (row_max[r] * self.scale_log2 + cute.math.log2(total, fastmath=True)) * LN_2
-                        mLSE[this_batch, this_head, first_row + row] = lse
+                    inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
+                    lse[r] = (row_max[r] * self.scale_log2 + cute.math.log2(total, fastmath=True)) * LN_2
+                first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
+                warpgroup.wait_group(self.q_stages - 1)
+                v_ring.consumer_release(v_get)
+                v_get.advance()
+                if const_expr(self.causal):
+                    v_get = skip(v_ring, v_get, hidden)
+
+                for r in range_constexpr(2):
+                    O[r, None].store(O[r, None].load() * inverse[r])
                 rO16 = cute.make_rmem_tensor(rO.layout, self.dtype)
                 rO16.store(rO.load().to(self.dtype))
                 if const_expr(not self.o_over_q):
@@ -351,6 +350,14 @@ class Forward(QueryTiles):
                     cute.arch.cp_async_bulk_commit_group()
                     if const_expr(self.q_stages == 1):
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
+                # LSE after O: the fence above would wait for it. Of four lanes with the same two rows the
+                # first stores one and the second the other.
+                lane = where_S[0, 0][1] // 2
+                row = this_row + (where_S[0, 0][0] if lane == 0 else where_S[1, 0][0])
+                places = mLSE[this_batch, this_head, None]
+                store_if(
+                    (lane < 2) & (row < seqlen_q), places.iterator + row, lse[0] if lane == 0 else lse[1]
+                )
                 if const_expr(self.q_stages == 1):
                     q_ring.consumer_release(at_index(q_places, o_place))
                     k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, valid)
@@ -359,6 +366,20 @@ class Forward(QueryTiles):
 
             if stores:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def span(self, q_block, consumer, seqlen_q, seqlen_kv):
+        """A consumer's part of a tile: its first row; how many tiles of keys the CTA takes, how many of them it
+        takes part in itself, and how many of those hide no pair."""
+        first_row = q_block * self.tile_q + consumer * ROWS
+        kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
+        own_blocks = self.own_blocks(first_row, seqlen_q, seqlen_kv)
+        return (
+            first_row,
+            kv_blocks,
+            own_blocks,
+            self.visible_blocks(first_row, own_blocks, seqlen_q, seqlen_kv),
+        )
 
     def multiply_qk(self, x, q_get, k_get):
         """S = Q·Kᵀ of the stages of q_get and k_get, as one commit group."""
