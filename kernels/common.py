@@ -267,12 +267,13 @@ def put(ring, state, atom, source: cute.Tensor, destination: cute.Tensor):
 
 
 @cute.jit
-def multiply(mma, acc, tA, tB, accumulate: cutlass.Constexpr):
-    """Issue acc (+)= A·B as one commit group; tA and tB are (MMA, MMA_M or MMA_N, MMA_K)."""
+def multiply(mma, acc, tA, tB, accumulate):
+    """Issue acc (+)= A·B as one commit group; tA and tB are (MMA, MMA_M or MMA_N, MMA_K). What `accumulate` is
+    may be known only when it runs."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)  # its own: `set` on the caller's would escape from the loop
     for k in range_constexpr(cute.size(tB, mode=[2])):
-        atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate if const_expr(k == 0) else True)
         cute.gemm(atom, acc, tA[None, None, k], tB[None, None, k], acc)
     warpgroup.commit_group()
 

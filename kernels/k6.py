@@ -270,7 +270,6 @@ class Forward(QueryTiles):
                 k_get.advance()
                 row_max.fill(-Float32.inf)
                 row_sum.fill(0.0)
-                rO.fill(0.0)
                 if visible == 0:
                     self.hide(S, -Float32.inf, where_S, first_S, first_row, 0, seqlen_q, seqlen_kv)
                 self.softmax(S, O, row_max, row_sum, masked=True, first=True)
@@ -311,7 +310,7 @@ class Forward(QueryTiles):
                 valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
                 tile_get.advance()
                 v_ring.consumer_wait(v_get)
-                multiply(mma_pv, rO, tOrP, tOrV[None, None, None, v_get.index], True)
+                multiply(mma_pv, rO, tOrP, tOrV[None, None, None, v_get.index], own_blocks > 1)
                 for _ in range_constexpr(self.consumers):
                     q_get.advance()
                 if const_expr(self.q_stages == 2):
@@ -391,7 +390,8 @@ class Forward(QueryTiles):
         x.k_ring.consumer_wait(k_get)
         self.multiply_qk(x, q_get, k_get)
         x.v_ring.consumer_wait(v_get)
-        multiply(x.mma_pv, x.rO, x.tOrP, x.tOrV[None, None, None, v_get.index], True)
+        # The first P·V of a tile of queries overwrites O: zeros would cost an instruction for two of them.
+        multiply(x.mma_pv, x.rO, x.tOrP, x.tOrV[None, None, None, v_get.index], kv_block > 1)
         warpgroup.wait_group(1)
         x.k_ring.consumer_release(k_get)
         if masked:
