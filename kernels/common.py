@@ -268,8 +268,8 @@ def put(ring, state, atom, source: cute.Tensor, destination: cute.Tensor):
 
 @cute.jit
 def multiply(mma, acc, tA, tB, accumulate):
-    """Issue acc (+)= A·B as one commit group; tA and tB are (MMA, MMA_M or MMA_N, MMA_K). What `accumulate` is
-    may be known only when it runs."""
+    """Issue acc (+)= A·B as one commit group; tA and tB are (MMA, MMA_M or MMA_N, MMA_K). `accumulate` may be
+    dynamic."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)  # its own: `set` on the caller's would escape from the loop
     for k in range_constexpr(cute.size(tB, mode=[2])):
@@ -321,15 +321,20 @@ def store_atom(mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
     return _tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, rows)
 
 
+def row_slices(sX: cute.Tensor, count: int) -> cute.Tensor:
+    """(row, column, tile) of shared memory as (row, column, slice), each slice `count` rows of a tile."""
+    rows, columns, tiles = (cute.size(sX, mode=[i]) for i in range(3))
+    slices = cute.make_layout((rows // count, tiles), stride=(count, rows * columns))
+    layout = cute.make_layout((count, columns, slices.shape), stride=(1, rows, slices.stride))
+    return cute.composition(sX, layout)
+
+
 @dsl_user_op
 def store_if(
     condition: Boolean, place: cute.Pointer, value: Float32, *, loc: object = None, ip: object = None
 ):
-    """Store `value` at `place` in global memory where `condition` holds, without a branch.
-
-    In a branch would also be what value and place are computed from, one after the other, and the warp would
-    wait for it.
-    """
+    """Store `value` at `place` in global memory where `condition` holds, without a branch: the compiler would
+    put what value and place are computed from into it too, and the warp would wait for each step."""
     operands = [
         Boolean(condition).ir_value(loc=loc, ip=ip),
         place.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
@@ -357,9 +362,12 @@ def fetch(mCounter, tiles, own_first: cutlass.Constexpr = True):
     return taken + grid if const_expr(own_first) else taken
 
 
-def tma_rings(smem: object, *rings: tuple[int, int, int]) -> list[PipelineTmaAsync]:
+def tma_rings(
+    smem: object, *rings: tuple[int, int, int], lane: Int32 | None = None
+) -> list[PipelineTmaAsync]:
     """A ring for each (stages, bytes of a stage, warps that release it), its barriers in shared memory. They
-    wait for `pipeline_init_arrive` and `pipeline_init_wait`."""
+    wait for `pipeline_init_arrive` and `pipeline_init_wait`. Each release asks for the lane; given `lane`,
+    that is not read anew."""
     return [
         PipelineTmaAsync.create(
             num_stages=stages,
@@ -367,6 +375,7 @@ def tma_rings(smem: object, *rings: tuple[int, int, int]) -> list[PipelineTmaAsy
             barrier_storage=smem.allocate_array(Int64, 2 * stages),
             producer_group=CooperativeGroup(Agent.Thread),
             consumer_group=CooperativeGroup(Agent.Thread, warps),
+            tidx=lane,
             defer_sync=True,
         )
         for stages, tx_count, warps in rings

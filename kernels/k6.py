@@ -55,6 +55,7 @@ from kernels.common import (
     partition_tma,
     put,
     round_fragment,
+    row_slices,
     store_atom,
     store_if,
     tell,
@@ -109,11 +110,11 @@ CANDIDATES = {
     128: (THREE_64, THREE_80, replace(THREE_80, early_exp=True), Config(2, 128, 2, (24, 240))),
 }
 FIRST, FOLLOWS = 1, 2  # how a CTA's tiles are announced; 0 ends them
+WARPS = WARPGROUP // WARP
 STORE = 1  # named barrier of the first consumer, the others' follow; 0 is the CTA's own
 LANES = 4  # threads that share a query row of the accumulator; they sit in one warp
 SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
 GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is rescaled
-MIB = 2**20
 SMEM_MAX = 232448  # bytes a CTA may have on Hopper; 1 KiB of it is left to the barriers
 
 
@@ -133,9 +134,8 @@ class Forward(QueryTiles):
         # that only others see come before.
         assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
 
-    @cute.jit
     def section_bytes(self, seqlen_kv):
-        return 4 * MIB if seqlen_kv <= 1024 else 8 * MIB
+        return cutlass.min(seqlen_kv, 2048) * 4096  # 8 MiB, fewer heads for short sequences
 
     def tile_bytes(self, q_buffers: int) -> int:
         return (q_buffers * self.tile_q + 2 * self.stages * self.tile_kv) * self.head_dim * 2
@@ -157,7 +157,7 @@ class Forward(QueryTiles):
             for major, n, place in ((K, self.tile_kv, source.SMEM), (MN, self.head_dim, source.RMEM))
         ]
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
-        self.kernel(mma_qk, mma_pv, *loads, *store_atom(mO, ROWS), mLSE, mCounter, tiles).launch(
+        self.kernel(mma_qk, mma_pv, *loads, *store_atom(mO, ROWS // WARPS), mLSE, mCounter, tiles).launch(
             grid=(cutlass.min(tiles, SMS), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
@@ -169,7 +169,7 @@ class Forward(QueryTiles):
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
-        consumer_warps = WARPGROUP // WARP * self.consumers
+        consumer_warps = WARPS * self.consumers
 
         smem = SmemAllocator()
         q_places = self.q_stages * self.consumers  # of Q; a consumer's are its number, and that + consumers
@@ -185,9 +185,11 @@ class Forward(QueryTiles):
         own_bytes, kv_bytes = ROWS * self.head_dim * 2, self.tile_kv * self.head_dim * 2
         q_ring, k_ring, v_ring = tma_rings(
             smem,
-            (q_places, own_bytes, WARPGROUP // WARP),  # every consumer waits for its own rows of Q
+            (q_places, own_bytes, WARPS),  # every consumer waits for its own rows of Q
             (self.stages, kv_bytes, consumer_warps),
             (self.stages, kv_bytes, consumer_warps),
+            # Through a shuffle, or ptxas would read the lane from its special register in every step.
+            lane=cute.arch.shuffle_sync(cute.arch.lane_idx(), cute.arch.lane_idx()),
         )
         tile_ring = message_ring(smem, WARPGROUP * self.consumers)
         pipeline.pipeline_init_arrive()
@@ -255,7 +257,7 @@ class Forward(QueryTiles):
             stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
             copy_O = cute.make_tiled_copy_C(stmatrix, mma_pv).get_slice(thread)
             tOsO = copy_O.partition_D(sO)
-            stores = warp_idx == WARPGROUP // WARP * consumer
+            sO_warps = row_slices(sO, ROWS // WARPS)  # (row, head_dim, warp of a place)
 
             valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
             tile_get.advance()
@@ -275,11 +277,9 @@ class Forward(QueryTiles):
                 self.softmax(S, O, row_max, row_sum, masked=True, first=True)
                 round_fragment(rS, rP, self.dtype)
                 if const_expr(self.o_over_q and self.q_stages == 2):
-                    # Leave the place of the Q before: all warps have written O there, and the one that stores
-                    # it, without which the place is not free, waits until the store has read it.
+                    # Leave the place of the Q before, when this warp's part of O has been read from there.
                     if valid == FOLLOWS:
-                        if stores:
-                            cute.arch.cp_async_bulk_wait_group(0, read=True)
+                        await_stores()
                         other = 2 * consumer + self.consumers - q_get.index
                         q_ring.consumer_release(at_index(q_places, other))
 
@@ -334,21 +334,22 @@ class Forward(QueryTiles):
                     O[r, None].store(O[r, None].load() * inverse[r])
                 rO16 = cute.make_rmem_tensor(rO.layout, self.dtype)
                 rO16.store(rO.load().to(self.dtype))
-                if const_expr(not self.o_over_q):
-                    if stores:
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                # Everyone's Q·Kᵀ is done with Q, or the store of the tile before with sO.
-                cute.arch.barrier(barrier_id=STORE + consumer, number_of_threads=WARPGROUP)
+                # Each warp stores its own 16 rows of O. If they take the place of Q, it waits for the others'
+                # Q·Kᵀ; else for its own store before.
+                if const_expr(self.o_over_q):
+                    cute.arch.barrier(barrier_id=STORE + consumer, number_of_threads=WARPGROUP)
+                else:
+                    await_stores()
                 cute.copy(copy_O, copy_O.retile(rO16), tOsO[None, None, None, o_place])
                 cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
-                cute.arch.barrier(barrier_id=STORE + consumer, number_of_threads=WARPGROUP)
-                if stores:
-                    tOgO, sO_tma = partition_tma(store_O, mO[None, None, this_head, this_batch], sO)
-                    block = this_q_block * self.consumers + consumer
-                    cute.copy(store_O, sO_tma[None, o_place], tOgO[None, block])
-                    cute.arch.cp_async_bulk_commit_group()
-                    if const_expr(self.q_stages == 1):
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+                tOgO, sO_tma = partition_tma(store_O, mO[None, None, this_head, this_batch], sO_warps)
+                here = o_place * WARPS + warp_idx % WARPS
+                there = this_q_block * (self.consumers * WARPS) + warp_idx
+                cute.copy(store_O, sO_tma[None, here], tOgO[None, there])
+                cute.arch.cp_async_bulk_commit_group()
+                if const_expr(self.q_stages == 1):
+                    await_stores()
                 # LSE after O: the fence above would wait for it. Of four lanes with the same two rows the
                 # first stores one and the second the other.
                 lane = where_S[0, 0][1] // 2
@@ -363,13 +364,12 @@ class Forward(QueryTiles):
                     self.multiply_qk(x, q_get, k_get)
                 warpgroup.wait_group(0)
 
-            if stores:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            await_stores()
 
     @cute.jit
     def span(self, q_block, consumer, seqlen_q, seqlen_kv):
-        """A consumer's part of a tile: its first row; how many tiles of keys the CTA takes, how many of them it
-        takes part in itself, and how many of those hide no pair."""
+        """A consumer's part of a tile: its first row; how many tiles of keys the CTA takes, how many of them
+        it takes part in itself, and how many of those hide no pair."""
         first_row = q_block * self.tile_q + consumer * ROWS
         kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
         own_blocks = self.own_blocks(first_row, seqlen_q, seqlen_kv)
@@ -471,6 +471,13 @@ class FlashAttentionForward:
 def at_index(stages: int, index) -> pipeline.PipelineState:
     """A state for a release, which looks at nothing but its index."""
     return pipeline.PipelineState(stages, Int32(0), index, Int32(0))
+
+
+@cute.jit
+def await_stores():
+    """A warp: wait until what it stores by TMA has been read from shared memory."""
+    cute.arch.cp_async_bulk_wait_group(0, read=True)  # of the lane that issued it
+    cute.arch.sync_warp()
 
 
 @cute.jit

@@ -38,10 +38,10 @@ WAITS = {"k6": (9, 9), "bwd3": (2, 2), "bwd4": (13, 13), "bwd4_det": (13, 13)}
 SPECIALISED = ("k5", "k6_1", "k6_2", "k6", "bwd4", "bwd4_det")
 # Instructions a thread issues for one score, in the loop over unmasked tiles. May only fall.
 INSTRUCTIONS_PER_SCORE = {
-    ("ForwardShort", 64): 8.94,
+    ("ForwardShort", 64): 8.54,
     ("ForwardLong", 64): 6.69,
-    ("ForwardShort", 128): 10.29,
-    ("ForwardLong", 128): 9.2,
+    ("ForwardShort", 128): 9.91,
+    ("ForwardLong", 128): 8.9,
 }
 BACKWARD_INSTRUCTIONS_PER_SCORE = {64: 9.13, 128: 13.88}
 CONFIGS = [(stage_id, d, causal) for stage_id in STAGES for d in HEAD_DIMS for causal in (False, True)]
@@ -136,7 +136,7 @@ def test_k6_in_every_form(head_dim: int, causal: bool, dtype: str) -> None:
         assert code.frame_bytes == 0
         assert code.count("LDL|STL") == 0
         assert code.count("UTMASTG") == head_dim // 64, "O leaves by TMA"
-        assert code.count("STG") == 3, "the LSE of two rows, and the counter's reset"
+        assert code.count("STG") == 2, "the LSE, of two rows at once, and the counter's reset"
         products = [i.opcode for i in code.instructions if i.opcode.startswith("HGMMA")]
         assert all(opcode.endswith("F32.BF16" if kind == "BF16" else "F32") for opcode in products)
 
