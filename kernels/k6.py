@@ -300,6 +300,8 @@ class Forward(QueryTiles):
                         v_get = skip(v_ring, v_get, 1)
                         k_get = skip(k_ring, k_get, 1)
                     hidden = Int32(0)
+                if const_expr(not self.causal):
+                    hidden = 0  # as others have, which is not known to the compiler
 
                 if const_expr(not self.o_over_q):
                     q_ring.consumer_release(q_get)
@@ -307,28 +309,27 @@ class Forward(QueryTiles):
                 # 4. the last P·V beside the next tile's first Q·Kᵀ, then O: registers, shared memory, TMA
                 o_place = q_get.index if const_expr(self.o_over_q) else consumer
                 this_q_block, this_head, this_batch, this_row = q_block, head, batch, first_row
-                valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
-                tile_get.advance()
                 v_ring.consumer_wait(v_get)
                 multiply(mma_pv, rO, tOrP, tOrV[None, None, None, v_get.index], own_blocks > 1)
+                inverse, lse = [None, None], [None, None]
+                for r in range_constexpr(2):
+                    total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=LANES)
+                    inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
+                    lse[r] = (row_max[r] * self.scale_log2 + cute.math.log2(total, fastmath=True)) * LN_2
+                valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
+                tile_get.advance()
                 for _ in range_constexpr(self.consumers):
                     q_get.advance()
                 if const_expr(self.q_stages == 2):
                     k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, valid)
                     # Without a next tile, of what lies there; nobody looks at it.
                     self.multiply_qk(x, q_get, k_get)
-                # Here, beside products: what scales O, and what the next tile's start would wait for.
-                inverse, lse = [None, None], [None, None]
-                for r in range_constexpr(2):
-                    total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=LANES)
-                    inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
-                    lse[r] = (row_max[r] * self.scale_log2 + cute.math.log2(total, fastmath=True)) * LN_2
+                # Here, beside products, what the next tile's start would wait for.
                 first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
                 warpgroup.wait_group(self.q_stages - 1)
                 v_ring.consumer_release(v_get)
                 v_get.advance()
-                if const_expr(self.causal):
-                    v_get = skip(v_ring, v_get, hidden)
+                v_get = skip(v_ring, v_get, hidden)
 
                 for r in range_constexpr(2):
                     O[r, None].store(O[r, None].load() * inverse[r])

@@ -127,9 +127,9 @@ class Cta:
                 hidden = 0
             if not kernel.o_over_q:
                 q.leave(tile)
-            q_block = yield from self.hear(tile + 1)
             yield from v.wait(at_v)
             assert past_the_end or v.content[at_v] == (tile, own - 1)
+            q_block = yield from self.hear(tile + 1)
             for overlapping in (True, False):
                 if overlapping == (kernel.q_stages == 2):  # the next tile's first Q·Kᵀ, before or after O
                     for _ in range(hidden):
