@@ -301,7 +301,7 @@ class Forward(QueryTiles):
                         k_get = skip(k_ring, k_get, 1)
                     hidden = Int32(0)
                 if const_expr(not self.causal):
-                    hidden = 0  # as others have, which is not known to the compiler
+                    hidden = 0  # others have none anyway, which the compiler does not know
 
                 if const_expr(not self.o_over_q):
                     q_ring.consumer_release(q_get)
