@@ -336,7 +336,7 @@ def store_if(
     """Store `value` at `place` in global memory where `condition` holds, without a branch: the compiler would
     put what value and place are computed from into it too, and the warp would wait for each step."""
     operands = [
-        Boolean(condition).ir_value(loc=loc, ip=ip),
+        Int32(condition).ir_value(loc=loc, ip=ip),
         place.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
         Float32(value).ir_value(loc=loc, ip=ip),
     ]

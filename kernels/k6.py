@@ -5,10 +5,10 @@ The idea          Everything that measured ahead, and nothing else. The CTAs sta
                   row's maximum has grown by more than 2⁸; the vote on that also keeps the maximum where it
                   is written, before the wait for P·V, and leaves the descriptors in uniform registers.
 What changes      against k6_2: persistent CTAs and a tile counter; a tile's last P·V beside the next one's
-                  first Q·Kᵀ; tiles with hidden keys in a loop of their own, tiles hidden from all of a
-                  consumer's rows left by it; lazy rescaling; O leaves through shared memory by TMA; a tile
-                  shape for short sequences and one for long; fp16, GQA, unequal lengths, head_dim 256. Nobody
-                  waits for a turn any more.
+                  first Q·Kᵀ, up to head_dim 128; tiles with hidden keys in a loop of their own, tiles hidden
+                  from all of a consumer's rows left by it; lazy rescaling; O leaves through shared memory by
+                  TMA; a tile shape for short sequences and one for long; fp16, GQA, unequal lengths, head_dim
+                  256. Nobody waits for a turn any more.
 What does not     rings, warp specialisation, the half-tile lag of P·V behind Q·Kᵀ.
 Supports          bf16 and fp16; head_dim 64, 128, 256; seqlen_q and seqlen_kv ≥ 1; GQA and MQA. A causal mask
                   is aligned at the bottom right, where query i sees keys up to i + seqlen_kv − seqlen_q, or
@@ -135,7 +135,7 @@ class Forward(QueryTiles):
         assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
 
     def section_bytes(self, seqlen_kv):
-        return cutlass.min(seqlen_kv, 2048) * 4096  # 8 MiB, fewer heads for short sequences
+        return cutlass.min(seqlen_kv, 2048) * 4096  # the same heads up to 2048 keys, then 8 MiB
 
     def tile_bytes(self, q_buffers: int) -> int:
         return (q_buffers * self.tile_q + 2 * self.stages * self.tile_kv) * self.head_dim * 2
@@ -292,7 +292,7 @@ class Forward(QueryTiles):
                     self.step(x, first_row, block, q_get, k_get, v_get, masked=True)
                     k_get.advance()
                     v_get.advance()
-                # Tiles that only rows of other consumers can see: left below, beside products. Rows past the
+                # Tiles that only rows of other consumers can see: left below. Rows past the
                 # end may have more than the ring holds; their last P·V, which is not stored, is of another V.
                 hidden = kv_blocks - own_blocks
                 if first_row >= seqlen_q:
@@ -306,7 +306,8 @@ class Forward(QueryTiles):
                 if const_expr(not self.o_over_q):
                     q_ring.consumer_release(q_get)
 
-                # 4. the last P·V beside the next tile's first Q·Kᵀ, then O: registers, shared memory, TMA
+                # 4. the last P·V, with two stages of Q beside the next tile's first Q·Kᵀ; then O: registers,
+                # shared memory, TMA
                 o_place = q_get.index if const_expr(self.o_over_q) else consumer
                 this_q_block, this_head, this_batch, this_row = q_block, head, batch, first_row
                 v_ring.consumer_wait(v_get)

@@ -75,7 +75,7 @@ class QueryTiles:
         q_block, head = tile % q_blocks, tile // q_blocks
         if const_expr(self.causal):
             # Longest first, in sections of as many heads as keep their K and V in L2.
-            # Their bytes are not multiplied up: from 2²² keys on they would not fit 32 bits.
+            # Their bytes are not multiplied up: with 2²¹ keys and more they may not fit 32 bits.
             section = self.section_bytes(mK.shape[0]) // (4 * self.head_dim) // mK.shape[0]
             shortness, head = in_sections(tile, q_blocks, all_heads, section)
             q_block = q_blocks - 1 - shortness

@@ -104,7 +104,7 @@ class Cta:
             at_k += 1
             first_row = q_block * kernel.tile_q + index * ROWS
             past_the_end = first_row >= self.lengths[0]
-            own = 1 if past_the_end else int(kernel.kv_blocks(first_row + ROWS, *self.lengths))
+            own = int(kernel.own_blocks(first_row, *self.lengths))
             visible = int(kernel.visible_blocks(first_row, own, *self.lengths))
             if kernel.o_over_q and kernel.q_stages == 2 and tile > 0:
                 q.leave(tile - 1)
@@ -143,6 +143,7 @@ class Cta:
                     for _ in range(1 + hidden):
                         yield from v.skip(at_v)
                         at_v += 1
+                    assert not kernel.o_over_q or tile in q.content, "O would take the place of another Q"
                     if kernel.q_stages == 1:
                         q.leave(tile)
             tile += 1
@@ -154,7 +155,7 @@ class Cta:
         return q_block
 
     def run(self, seed: int) -> bool:
-        """Whether everyone comes to an end, taking turns at random, and leaves every K and V."""
+        """Whether everyone comes to an end, taking turns at random, and leaves every K, V and message."""
         turns = random.Random(seed)
         actors = [self.producer(), *(self.consumer(i) for i in range(self.kernel.consumers))]
         rings = [*self.q, self.k, self.v, self.message]
@@ -166,14 +167,14 @@ class Cta:
             now = sum(ring.happened() for ring in rings) - len(actors)
             idle, before = (idle + 1 if now == before else 0), now
         return not actors and all(
-            ring.left.total() == ring.puts * self.kernel.consumers for ring in (self.k, self.v)
+            ring.left.total() == ring.puts * self.kernel.consumers for ring in (self.k, self.v, self.message)
         )
 
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """The arithmetic of tiles on Python's integers."""
-    for name in ("kv_blocks", "visible_blocks"):
+    for name in ("kv_blocks", "own_blocks", "visible_blocks"):
         monkeypatch.setattr(k6.Forward, name, getattr(k6.Forward, name).__wrapped__)
 
 
