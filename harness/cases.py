@@ -426,6 +426,17 @@ def extreme_logits(stage_id, args):
         yield from judged(stage_id, torch.zeros_like(q), k, v, None, problem.causal, f"{problem}, q = 0")
 
 
+@case("fwd")
+def rising_scores(stage_id, args):
+    # From row to row scores rise or fall with the key, by up to 185 powers of two: what earlier keys gave as
+    # the maximum is behind in most tiles of some rows, now and then of others, and never of the rest.
+    for problem in small(stage_id, seqlen_q=513, seqlen_kv=513):
+        q, k, v = random_inputs(problem)
+        k[..., 0] = torch.linspace(0, 16, problem.seqlen_kv)
+        q[..., 0] = torch.linspace(-8, 8, problem.seqlen_q) * math.sqrt(problem.head_dim)
+        yield from judged(stage_id, q, k, v, None, problem.causal, f"{problem}, rising scores")
+
+
 @case("bwd")
 def gradients_at_extreme_logits(stage_id, args):
     for logit in (3e4, 1e6):

@@ -4,7 +4,7 @@
 
 Rates are those of `harness.problem.Gpu`. Cycles are lower bounds of one SM: they assume that every unit
 overlaps perfectly with every other one. Every instruction of the loop body counts as executed, masking
-included.
+included, but for what a warp skips after a vote: that is there for the seldom case.
 """
 
 import hashlib
@@ -52,8 +52,10 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
+    """Or another stretch of instructions."""
+
     first: int  # index of the first instruction
-    last: int  # index of the branch back
+    last: int  # index of the last one, of a loop the branch back
 
     def holds(self, other: "Loop") -> bool:
         return self.first <= other.first and other.last <= self.last and self != other
@@ -68,6 +70,14 @@ class KernelCode:
     frame_bytes: int  # stack frame: more than 0 means spills or indexed registers
     instructions: tuple[Instruction, ...]
     loops: tuple[Loop, ...]
+    seldom: tuple[Loop, ...] = ()  # what a branch right behind a vote skips, first to last instruction
+
+    def usual(self, loop: Loop) -> list[Instruction]:
+        """The instructions of one turn of `loop` in which no vote leads aside."""
+        return [self.instructions[at] for at in range(loop.first, loop.last + 1) if not self.is_seldom(at)]
+
+    def is_seldom(self, at: int) -> bool:
+        return any(k.first <= at <= k.last for k in self.seldom)
 
     def count(self, pattern: str) -> int:
         """Instructions whose opcode starts with the regular expression `pattern`."""
@@ -146,8 +156,17 @@ def _parse(listing: str) -> list[KernelCode]:
         loops = [Loop(labels[t], at) for at, t in branches if labels.get(t, at + 1) < at]
         # A slow path laid out behind the kernel's end jumps back too; what it spans is not a loop.
         loops = [k for k in loops if not any(i.opcode == "EXIT" for i in instructions[k.first : k.last])]
+        voted = [(at, labels[t]) for at, t in branches if instructions[at - 1].opcode.startswith("VOTE")]
+        seldom = [Loop(at + 1, target - 1) for at, target in voted if target > at]
         kernels.append(
-            KernelCode(symbol, registers[symbol], frames[symbol], tuple(instructions), tuple(loops))
+            KernelCode(
+                symbol,
+                registers[symbol],
+                frames[symbol],
+                tuple(instructions),
+                tuple(loops),
+                tuple(seldom),
+            )
         )
     return kernels
 
@@ -183,6 +202,8 @@ def demand(code: KernelCode, work: Work, gpu: Gpu = H100_SXM) -> Demand:
         )
     mix, smem_bytes, tensor_flops, ffma = Counter(), 0, 0, 0
     for at in range(body.first, body.last + 1):
+        if code.is_seldom(at):
+            continue
         times = next((n for k, n in zip(innermost, work.trips) if k.first <= at <= k.last), 1)
         opcode = code.instructions[at].opcode
         kind = classify(opcode)

@@ -344,6 +344,31 @@ def store_if(
     llvm.inline_asm(None, operands, ptx, "r,l,f", has_side_effects=True, is_align_stack=False, loc=loc, ip=ip)
 
 
+@dsl_user_op
+def _larger_bits(a: Float32, b: Float32, c: Float32, *, loc: object = None, ip: object = None) -> Float32:
+    """Of three fp32 the one whose bits are the largest signed integer: one instruction, VIMNMX3."""
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
+    ptx = """{ .reg .b32 x, y, z;
+        mov.b32 x, $1; mov.b32 y, $2; mov.b32 z, $3;
+        max.s32 x, x, y; max.s32 x, x, z;
+        mov.b32 $0, x; }"""
+    largest = llvm.inline_asm(
+        T.f32(), operands, ptx, "=f,f,f,f", has_side_effects=False, is_align_stack=False, loc=loc, ip=ip
+    )
+    return Float32(largest)
+
+
+def largest_positive(values: list[Float32]) -> Float32:
+    """The largest of `values` if one of them is positive; if none is, any of them.
+
+    Integers compare like the fp32 with the same bits unless both are negative, and Hopper takes three of them
+    in one instruction where it takes two fp32.
+    """
+    while len(values) > 1:
+        values = [*values[3:], _larger_bits(values[0], values[1], values[min(2, len(values) - 1)])]
+    return values[0]
+
+
 @cute.jit
 def fetch(mCounter, tiles, own_first: cutlass.Constexpr = True):
     """One warp: the next tile nobody has taken. The last fetch of a launch leaves the counter at zero.

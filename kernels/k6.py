@@ -48,6 +48,7 @@ from kernels.common import (
     fake_gqa,
     fetch,
     hear,
+    largest_positive,
     load_atom,
     message_ring,
     multiply,
@@ -82,7 +83,8 @@ class Config:
     tile_kv: int
     stages: int  # of the ring of K, and of V
     registers: tuple[int, int]  # of a producer's thread, of a consumer's
-    early_exp: bool = False  # exponentials before the wait for P·V, instead of where the assembler likes them
+    # The maximum before the exponents' differences, and the exponentials before the wait for P·V (`softmax`).
+    early_exp: bool = False
 
     def __str__(self) -> str:
         return (
@@ -99,8 +101,8 @@ TWO_64 = Config(2, 64, 2, (24, 240))
 CONFIGS = {
     (64, False): (FOUR_64, 1024, THREE_128),
     (64, True): (FOUR_64, 4096, THREE_128),
-    (128, False): (THREE_64, 512, THREE_80),
-    (128, True): (THREE_64, 1024, THREE_80),
+    (128, False): (THREE_64, 0, THREE_64),
+    (128, True): (THREE_64, 0, THREE_64),
     (256, False): (TWO_64, 0, TWO_64),
     (256, True): (TWO_64, 0, TWO_64),
 }
@@ -274,7 +276,7 @@ class Forward(QueryTiles):
                 row_sum.fill(0.0)
                 if visible == 0:
                     self.hide(S, -Float32.inf, where_S, first_S, first_row, 0, seqlen_q, seqlen_kv)
-                self.softmax(S, O, row_max, row_sum, masked=True, first=True)
+                self.softmax(S, O, row_max, row_sum, first=True)
                 round_fragment(rS, rP, self.dtype)
                 if const_expr(self.o_over_q and self.q_stages == 2):
                     # Leave the place of the Q before, when this warp's part of O has been read from there.
@@ -316,7 +318,7 @@ class Forward(QueryTiles):
                 for r in range_constexpr(2):
                     total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=LANES)
                     inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
-                    lse[r] = (row_max[r] * self.scale_log2 + cute.math.log2(total, fastmath=True)) * LN_2
+                    lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
                 valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
                 tile_get.advance()
                 for _ in range_constexpr(self.consumers):
@@ -399,41 +401,44 @@ class Forward(QueryTiles):
         if masked:
             hides = x.where_S, x.first_S, first_row, kv_block, x.seqlen_q, x.seqlen_kv
             self.hide(x.S, -Float32.inf, *hides)
-        self.softmax(x.S, x.O, x.row_max, x.row_sum, masked, first=False)
+        self.softmax(x.S, x.O, x.row_max, x.row_sum, first=False)
         warpgroup.wait_group(0)
         x.v_ring.consumer_release(v_get)
         round_fragment(x.rS, x.rP, self.dtype)
 
     @cute.jit
-    def softmax(self, S, O, row_max, row_sum, masked: cutlass.Constexpr, first: cutlass.Constexpr):
-        """S becomes P, relative to row_max, which may be up to 2^GROWTH behind; row_sum follows."""
-        tile_max = cute.make_rmem_tensor(row_max.layout, Float32)
-        for r in range_constexpr(2):
-            tile_max[r] = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-            tile_max[r] = cute.arch.warp_reduction_max(tile_max[r], threads_in_group=LANES)
-            if const_expr(first):
-                row_max[r] = tile_max[r]
-        if const_expr(not first):
-            limit = GROWTH / self.scale_log2
-            grown = [tile_max[r] > row_max[r] + limit for r in range(2)]
+    def softmax(self, S, O, row_max, row_sum, first: cutlass.Constexpr):
+        """S becomes P = exp2(S·scale − row_max), and row_sum follows. row_max is in powers of two; after a
+        tile's first keys it may be up to GROWTH behind."""
+        early = const_expr(self.config.early_exp and not first)
+        late = const_expr(not self.config.early_exp and not first)
+        if const_expr(first):
+            for r in range_constexpr(2):
+                row_max[r] = finite(of_row(largest(S, r))) * self.scale_log2
+        if early:
+            ahead = [largest(S, r) * self.scale_log2 - row_max[r] for r in range(2)]
             # A vote, so that the branch is uniform in the warp: behind a divergent one ptxas gives up the
             # uniform registers of the loop, and every WGMMA's descriptor takes a detour.
-            if cute.arch.vote_any_sync(grown[0] | grown[1]):
+            if cute.arch.vote_any_sync(cute.arch.fmax(ahead[0], ahead[1]) > GROWTH):
                 warpgroup.wait_group(0)  # P·V still adds to O
                 for r in range_constexpr(2):
-                    # Only of a row that has: what other rows of the warp see must not change this one's bits.
-                    new_max = tile_max[r] if grown[r] else row_max[r]
-                    rescale = cute.math.exp2((row_max[r] - finite(new_max)) * self.scale_log2, fastmath=True)
-                    O[r, None].store(O[r, None].load() * rescale)
-                    row_sum[r] *= rescale
-                    row_max[r] = new_max
+                    follow(O, row_max, row_sum, r, of_row(ahead[r]))
         for r in range_constexpr(2):
-            base = finite(row_max[r]) if const_expr(masked) else row_max[r]
-            p = S[r, None].load() * self.scale_log2 - base * self.scale_log2
-            p = cute.math.exp2(p, fastmath=True)
+            S[r, None].store(S[r, None].load() * self.scale_log2 - row_max[r])
+        if late:
+            # How far a row is ahead is looked for among its differences: if it is ahead at all, one of them
+            # is positive. A thread looks at its own keys only, the row's others are asked in the branch.
+            ahead = [largest_positive([S[r, c] for c in range(cute.size(S, mode=[1]))]) for r in range(2)]
+            if cute.arch.vote_any_sync(cute.arch.fmax(ahead[0], ahead[1]) > GROWTH):
+                warpgroup.wait_group(0)
+                for r in range_constexpr(2):
+                    growth = follow(O, row_max, row_sum, r, of_row(ahead[r]))
+                    S[r, None].store(S[r, None].load() - growth)
+        for r in range_constexpr(2):
+            p = cute.math.exp2(S[r, None].load(), fastmath=True)
             S[r, None].store(p)
             row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
-        if const_expr(self.config.early_exp and not first):
+        if early:
             # Never taken, but it needs every exponential: they stay before the wait for P·V.
             if cute.arch.vote_any_sync(row_sum[0] + row_sum[1] < -1.0):
                 cute.arch.sync_warp()
@@ -502,9 +507,32 @@ def await_next(q_ring, k_ring, q_get, k_get, hidden, valid):
     return k_get
 
 
+def largest(S, r: int):
+    """A thread's largest score of its row r."""
+    return S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+
+
+def of_row(maximum):
+    """The largest of what the threads of a row have."""
+    return cute.arch.warp_reduction_max(maximum, threads_in_group=LANES)
+
+
+@cute.jit
+def follow(O, row_max, row_sum, r: cutlass.Constexpr, ahead):
+    """If row r's scores are `ahead` of row_max by more than GROWTH, it follows, and O and row_sum with it; by
+    how much, 0 if not. What other rows of the warp see must not change this one's bits."""
+    new_max = row_max[r] + (ahead if ahead > GROWTH else 0.0)
+    growth = new_max - row_max[r]  # as rounded: what the keys to come are taken relative to
+    rescale = cute.math.exp2(-growth, fastmath=True)
+    O[r, None].store(O[r, None].load() * rescale)
+    row_sum[r] *= rescale
+    row_max[r] = new_max
+    return growth
+
+
 @cute.jit
 def finite(maximum: Float32):
-    """What exp subtracts: 0 while no key was visible, since −∞ − (−∞) would be NaN and not e^−∞ = 0."""
+    """0 for a row that sees no key (then no tile has one for it): −∞ − (−∞) would be NaN and not e^−∞ = 0."""
     return 0.0 if maximum == -Float32.inf else maximum
 
 
