@@ -2,8 +2,9 @@
 
 The idea          Everything that measured ahead, and nothing else. The CTAs stay and fetch tiles, longest
                   first, so that loads of the next tile hide the end of this one. O is rescaled only when a
-                  row's maximum has grown by more than 2⁸; the vote on that also keeps the maximum where it
-                  is written, before the wait for P·V, and leaves the descriptors in uniform registers.
+                  row's maximum has grown by more than 2⁸; whether it has is asked of three scores at a time,
+                  as integers. The vote on it also keeps the question where it is written, before the wait
+                  for P·V, and leaves the descriptors in uniform registers.
 What changes      against k6_2: persistent CTAs and a tile counter; a tile's last P·V beside the next one's
                   first Q·Kᵀ, up to head_dim 128; tiles with hidden keys in a loop of their own, tiles hidden
                   from all of a consumer's rows left by it; lazy rescaling; O leaves through shared memory by
@@ -83,8 +84,7 @@ class Config:
     tile_kv: int
     stages: int  # of the ring of K, and of V
     registers: tuple[int, int]  # of a producer's thread, of a consumer's
-    # The maximum before the exponents' differences, and the exponentials before the wait for P·V (`softmax`).
-    early_exp: bool = False
+    early_exp: bool = False  # maximum, differences, exponentials, then the wait for P·V (see `softmax`)
 
     def __str__(self) -> str:
         return (
@@ -99,8 +99,8 @@ THREE_80 = Config(3, 80, 3, (32, 160))
 TWO_64 = Config(2, 64, 2, (24, 240))
 # By (head_dim, causal): the shape up to a number of keys, and beyond.
 CONFIGS = {
-    (64, False): (FOUR_64, 1024, THREE_128),
-    (64, True): (FOUR_64, 4096, THREE_128),
+    (64, False): (FOUR_64, 2048, THREE_128),
+    (64, True): (FOUR_64, 8192, THREE_128),
     (128, False): (THREE_64, 0, THREE_64),
     (128, True): (THREE_64, 0, THREE_64),
     (256, False): (TWO_64, 0, TWO_64),
@@ -109,7 +109,7 @@ CONFIGS = {
 # What the shapes above were chosen from, for `python -m harness.ablation k6`.
 CANDIDATES = {
     64: (FOUR_64, replace(FOUR_64, early_exp=True), replace(THREE_128, early_exp=False), THREE_128),
-    128: (THREE_64, THREE_80, replace(THREE_80, early_exp=True), Config(2, 128, 2, (24, 240))),
+    128: (THREE_64, replace(THREE_64, early_exp=True), THREE_80, Config(2, 128, 2, (24, 240))),
 }
 FIRST, FOLLOWS = 1, 2  # how a CTA's tiles are announced; 0 ends them
 WARPS = WARPGROUP // WARP
@@ -410,38 +410,44 @@ class Forward(QueryTiles):
     def softmax(self, S, O, row_max, row_sum, first: cutlass.Constexpr):
         """S becomes P = exp2(S·scale − row_max), and row_sum follows. row_max is in powers of two; after a
         tile's first keys it may be up to GROWTH behind."""
-        early = const_expr(self.config.early_exp and not first)
-        late = const_expr(not self.config.early_exp and not first)
+        early = const_expr(self.config.early_exp)
         if const_expr(first):
             for r in range_constexpr(2):
                 row_max[r] = finite(of_row(largest(S, r))) * self.scale_log2
-        if early:
-            ahead = [largest(S, r) * self.scale_log2 - row_max[r] for r in range(2)]
+        if const_expr(first or not early):
+            self.subtract(S, row_max)
+        if const_expr(not first):
+            ahead = [self.ahead(S, row_max, r) for r in range(2)]
             # A vote, so that the branch is uniform in the warp: behind a divergent one ptxas gives up the
             # uniform registers of the loop, and every WGMMA's descriptor takes a detour.
             if cute.arch.vote_any_sync(cute.arch.fmax(ahead[0], ahead[1]) > GROWTH):
                 warpgroup.wait_group(0)  # P·V still adds to O
                 for r in range_constexpr(2):
-                    follow(O, row_max, row_sum, r, of_row(ahead[r]))
-        for r in range_constexpr(2):
-            S[r, None].store(S[r, None].load() * self.scale_log2 - row_max[r])
-        if late:
-            # How far a row is ahead is looked for among its differences: if it is ahead at all, one of them
-            # is positive. A thread looks at its own keys only, the row's others are asked in the branch.
-            ahead = [largest_positive([S[r, c] for c in range(cute.size(S, mode=[1]))]) for r in range(2)]
-            if cute.arch.vote_any_sync(cute.arch.fmax(ahead[0], ahead[1]) > GROWTH):
-                warpgroup.wait_group(0)
-                for r in range_constexpr(2):
                     growth = follow(O, row_max, row_sum, r, of_row(ahead[r]))
-                    S[r, None].store(S[r, None].load() - growth)
+                    if const_expr(not early):
+                        S[r, None].store(S[r, None].load() - growth)
+            if const_expr(early):
+                self.subtract(S, row_max)
         for r in range_constexpr(2):
             p = cute.math.exp2(S[r, None].load(), fastmath=True)
             S[r, None].store(p)
             row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
-        if early:
+        if const_expr(early and not first):
             # Never taken, but it needs every exponential: they stay before the wait for P·V.
             if cute.arch.vote_any_sync(row_sum[0] + row_sum[1] < -1.0):
                 cute.arch.sync_warp()
+
+    def subtract(self, S, row_max):
+        """S becomes S·scale − row_max, in powers of two."""
+        for r in range(2):
+            S[r, None].store(S[r, None].load() * self.scale_log2 - row_max[r])
+
+    def ahead(self, S, row_max, r):
+        """How far row r of S is ahead of row_max, in powers of two, if it is ahead; asked of the whole row
+        before `subtract`, of this thread's keys after it."""
+        if self.config.early_exp:
+            return of_row(largest(S, r)) * self.scale_log2 - row_max[r]
+        return largest_positive([S[r, c] for c in range(cute.size(S, mode=[1]))])
 
 
 class ForwardShort(Forward):
@@ -513,8 +519,10 @@ def largest(S, r: int):
 
 
 def of_row(maximum):
-    """The largest of what the threads of a row have."""
-    return cute.arch.warp_reduction_max(maximum, threads_in_group=LANES)
+    """The largest of what the LANES threads of a row have; one that is NaN is passed over."""
+    for offset in (2, 1):
+        maximum = cute.arch.fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, offset))
+    return maximum
 
 
 @cute.jit

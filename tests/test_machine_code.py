@@ -36,12 +36,13 @@ PRODUCTS = {
 # for S and dP together, and for dV, dK and dQ.
 WAITS = {"k6": (9, 9), "bwd3": (2, 2), "bwd4": (13, 13), "bwd4_det": (13, 13)}
 SPECIALISED = ("k5", "k6_1", "k6_2", "k6", "bwd4", "bwd4_det")
-# Instructions a thread issues for one score, in the loop over unmasked tiles. May only fall.
+# Instructions a thread issues for one score, in the loop over unmasked tiles, if no row's maximum has grown.
+# May only fall.
 INSTRUCTIONS_PER_SCORE = {
-    ("ForwardShort", 64): 8.54,
-    ("ForwardLong", 64): 6.69,
-    ("ForwardShort", 128): 9.91,
-    ("ForwardLong", 128): 8.9,
+    ("ForwardShort", 64): 6.16,
+    ("ForwardLong", 64): 5.88,
+    ("ForwardLong", 128): 6.54,
+    ("ForwardLong", 256): 7.32,
 }
 BACKWARD_INSTRUCTIONS_PER_SCORE = {64: 9.13, 128: 13.88}
 CONFIGS = [(stage_id, d, causal) for stage_id in STAGES for d in HEAD_DIMS for causal in (False, True)]
@@ -210,17 +211,15 @@ def test_bwd4_at_head_dim_256_is_deterministic_already() -> None:
         assert both[0] == both[1]
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", (*HEAD_DIMS, 256))
 def test_k6_issues_no_more_instructions_than_before(head_dim: int) -> None:
     seen = {}
     for causal in (False, True):
         for code in kernels_of("k6", head_dim, causal):
             name = "ForwardShort" if "ForwardShort" in code.symbol else "ForwardLong"
-            loops = [
-                code.instructions[k.first : k.last + 1]
-                for k in code.loops
-                if not any(k.holds(other) for other in code.loops)
-            ]
+            assert len(code.seldom) == 2, "the branches of the rescaling, which `usual` leaves out"
+            innermost = [k for k in code.loops if not any(k.holds(other) for other in code.loops)]
+            loops = [code.usual(k) for k in innermost]
             loops = [k for k in loops if any("HGMMA" in i.opcode for i in k)]
             shape = re.search(r"HGMMA\.64x(\d+)x", next(i.opcode for i in loops[0] if "HGMMA" in i.opcode))
             scores = 64 * int(shape[1]) / 128  # of a thread: S comes first in the loop
