@@ -84,7 +84,7 @@ class Config:
     tile_kv: int
     stages: int  # of the ring of K, and of V
     registers: tuple[int, int]  # of a producer's thread, of a consumer's
-    early_exp: bool = False  # maximum, differences, exponentials, then the wait for P·V (see `softmax`)
+    early_exp: bool = False  # exponentials before the wait for P·V, and how the softmax gets there
 
     def __str__(self) -> str:
         return (
@@ -129,6 +129,7 @@ class Forward(QueryTiles):
         self.consumers, self.stages = config.consumers, config.stages
         self.threads = WARPGROUP * (self.consumers + 1)
         self.scale_log2 = LOG2_E / math.sqrt(head_dim)
+        self.max_unit = self.scale_log2 if config.early_exp else 1.0  # of row_max, in powers of two
         # Two of Q and one of O; or two of Q, where O is written over the one it came from; or one for both.
         self.q_buffers = max(n for n in (1, 2, 3) if self.tile_bytes(n) <= SMEM_MAX - 1024)
         self.q_stages, self.o_over_q = min(self.q_buffers, 2), self.q_buffers < 3
@@ -276,7 +277,7 @@ class Forward(QueryTiles):
                 row_sum.fill(0.0)
                 if visible == 0:
                     self.hide(S, -Float32.inf, where_S, first_S, first_row, 0, seqlen_q, seqlen_kv)
-                self.softmax(S, O, row_max, row_sum, first=True)
+                self.softmax(S, O, row_max, row_sum, masked=True, first=True)
                 round_fragment(rS, rP, self.dtype)
                 if const_expr(self.o_over_q and self.q_stages == 2):
                     # Leave the place of the Q before, when this warp's part of O has been read from there.
@@ -318,7 +319,7 @@ class Forward(QueryTiles):
                 for r in range_constexpr(2):
                     total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=LANES)
                     inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
-                    lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
+                    lse[r] = (row_max[r] * self.max_unit + cute.math.log2(total, fastmath=True)) * LN_2
                 valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
                 tile_get.advance()
                 for _ in range_constexpr(self.consumers):
@@ -401,53 +402,71 @@ class Forward(QueryTiles):
         if masked:
             hides = x.where_S, x.first_S, first_row, kv_block, x.seqlen_q, x.seqlen_kv
             self.hide(x.S, -Float32.inf, *hides)
-        self.softmax(x.S, x.O, x.row_max, x.row_sum, first=False)
+        self.softmax(x.S, x.O, x.row_max, x.row_sum, masked, first=False)
         warpgroup.wait_group(0)
         x.v_ring.consumer_release(v_get)
         round_fragment(x.rS, x.rP, self.dtype)
 
+    def softmax(self, S, O, row_max, row_sum, masked: bool, first: bool):
+        """S becomes P, relative to row_max, which may be up to 2^GROWTH behind; row_sum follows."""
+        form = self.softmax_maximum_first if self.config.early_exp else self.softmax_differences_first
+        form(S, O, row_max, row_sum, masked, first)
+
     @cute.jit
-    def softmax(self, S, O, row_max, row_sum, first: cutlass.Constexpr):
-        """S becomes P = exp2(S·scale − row_max), and row_sum follows. row_max is in powers of two; after a
-        tile's first keys it may be up to GROWTH behind."""
-        early = const_expr(self.config.early_exp)
+    def softmax_differences_first(
+        self, S, O, row_max, row_sum, masked: cutlass.Constexpr, first: cutlass.Constexpr
+    ):
+        """With row_max in powers of two. How far a row is ahead of it is read off the exponents, which are
+        needed anyway: a positive one there is if it is ahead at all."""
         if const_expr(first):
             for r in range_constexpr(2):
                 row_max[r] = finite(of_row(largest(S, r))) * self.scale_log2
-        if const_expr(first or not early):
-            self.subtract(S, row_max)
+        for r in range_constexpr(2):
+            S[r, None].store(S[r, None].load() * self.scale_log2 - row_max[r])
         if const_expr(not first):
-            ahead = [self.ahead(S, row_max, r) for r in range(2)]
+            # A thread asks its own keys only, and the row's other threads in the branch.
+            ahead = [largest_positive([S[r, c] for c in range(cute.size(S, mode=[1]))]) for r in range(2)]
             # A vote, so that the branch is uniform in the warp: behind a divergent one ptxas gives up the
             # uniform registers of the loop, and every WGMMA's descriptor takes a detour.
             if cute.arch.vote_any_sync(cute.arch.fmax(ahead[0], ahead[1]) > GROWTH):
                 warpgroup.wait_group(0)  # P·V still adds to O
                 for r in range_constexpr(2):
-                    growth = follow(O, row_max, row_sum, r, of_row(ahead[r]))
-                    if const_expr(not early):
-                        S[r, None].store(S[r, None].load() - growth)
-            if const_expr(early):
-                self.subtract(S, row_max)
+                    # Only of a row that has grown: what others of the warp see must not change its bits.
+                    growth = of_row(ahead[r])
+                    new_max = row_max[r] + (growth if growth > GROWTH else 0.0)
+                    growth = new_max - row_max[r]  # as rounded: what the keys to come are relative to
+                    S[r, None].store(S[r, None].load() - growth)
+                    rescale(O, row_sum, r, -growth)
+                    row_max[r] = new_max
         for r in range_constexpr(2):
-            p = cute.math.exp2(S[r, None].load(), fastmath=True)
-            S[r, None].store(p)
-            row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
-        if const_expr(early and not first):
-            # Never taken, but it needs every exponential: they stay before the wait for P·V.
+            exponentiate(S, row_sum, r, S[r, None].load())
+
+    @cute.jit
+    def softmax_maximum_first(
+        self, S, O, row_max, row_sum, masked: cutlass.Constexpr, first: cutlass.Constexpr
+    ):
+        """With row_max as the scores are, and every exponential before the wait for P·V."""
+        tile_max = cute.make_rmem_tensor(row_max.layout, Float32)
+        for r in range_constexpr(2):
+            tile_max[r] = of_row(largest(S, r))
+            if const_expr(first):
+                row_max[r] = tile_max[r]
+        if const_expr(not first):
+            limit = GROWTH / self.scale_log2
+            grown = [tile_max[r] > row_max[r] + limit for r in range(2)]
+            if cute.arch.vote_any_sync(grown[0] | grown[1]):
+                warpgroup.wait_group(0)
+                for r in range_constexpr(2):
+                    new_max = tile_max[r] if grown[r] else row_max[r]
+                    rescale(O, row_sum, r, (row_max[r] - finite(new_max)) * self.scale_log2)
+                    row_max[r] = new_max
+        for r in range_constexpr(2):
+            base = finite(row_max[r]) if const_expr(masked) else row_max[r]
+            exponentiate(S, row_sum, r, S[r, None].load() * self.scale_log2 - base * self.scale_log2)
+        if const_expr(not first):
+            # Never taken, but it needs every exponential: they stay before the wait.
             if cute.arch.vote_any_sync(row_sum[0] + row_sum[1] < -1.0):
                 cute.arch.sync_warp()
-
-    def subtract(self, S, row_max):
-        """S becomes S·scale − row_max, in powers of two."""
-        for r in range(2):
-            S[r, None].store(S[r, None].load() * self.scale_log2 - row_max[r])
-
-    def ahead(self, S, row_max, r):
-        """How far row r of S is ahead of row_max, in powers of two, if it is ahead; asked of the whole row
-        before `subtract`, of this thread's keys after it."""
-        if self.config.early_exp:
-            return of_row(largest(S, r)) * self.scale_log2 - row_max[r]
-        return largest_positive([S[r, c] for c in range(cute.size(S, mode=[1]))])
 
 
 class ForwardShort(Forward):
@@ -515,32 +534,33 @@ def await_next(q_ring, k_ring, q_get, k_get, hidden, valid):
 
 def largest(S, r: int):
     """A thread's largest score of its row r."""
-    return S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+    return Float32(S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
 
 
 def of_row(maximum):
-    """The largest of what the LANES threads of a row have; one that is NaN is passed over."""
-    for offset in (2, 1):
-        maximum = cute.arch.fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, offset))
-    return maximum
+    """The largest of what the LANES threads of a row have."""
+    return cute.arch.warp_reduction_max(maximum, threads_in_group=LANES)
 
 
 @cute.jit
-def follow(O, row_max, row_sum, r: cutlass.Constexpr, ahead):
-    """If row r's scores are `ahead` of row_max by more than GROWTH, it follows, and O and row_sum with it; by
-    how much, 0 if not. What other rows of the warp see must not change this one's bits."""
-    new_max = row_max[r] + (ahead if ahead > GROWTH else 0.0)
-    growth = new_max - row_max[r]  # as rounded: what the keys to come are taken relative to
-    rescale = cute.math.exp2(-growth, fastmath=True)
-    O[r, None].store(O[r, None].load() * rescale)
-    row_sum[r] *= rescale
-    row_max[r] = new_max
-    return growth
+def rescale(O, row_sum, r: cutlass.Constexpr, exponent):
+    """O and the row sum of row r, times 2^exponent."""
+    factor = cute.math.exp2(exponent, fastmath=True)
+    O[r, None].store(O[r, None].load() * factor)
+    row_sum[r] *= factor
+
+
+@cute.jit
+def exponentiate(S, row_sum, r: cutlass.Constexpr, exponents):
+    """Row r of S becomes P."""
+    p = cute.math.exp2(exponents, fastmath=True)
+    S[r, None].store(p)
+    row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
 
 
 @cute.jit
 def finite(maximum: Float32):
-    """0 for a row that sees no key (then no tile has one for it): −∞ − (−∞) would be NaN and not e^−∞ = 0."""
+    """What exp subtracts: 0 while no key was visible, since −∞ − (−∞) would be NaN and not e^−∞ = 0."""
     return 0.0 if maximum == -Float32.inf else maximum
 
 
