@@ -516,6 +516,23 @@ def test_parse(toy: KernelCode) -> None:
     assert main_loop(toy) == Loop(2, 13)
 
 
+def test_what_a_vote_skips_is_seldom(toy: KernelCode) -> None:
+    """A branch forward right behind a vote: what it skips does not count, the vote and the branch do."""
+    mufu = "        /*0070*/                   MUFU.EX2 R3, R3 ;\n"
+    aside = """        /*0071*/                   VOTE.ANY P3, P3 ;
+        /*0072*/              @!P3 BRA `(.L_x_7) ;
+        /*0073*/                   FMUL R0, R0, R3 ;
+        /*0074*/                   FMUL R1, R1, R3 ;
+.L_x_7:
+"""
+    assert LISTING.count(mufu) == 1
+    (code,) = machine_code._parse(LISTING.replace(mufu, mufu + aside))
+    assert toy.seldom == () and code.seldom == (Loop(10, 11),)
+    assert [i.opcode for i in code.usual(Loop(8, 12))] == ["VOTE.ANY", "BRA", "LDS"]
+    mix = demand(toy, TOY_WORK).mix
+    assert demand(code, TOY_WORK).mix == mix | {"branch": mix["branch"] + 1, "alu": 1}
+
+
 def test_demand(toy: KernelCode) -> None:
     found = demand(toy, TOY_WORK)
     assert found.mix == {
