@@ -4,7 +4,7 @@
 
 Rates are those of `harness.problem.Gpu`. Cycles are lower bounds of one SM: they assume that every unit
 overlaps perfectly with every other one. Every instruction of the loop body counts as executed, masking
-included, but for what a warp skips after a vote: that is there for the seldom case.
+included, but for what a branch right behind a vote skips: that is the seldom path.
 """
 
 import hashlib
@@ -52,10 +52,10 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
-    """Or another stretch of instructions."""
+    """A loop, or another run of instructions, by the first and the last index."""
 
-    first: int  # index of the first instruction
-    last: int  # index of the last one, of a loop the branch back
+    first: int
+    last: int  # of a loop the branch back
 
     def holds(self, other: "Loop") -> bool:
         return self.first <= other.first and other.last <= self.last and self != other
@@ -156,8 +156,14 @@ def _parse(listing: str) -> list[KernelCode]:
         loops = [Loop(labels[t], at) for at, t in branches if labels.get(t, at + 1) < at]
         # A slow path laid out behind the kernel's end jumps back too; what it spans is not a loop.
         loops = [k for k in loops if not any(i.opcode == "EXIT" for i in instructions[k.first : k.last])]
-        voted = [(at, labels[t]) for at, t in branches if instructions[at - 1].opcode.startswith("VOTE")]
-        seldom = [Loop(at + 1, target - 1) for at, target in voted if target > at]
+        voted = [(at, t) for at, t in branches if at and instructions[at - 1].opcode.startswith("VOTE")]
+        seldom = [Loop(at + 1, labels[t] - 1) for at, t in voted if labels.get(t, at) > at]
+        # A branch that leads to the seldom case, laid out elsewhere, would skip products or an end.
+        seldom = [
+            k
+            for k in seldom
+            if not any(re.match("HGMMA|EXIT", i.opcode) for i in instructions[k.first : k.last + 1])
+        ]
         kernels.append(
             KernelCode(
                 symbol,

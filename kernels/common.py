@@ -361,8 +361,8 @@ def _larger_bits(a: Float32, b: Float32, c: Float32, *, loc: object = None, ip: 
 def largest_positive(values: list[Float32]) -> Float32:
     """The largest of `values` if one of them is positive; if none is, any of them.
 
-    Integers compare like the fp32 with the same bits unless both are negative, and Hopper takes three of them
-    in one instruction where it takes two fp32.
+    If one is positive, the largest as an integer is the largest as fp32, and Hopper takes three integers in
+    one instruction where it takes two fp32.
     """
     while len(values) > 1:
         values = [*values[3:], _larger_bits(values[0], values[1], values[min(2, len(values) - 1)])]

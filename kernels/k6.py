@@ -2,14 +2,14 @@
 
 The idea          Everything that measured ahead, and nothing else. The CTAs stay and fetch tiles, longest
                   first, so that loads of the next tile hide the end of this one. O is rescaled only when a
-                  row's maximum has grown by more than 2⁸; whether it has is asked of three scores at a time,
+                  row's maximum has grown by more than 2⁸; mostly that is asked of three exponents at a time,
                   as integers. The vote on it also keeps the question where it is written, before the wait
                   for P·V, and leaves the descriptors in uniform registers.
 What changes      against k6_2: persistent CTAs and a tile counter; a tile's last P·V beside the next one's
                   first Q·Kᵀ, up to head_dim 128; tiles with hidden keys in a loop of their own, tiles hidden
                   from all of a consumer's rows left by it; lazy rescaling; O leaves through shared memory by
-                  TMA; a tile shape for short sequences and one for long; fp16, GQA, unequal lengths, head_dim
-                  256. Nobody waits for a turn any more.
+                  TMA; at head_dim 64 a tile shape for short sequences and one for long; fp16, GQA, unequal
+                  lengths, head_dim 256. Nobody waits for a turn any more.
 What does not     rings, warp specialisation, the half-tile lag of P·V behind Q·Kᵀ.
 Supports          bf16 and fp16; head_dim 64, 128, 256; seqlen_q and seqlen_kv ≥ 1; GQA and MQA. A causal mask
                   is aligned at the bottom right, where query i sees keys up to i + seqlen_kv − seqlen_q, or
@@ -69,7 +69,7 @@ STAGES = (
     Stage(
         "k6",
         "the production forward",
-        "persistent CTAs, lazy rescaling, masked tiles apart, TMA store, tile shapes by length",
+        "persistent CTAs, lazy rescaling, masked tiles apart, TMA store, tile shapes by head_dim and length",
         "k6_2",
         rounds_p=True,
     ),
@@ -84,7 +84,7 @@ class Config:
     tile_kv: int
     stages: int  # of the ring of K, and of V
     registers: tuple[int, int]  # of a producer's thread, of a consumer's
-    early_exp: bool = False  # every exponential before the wait for P·V: `softmax_maximum_first`
+    early_exp: bool = False  # the softmax: `softmax_maximum_first` instead of `softmax_differences_first`
 
     def __str__(self) -> str:
         return (
@@ -129,7 +129,8 @@ class Forward(QueryTiles):
         self.consumers, self.stages = config.consumers, config.stages
         self.threads = WARPGROUP * (self.consumers + 1)
         self.scale_log2 = LOG2_E / math.sqrt(head_dim)
-        self.max_unit = self.scale_log2 if config.early_exp else 1.0  # of row_max, in powers of two
+        # Times row_max: powers of two. One form of the softmax keeps scores, the other scaled ones.
+        self.max_unit = self.scale_log2 if config.early_exp else 1.0
         # Two of Q and one of O; or two of Q, where O is written over the one it came from; or one for both.
         self.q_buffers = max(n for n in (1, 2, 3) if self.tile_bytes(n) <= SMEM_MAX - 1024)
         self.q_stages, self.o_over_q = min(self.q_buffers, 2), self.q_buffers < 3
@@ -416,15 +417,15 @@ class Forward(QueryTiles):
     def softmax_differences_first(
         self, S, O, row_max, row_sum, masked: cutlass.Constexpr, first: cutlass.Constexpr
     ):
-        """With row_max in powers of two. How far a row is ahead of it is read off the exponents, which are
-        needed anyway: a positive one there is if it is ahead at all. −∞ of a mask stays −∞."""
+        """With row_max scaled. It is subtracted first: a score beyond the old maximum leaves a positive
+        exponent, so the largest positive exponent is the growth. Hidden scores stay −∞, masked or not."""
         if const_expr(first):
             for r in range_constexpr(2):
                 row_max[r] = finite(of_row(largest(S, r))) * self.scale_log2
         for r in range_constexpr(2):
             S[r, None].store(S[r, None].load() * self.scale_log2 - row_max[r])
         if const_expr(not first):
-            # A thread asks its own keys only, and the row's other threads in the branch.
+            # Each thread asks its own keys; the four of a row put theirs together only in the branch.
             ahead = [largest_positive([S[r, c] for c in range(cute.size(S, mode=[1]))]) for r in range(2)]
             # A vote, so that the branch is uniform in the warp: behind a divergent one ptxas gives up the
             # uniform registers of the loop, and every WGMMA's descriptor takes a detour.
@@ -435,6 +436,7 @@ class Forward(QueryTiles):
                     growth = of_row(ahead[r])
                     new_max = row_max[r] + (growth if growth > GROWTH else 0.0)
                     growth = new_max - row_max[r]  # as rounded: what the keys to come are relative to
+                    # The exponents keep the rounding of their size before: 2⁻²⁴ of the growth.
                     S[r, None].store(S[r, None].load() - growth)
                     rescale(O, row_sum, r, -growth)
                     row_max[r] = new_max
@@ -455,7 +457,7 @@ class Forward(QueryTiles):
         if const_expr(not first):
             limit = GROWTH / self.scale_log2
             grown = [tile_max[r] > row_max[r] + limit for r in range(2)]
-            if cute.arch.vote_any_sync(grown[0] | grown[1]):
+            if cute.arch.vote_any_sync(grown[0] | grown[1]):  # as in the other form
                 warpgroup.wait_group(0)
                 for r in range_constexpr(2):
                     new_max = tile_max[r] if grown[r] else row_max[r]
