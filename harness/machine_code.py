@@ -157,13 +157,12 @@ def _parse(listing: str) -> list[KernelCode]:
         # A slow path laid out behind the kernel's end jumps back too; what it spans is not a loop.
         loops = [k for k in loops if not any(i.opcode == "EXIT" for i in instructions[k.first : k.last])]
         voted = [(at, t) for at, t in branches if at and instructions[at - 1].opcode.startswith("VOTE")]
-        seldom = [Loop(at + 1, labels[t] - 1) for at, t in voted if labels.get(t, at) > at]
+        skipped = [Loop(at + 1, labels[t] - 1) for at, t in voted if labels.get(t, at) > at]
         # A branch that leads to the seldom case, laid out elsewhere, would skip products or an end.
-        seldom = [
-            k
-            for k in seldom
-            if not any(re.match("HGMMA|EXIT", i.opcode) for i in instructions[k.first : k.last + 1])
-        ]
+        skips = lambda k, pattern: any(
+            re.match(pattern, i.opcode) for i in instructions[k.first : k.last + 1]
+        )
+        seldom = [k for k in skipped if not skips(k, "HGMMA|EXIT")]
         kernels.append(
             KernelCode(
                 symbol,

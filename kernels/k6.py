@@ -296,8 +296,8 @@ class Forward(QueryTiles):
                     self.step(x, first_row, block, q_get, k_get, v_get, masked=True)
                     k_get.advance()
                     v_get.advance()
-                # Tiles that only rows of other consumers can see: left below. Rows past the
-                # end may have more than the ring holds; their last P·V, which is not stored, is of another V.
+                # Tiles that only rows of other consumers can see: left below. Rows past the end may have more
+                # than the ring holds; their last P·V, which is not stored, is of another V.
                 hidden = kv_blocks - own_blocks
                 if first_row >= seqlen_q:
                     for _ in range(hidden, unroll=1):
@@ -418,7 +418,7 @@ class Forward(QueryTiles):
         self, S, O, row_max, row_sum, masked: cutlass.Constexpr, first: cutlass.Constexpr
     ):
         """With row_max scaled. It is subtracted first: a score beyond the old maximum leaves a positive
-        exponent, so the largest positive exponent is the growth. Hidden scores stay −∞, masked or not."""
+        exponent, so the largest positive exponent is the growth. −∞ of hidden scores needs no care here."""
         if const_expr(first):
             for r in range_constexpr(2):
                 row_max[r] = finite(of_row(largest(S, r))) * self.scale_log2
