@@ -33,24 +33,26 @@ CHUNK_ELEMENTS = 2**27  # scores held at once
 # ---- the reference and the yardstick -----------------------------------------------------------------------
 
 
-Rounding = bool | tuple[int, float]
+Rounding = bool | tuple[int, int, float]
 """How P is rounded before P·V: not at all, relative to its row's maximum, or relative to a lazy one.
 
-A lazy maximum is (tile_kv, growth): keys come in tiles from left to right, and a row's maximum is brought up
-to date only when it has grown by more than 2^growth.
+A lazy maximum is (tile_kv, parts, growth): keys come in tiles from left to right, a tile in so many parts. A
+row's maximum is that of its first tile, and is brought up to date only when a part exceeds it by more than
+2^growth; what a tile's P is rounded relative to is the maximum at the tile's end.
 """
 
 
-def _lazy_maximum(scores: torch.Tensor, tile_kv: int, growth: float) -> torch.Tensor:
+def _lazy_maximum(scores: torch.Tensor, tile_kv: int, parts: int, growth: float) -> torch.Tensor:
     """What each score (heads, rows, keys) is taken relative to."""
     keys = scores.shape[-1]
     padded = torch.nn.functional.pad(scores, (0, -keys % tile_kv), value=-math.inf)
-    tile_max = padded.unflatten(-1, (-1, tile_kv)).amax(-1)  # (heads, rows, tiles)
-    base = torch.full_like(tile_max[..., 0], -math.inf)
-    bases = []
-    for tile in range(tile_max.shape[-1]):
-        grown = tile_max[..., tile] > base + growth * math.log(2)
-        base = torch.where(grown, tile_max[..., tile], base)
+    part_max = padded.unflatten(-1, (-1, parts, tile_kv // parts)).amax(-1)  # (heads, rows, tiles, parts)
+    base = part_max[..., 0, :].amax(-1)
+    bases = [base]
+    for tile in range(1, part_max.shape[-2]):
+        for part in range(parts):
+            grown = part_max[..., tile, part] > base + growth * math.log(2)
+            base = torch.where(grown, part_max[..., tile, part], base)
         bases.append(base)
     return torch.stack(bases, -1).repeat_interleave(tile_kv, -1)[..., :keys]
 

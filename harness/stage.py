@@ -19,8 +19,8 @@ and may have
 
 - `VARIANTS`, {label: options}: what `python -m harness.ablation` times side by side;
 - `variants_for(problem) -> list[str]`: those of the labels that are candidates on a problem;
-- `lazy_maximum(problem, **options) -> (tile_kv, growth)`: for a forward kernel that rounds P relative to a
-  maximum it brings up to date lazily (`ref_check.Rounding`).
+- `lazy_maximum(problem, **options) -> (tile_kv, parts, growth)`: for a forward kernel that rounds P relative
+  to a maximum it brings up to date lazily (`ref_check.Rounding`).
 """
 
 from dataclasses import dataclass, field

@@ -110,7 +110,9 @@ def interleaved(
     turn = 0
     while waiting := [name for name in calls if turn < repeats[name]]:
         events = {}
-        for name in waiting:
+        # Each turn another one begins: what follows the synchronisation is up to 1 % slower.
+        first = turn % len(waiting)
+        for name in (*waiting[first:], *waiting[:first]):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
             enqueued = min(int(2 * host[name] * CYCLES_PER_SECOND), SLEEP_CYCLES_MAX)

@@ -84,32 +84,32 @@ class Config:
     tile_kv: int
     stages: int  # of the ring of K, and of V
     registers: tuple[int, int]  # of a producer's thread, of a consumer's
-    early_exp: bool = False  # the softmax: `softmax_maximum_first` instead of `softmax_differences_first`
+    parts: int = 1  # of a tile's keys: the exponentials of one run beside what the next begins with
 
     def __str__(self) -> str:
-        return (
-            f"{ROWS * self.consumers}×{self.tile_kv}, {self.stages} stages" + ", early exp" * self.early_exp
-        )
+        in_parts = f", {self.parts} parts" * (self.parts > 1)
+        return f"{ROWS * self.consumers}×{self.tile_kv}, {self.stages} stages{in_parts}"
 
 
-FOUR_64 = Config(4, 64, 8, (24, 112))
-THREE_128 = Config(3, 128, 3, (32, 160), early_exp=True)
+FOUR_64 = Config(4, 64, 8, (24, 112), parts=2)
 THREE_64 = Config(3, 64, 4, (32, 160))
-THREE_80 = Config(3, 80, 3, (32, 160))
 TWO_64 = Config(2, 64, 2, (24, 240))
-# By (head_dim, causal): the shape up to a number of keys, and beyond.
-CONFIGS = {
-    (64, False): (FOUR_64, 2048, THREE_128),
-    (64, True): (FOUR_64, 8192, THREE_128),
-    (128, False): (THREE_64, 0, THREE_64),
-    (128, True): (THREE_64, 0, THREE_64),
-    (256, False): (TWO_64, 0, TWO_64),
-    (256, True): (TWO_64, 0, TWO_64),
-}
+CONFIGS = {64: FOUR_64, 128: THREE_64, 256: TWO_64}  # by head_dim
 # What the shapes above were chosen from, for `python -m harness.ablation k6`.
 CANDIDATES = {
-    64: (FOUR_64, replace(FOUR_64, early_exp=True), replace(THREE_128, early_exp=False), THREE_128),
-    128: (THREE_64, replace(THREE_64, early_exp=True), THREE_80, Config(2, 128, 2, (24, 240))),
+    64: (
+        FOUR_64,
+        replace(FOUR_64, parts=1),
+        replace(FOUR_64, parts=4),
+        Config(3, 96, 5, (32, 160), parts=2),
+        Config(3, 128, 3, (32, 160), parts=4),
+    ),
+    128: (
+        THREE_64,
+        replace(THREE_64, parts=2),
+        Config(3, 80, 3, (32, 160)),
+        Config(2, 128, 2, (24, 240)),
+    ),
 }
 FIRST, FOLLOWS = 1, 2  # how a CTA's tiles are announced; 0 ends them
 WARPS = WARPGROUP // WARP
@@ -120,17 +120,18 @@ GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is r
 SMEM_MAX = 232448  # bytes a CTA may have on Hopper; 1 KiB of it is left to the barriers
 
 
-class Forward(QueryTiles):
-    """One tile shape. The CTA: `consumers` warpgroups, then a warpgroup of which one warp loads."""
+class FlashAttentionForward(QueryTiles):
+    """The CTA: `consumers` warpgroups, then a warpgroup of which one warp loads."""
 
-    def __init__(self, head_dim: int, causal: bool, dtype: type, config: Config, top_left: bool = False):
+    def __init__(
+        self, head_dim: int, causal: bool, dtype: str, config: Config | None = None, top_left: bool = False
+    ):
+        config = config or CONFIGS[head_dim]
         super().__init__(head_dim, causal, top_left, ROWS * config.consumers, config.tile_kv)
-        self.dtype, self.config = dtype, config
+        self.dtype, self.config = ELEMENTS[dtype], config
         self.consumers, self.stages = config.consumers, config.stages
         self.threads = WARPGROUP * (self.consumers + 1)
         self.scale_log2 = LOG2_E / math.sqrt(head_dim)
-        # Times row_max: powers of two. One form of the softmax keeps scores, the other scaled ones.
-        self.max_unit = self.scale_log2 if config.early_exp else 1.0
         # Two of Q and one of O; or two of Q, where O is written over the one it came from; or one for both.
         self.q_buffers = max(n for n in (1, 2, 3) if self.tile_bytes(n) <= SMEM_MAX - 1024)
         self.q_stages, self.o_over_q = min(self.q_buffers, 2), self.q_buffers < 3
@@ -150,7 +151,7 @@ class Forward(QueryTiles):
         return self.tile_bytes(self.q_buffers) + 16 + barriers * 8
 
     @cute.jit
-    def launch(self, mQ, mK, mV, mO, mLSE, mCounter, stream):
+    def __call__(self, mQ, mK, mV, mO, mLSE, mCounter, stream):
         batch, heads, seqlen_q, _ = mQ.shape
         loads = []
         for mX, rows in ((mQ, ROWS), (mK, self.tile_kv), (mV, self.tile_kv)):
@@ -245,6 +246,7 @@ class Forward(QueryTiles):
             rO = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, self.head_dim)), Float32)
             rP = cute.make_rmem_tensor(cute.make_layout(cute.size(rS) // 2), Int32)  # pairs of 16-bit values
             S, O = by_row(rS), by_row(rO)  # (row, column) of this thread
+            parts = [by_row(part) for part in in_parts(rS, self.config.parts)]  # of S, left to right
             row_max, row_sum = [cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2)]
             tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, place)
             tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, stage)
@@ -253,7 +255,7 @@ class Forward(QueryTiles):
             where_S, first_S = [by_row(mma_qk.get_slice(t).partition_C(cS)) for t in (thread, 0)]
             # What a step needs; never an argument of a jit function, which would rebind its members.
             x = SimpleNamespace(
-                tSrQ=tSrQ, tSrK=tSrK, tOrP=tOrP, tOrV=tOrV, rS=rS, rO=rO, rP=rP, S=S, O=O,
+                tSrQ=tSrQ, tSrK=tSrK, tOrP=tOrP, tOrV=tOrV, rS=rS, rO=rO, rP=rP, S=S, O=O, parts=parts,
                 row_max=row_max, row_sum=row_sum, where_S=where_S, first_S=first_S,
                 mma_qk=mma_qk, mma_pv=mma_pv, k_ring=k_ring, v_ring=v_ring,
                 seqlen_q=seqlen_q, seqlen_kv=seqlen_kv,
@@ -278,7 +280,7 @@ class Forward(QueryTiles):
                 row_sum.fill(0.0)
                 if visible == 0:
                     self.hide(S, -Float32.inf, where_S, first_S, first_row, 0, seqlen_q, seqlen_kv)
-                self.softmax(S, O, row_max, row_sum, masked=True, first=True)
+                self.first_softmax(S, row_max, row_sum)
                 round_fragment(rS, rP, self.dtype)
                 if const_expr(self.o_over_q and self.q_stages == 2):
                     # Leave the place of the Q before, when this warp's part of O has been read from there.
@@ -290,8 +292,8 @@ class Forward(QueryTiles):
                 # 3. main loop: the tiles that are seen whole, then those with hidden keys
                 for block in range(1, visible, unroll=1):
                     self.step(x, first_row, block, q_get, k_get, v_get, masked=False)
+                    v_get = k_get.clone()  # as many stages, and K is one ahead
                     k_get.advance()
-                    v_get.advance()
                 for block in range(cutlass.max(1, visible), own_blocks, unroll=1):
                     self.step(x, first_row, block, q_get, k_get, v_get, masked=True)
                     k_get.advance()
@@ -320,7 +322,7 @@ class Forward(QueryTiles):
                 for r in range_constexpr(2):
                     total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=LANES)
                     inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
-                    lse[r] = (row_max[r] * self.max_unit + cute.math.log2(total, fastmath=True)) * LN_2
+                    lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
                 valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
                 tile_get.advance()
                 for _ in range_constexpr(self.consumers):
@@ -403,104 +405,63 @@ class Forward(QueryTiles):
         if masked:
             hides = x.where_S, x.first_S, first_row, kv_block, x.seqlen_q, x.seqlen_kv
             self.hide(x.S, -Float32.inf, *hides)
-        self.softmax(x.S, x.O, x.row_max, x.row_sum, masked, first=False)
+        self.softmax(x.parts, x.O, x.row_max, x.row_sum)
         warpgroup.wait_group(0)
         x.v_ring.consumer_release(v_get)
+        exponentiate(x.parts[-1], x.row_sum)
         round_fragment(x.rS, x.rP, self.dtype)
 
-    def softmax(self, S, O, row_max, row_sum, masked: bool, first: bool):
-        """S becomes P, relative to row_max, which may be up to 2^GROWTH behind; row_sum follows."""
-        form = self.softmax_maximum_first if self.config.early_exp else self.softmax_differences_first
-        form(S, O, row_max, row_sum, masked, first)
+    @cute.jit
+    def first_softmax(self, S, row_max, row_sum):
+        """S of a row's first keys becomes P; row_max is scaled, in powers of two."""
+        for r in range_constexpr(2):
+            tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+            row_max[r] = finite(of_row(Float32(tile_max))) * self.scale_log2
+        self.subtract(S, row_max)
+        exponentiate(S, row_sum)
 
     @cute.jit
-    def softmax_differences_first(
-        self, S, O, row_max, row_sum, masked: cutlass.Constexpr, first: cutlass.Constexpr
-    ):
-        """With row_max scaled. It is subtracted first: a score beyond the old maximum leaves a positive
-        exponent, so the largest positive exponent is the growth. −∞ of hidden scores needs no care here."""
-        if const_expr(first):
-            for r in range_constexpr(2):
-                row_max[r] = finite(of_row(largest(S, r))) * self.scale_log2
-        for r in range_constexpr(2):
-            S[r, None].store(S[r, None].load() * self.scale_log2 - row_max[r])
-        if const_expr(not first):
+    def softmax(self, parts, O, row_max, row_sum):
+        """S, given in parts, becomes P relative to row_max, which may be up to 2^GROWTH behind, and row_sum
+        follows. The last part is left as exponents.
+
+        The maximum is subtracted first: a score beyond it leaves a positive exponent, so the largest positive
+        exponent is the growth. −∞ of hidden scores needs no care here.
+        """
+        for p in range_constexpr(len(parts)):
+            self.subtract(parts[p], row_max)
+            if const_expr(p > 0):
+                exponentiate(parts[p - 1], row_sum)
+                total = row_sum[0] + row_sum[1]
             # Each thread asks its own keys; the four of a row put theirs together only in the branch.
-            ahead = [largest_positive([S[r, c] for c in range(cute.size(S, mode=[1]))]) for r in range(2)]
+            keys = range(cute.size(parts[p], mode=[1]))
+            ahead = [largest_positive([parts[p][r, c] for c in keys]) for r in range(2)]
+            most = cute.arch.fmax(ahead[0], ahead[1])
+            if const_expr(p > 0):
+                # The sum, which is never negative, is asked too: what the vote does not need, ptxas would leave
+                # until after it, here the exponentials, and what is above would have nothing to run beside.
+                most = cute.arch.fmax(most, -total)
             # A vote, so that the branch is uniform in the warp: behind a divergent one ptxas gives up the
             # uniform registers of the loop, and every WGMMA's descriptor takes a detour.
-            if cute.arch.vote_any_sync(cute.arch.fmax(ahead[0], ahead[1]) > GROWTH):
+            if cute.arch.vote_any_sync(most > GROWTH):
                 warpgroup.wait_group(0)  # P·V still adds to O
                 for r in range_constexpr(2):
                     # Only of a row that has grown: what others of the warp see must not change its bits.
                     growth = of_row(ahead[r])
                     new_max = row_max[r] + (growth if growth > GROWTH else 0.0)
                     growth = new_max - row_max[r]  # as rounded: what the keys to come are relative to
+                    row_max[r] = new_max
                     # The exponents keep the rounding of their size before: 2⁻²⁴ of the growth.
-                    S[r, None].store(S[r, None].load() - growth)
-                    rescale(O, row_sum, r, -growth)
-                    row_max[r] = new_max
-        for r in range_constexpr(2):
-            exponentiate(S, row_sum, r, S[r, None].load())
+                    parts[p][r, None].store(parts[p][r, None].load() - growth)
+                    factor = cute.math.exp2(-growth, fastmath=True)
+                    for x in [*parts[:p], O]:  # P of the parts before, and O
+                        x[r, None].store(x[r, None].load() * factor)
+                    row_sum[r] *= factor
 
-    @cute.jit
-    def softmax_maximum_first(
-        self, S, O, row_max, row_sum, masked: cutlass.Constexpr, first: cutlass.Constexpr
-    ):
-        """With row_max as the scores are, and every exponential before the wait for P·V. More instructions,
-        and yet 3 to 9 % faster in tiles of 192×128 (head_dim 64, N ≥ 4096)."""
-        tile_max = cute.make_rmem_tensor(row_max.layout, Float32)
-        for r in range_constexpr(2):
-            tile_max[r] = of_row(largest(S, r))
-            if const_expr(first):
-                row_max[r] = tile_max[r]
-        if const_expr(not first):
-            limit = GROWTH / self.scale_log2
-            grown = [tile_max[r] > row_max[r] + limit for r in range(2)]
-            if cute.arch.vote_any_sync(grown[0] | grown[1]):  # as in the other form
-                warpgroup.wait_group(0)
-                for r in range_constexpr(2):
-                    new_max = tile_max[r] if grown[r] else row_max[r]
-                    rescale(O, row_sum, r, (row_max[r] - finite(new_max)) * self.scale_log2)
-                    row_max[r] = new_max
-        for r in range_constexpr(2):
-            base = finite(row_max[r]) if const_expr(masked) else row_max[r]
-            exponentiate(S, row_sum, r, S[r, None].load() * self.scale_log2 - base * self.scale_log2)
-        if const_expr(not first):
-            # Never taken, but it needs every exponential: they stay before the wait.
-            if cute.arch.vote_any_sync(row_sum[0] + row_sum[1] < -1.0):
-                cute.arch.sync_warp()
-
-
-class ForwardShort(Forward):
-    """Up to the number of keys in CONFIGS. A class of its own for its name in profiles and machine code."""
-
-
-class ForwardLong(Forward):
-    """Beyond it."""
-
-
-class FlashAttentionForward:
-    def __init__(
-        self, head_dim: int, causal: bool, dtype: str, config: Config | None = None, top_left: bool = False
-    ):
-        short, self.limit, long = CONFIGS[head_dim, causal] if config is None else (config, 0, config)
-        element = ELEMENTS[dtype]
-        self.short = ForwardShort(head_dim, causal, element, short, top_left)
-        self.long = ForwardLong(head_dim, causal, element, long, top_left)
-
-    def for_keys(self, seqlen_kv: int) -> Forward:
-        return self.short if seqlen_kv <= self.limit else self.long
-
-    @cute.jit
-    def __call__(self, mQ, mK, mV, mO, mLSE, mCounter, stream):
-        if const_expr(self.limit == 0):
-            self.long.launch(mQ, mK, mV, mO, mLSE, mCounter, stream)
-        else:
-            if mK.shape[2] <= self.limit:
-                self.short.launch(mQ, mK, mV, mO, mLSE, mCounter, stream)
-            else:
-                self.long.launch(mQ, mK, mV, mO, mLSE, mCounter, stream)
+    def subtract(self, S, row_max):
+        """Scores become exponents, relative to row_max."""
+        for r in range(2):
+            S[r, None].store(S[r, None].load() * self.scale_log2 - row_max[r])
 
 
 def at_index(stages: int, index) -> pipeline.PipelineState:
@@ -535,9 +496,11 @@ def await_next(q_ring, k_ring, q_get, k_get, hidden, valid):
     return k_get
 
 
-def largest(S, r: int):
-    """A thread's largest score of its row r."""
-    return Float32(S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
+def in_parts(rS: cute.Tensor, parts: int) -> list[cute.Tensor]:
+    """An accumulator fragment ((2, 2, N/8), M/64, 1) cut along N."""
+    (pair, half, groups), blocks, one = rS.shape
+    layout = cute.make_layout(((pair, half, groups // parts), blocks, one), stride=rS.stride)
+    return [cute.make_tensor(rS.iterator + p * cute.size(layout), layout) for p in range(parts)]
 
 
 def of_row(maximum):
@@ -545,20 +508,12 @@ def of_row(maximum):
     return cute.arch.warp_reduction_max(maximum, threads_in_group=LANES)
 
 
-@cute.jit
-def rescale(O, row_sum, r: cutlass.Constexpr, exponent):
-    """O and the row sum of row r, times 2^exponent."""
-    factor = cute.math.exp2(exponent, fastmath=True)
-    O[r, None].store(O[r, None].load() * factor)
-    row_sum[r] *= factor
-
-
-@cute.jit
-def exponentiate(S, row_sum, r: cutlass.Constexpr, exponents):
-    """Row r of S becomes P."""
-    p = cute.math.exp2(exponents, fastmath=True)
-    S[r, None].store(p)
-    row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
+def exponentiate(S, row_sum):
+    """Exponents become P, and row_sum follows."""
+    for r in range(2):
+        p = cute.math.exp2(S[r, None].load(), fastmath=True)
+        S[r, None].store(p)
+        row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
 
 
 @cute.jit
@@ -584,12 +539,12 @@ def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int,
 
 
 def kernel_for(problem: Problem, config: Config | None = None) -> FlashAttentionForward:
-    """The kernels of the problem's head_dim, mask and type."""
+    """The kernel of the problem's head_dim, mask and type."""
     return FlashAttentionForward(problem.head_dim, problem.causal, problem.dtype, config, problem.top_left)
 
 
 def work(problem: Problem, config: Config | None = None) -> list[Work]:
-    kernel = kernel_for(problem, config).for_keys(problem.seqlen_kv)
+    kernel = kernel_for(problem, config)
     heads, q_blocks = problem.batch * problem.heads, math.ceil(problem.seqlen_q / kernel.tile_q)
     blocks = unmasked = 0
     for own, visible in kernel.blocks_of(problem):
@@ -612,9 +567,11 @@ def work(problem: Problem, config: Config | None = None) -> list[Work]:
     ]
 
 
-def lazy_maximum(problem: Problem, config: Config | None = None) -> tuple[int, float]:
-    """What P is rounded relative to: tiles of so many keys, a maximum up to so many powers of two behind."""
-    return kernel_for(problem, config).for_keys(problem.seqlen_kv).tile_kv, GROWTH
+def lazy_maximum(problem: Problem, config: Config | None = None) -> tuple[int, int, float]:
+    """What P is rounded relative to: tiles of so many keys, in so many parts, a maximum up to so many powers of
+    two behind."""
+    kernel = kernel_for(problem, config)
+    return kernel.tile_kv, kernel.config.parts, GROWTH
 
 
 VARIANTS = {str(config): {"config": config} for configs in CANDIDATES.values() for config in configs}

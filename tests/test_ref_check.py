@@ -295,23 +295,33 @@ def test_lazy_maximum_of_a_row_follows_its_own_scores() -> None:
     scores[0, 0, 2:4] = 5.0  # the middle tile of three
     scores[0, 1, 2:4] = 1.0  # not enough to bring the row up to date
     scores[0, 2, :2] = -torch.inf  # sees nothing of the first tile
-    base = ref_check._lazy_maximum(scores, tile_kv=2, growth=2.0 / math.log(2))
+    base = ref_check._lazy_maximum(scores, tile_kv=2, parts=1, growth=2.0 / math.log(2))
     of_tile = torch.tensor([[0.0, 5.0, 5.0], [0.0, 0.0, 0.0], [-torch.inf, 0.0, 0.0], [0.0, 0.0, 0.0]])
     assert torch.equal(base[0], of_tile.repeat_interleave(2, -1))
-    exact = ref_check._lazy_maximum(scores, tile_kv=6, growth=8.0)
+    exact = ref_check._lazy_maximum(scores, tile_kv=6, parts=3, growth=8.0)  # the first tile's is its maximum
     assert torch.equal(exact, scores.amax(-1, keepdim=True).expand_as(scores))
+
+
+def test_lazy_maximum_is_asked_of_each_part_of_a_tile() -> None:
+    scores = torch.zeros(1, 3, 8)  # two tiles of two parts, growth asked at 2
+    scores[0, 0, 4:] = torch.tensor([3.0, 0.0, 4.0, 0.0])  # the second part exceeds the first by less than 2
+    scores[0, 1, 4:] = torch.tensor([0.0, 0.0, 4.0, 0.0])
+    scores[0, 2, 4:] = torch.tensor([4.0, 0.0, 7.0, 0.0])  # both parts grow: the tile's P follows the second
+    base = ref_check._lazy_maximum(scores, tile_kv=4, parts=2, growth=2.0 / math.log(2))
+    of_tile = torch.tensor([[0.0, 3.0], [0.0, 4.0], [0.0, 7.0]])
+    assert torch.equal(base[0], of_tile.repeat_interleave(4, -1))
 
 
 def test_lazy_yardstick_differs_by_roundings_only() -> None:
     q, k, v = random_inputs(Problem.square(1, 2, 300, 64, True), "cpu")
     ref = ref_check.reference(q, k, v, True)[0]
-    plain, lazy = (ref_check.yardstick(q, k, v, True, how) for how in (True, (64, 8.0)))
+    plain, lazy = (ref_check.yardstick(q, k, v, True, how) for how in (True, (64, 2, 8.0)))
     assert not torch.equal(plain, lazy)
     rms = [(x.double() - ref).square().mean().sqrt() for x in (plain, lazy)]
     assert rms[1] < 1.2 * rms[0]
 
 
-@pytest.mark.parametrize("rounds_p", [False, True, (64, 8.0), (80, 8.0)])
+@pytest.mark.parametrize("rounds_p", [False, True, (64, 2, 8.0), (80, 1, 8.0)])
 @pytest.mark.parametrize("problem", SHAPES.values(), ids=SHAPES)
 def test_yardstick_passes_its_own_rule(problem: Problem, rounds_p: bool) -> None:
     q, k, v = random_inputs(problem, "cpu")

@@ -44,7 +44,8 @@ def test_all_calls_take_turns(sleeps: list[int]) -> None:
     order = []
     calls = {name: lambda name=name: order.append(name) for name in ("a", "b")}
     found = timing.interleaved(calls, seconds=0.04, rest=0.0)
-    assert order == ["a", "b"] * 5  # a first turn that is not counted, then 40 ms of 10 ms each
+    # A first turn that is not counted, then 40 ms of 10 ms each; another one begins each turn.
+    assert order == [*"ab", *"ba", *"ab", *"ba", *"ab"]
     assert found == dict.fromkeys("ab", timing.Timing(10.0, 0.0, 1700.0, 600.0))
     assert set(sleeps) == {timing.SLEEP_CYCLES}
 
