@@ -4,12 +4,13 @@ The idea          Everything that measured ahead, and nothing else. The CTAs sta
                   first, so that loads of the next tile hide the end of this one. O is rescaled only when a
                   row's maximum has grown by more than 2⁸; mostly that is asked of three exponents at a time,
                   as integers. The vote on it also keeps the question where it is written, before the wait
-                  for P·V, and leaves the descriptors in uniform registers.
+                  for P·V, and leaves the descriptors in uniform registers. At head_dim 64 it is asked of the
+                  second half of a tile's keys while the first half is exponentiated.
 What changes      against k6_2: persistent CTAs and a tile counter; a tile's last P·V beside the next one's
                   first Q·Kᵀ, up to head_dim 128; tiles with hidden keys in a loop of their own, tiles hidden
                   from all of a consumer's rows left by it; lazy rescaling; O leaves through shared memory by
-                  TMA; at head_dim 64 a tile shape for short sequences and one for long; fp16, GQA, unequal
-                  lengths, head_dim 256. Nobody waits for a turn any more.
+                  TMA; a tile shape for each head_dim; fp16, GQA, unequal lengths, head_dim 256. Nobody waits
+                  for a turn any more.
 What does not     rings, warp specialisation, the half-tile lag of P·V behind Q·Kᵀ.
 Supports          bf16 and fp16; head_dim 64, 128, 256; seqlen_q and seqlen_kv ≥ 1; GQA and MQA. A causal mask
                   is aligned at the bottom right, where query i sees keys up to i + seqlen_kv − seqlen_q, or
@@ -69,7 +70,7 @@ STAGES = (
     Stage(
         "k6",
         "the production forward",
-        "persistent CTAs, lazy rescaling, masked tiles apart, TMA store, tile shapes by head_dim and length",
+        "persistent CTAs, lazy rescaling, masked tiles apart, TMA store, a tile shape by head_dim",
         "k6_2",
         rounds_p=True,
     ),
@@ -438,8 +439,8 @@ class FlashAttentionForward(QueryTiles):
             ahead = [largest_positive([parts[p][r, c] for c in keys]) for r in range(2)]
             most = cute.arch.fmax(ahead[0], ahead[1])
             if const_expr(p > 0):
-                # The sum, which is never negative, is asked too: what the vote does not need, ptxas would leave
-                # until after it, here the exponentials, and what is above would have nothing to run beside.
+                # The sum, which is never negative, is asked too: what the vote does not need, ptxas would
+                # leave until after it, here the exponentials; nothing would run beside what is above.
                 most = cute.arch.fmax(most, -total)
             # A vote, so that the branch is uniform in the warp: behind a divergent one ptxas gives up the
             # uniform registers of the loop, and every WGMMA's descriptor takes a detour.
@@ -568,8 +569,8 @@ def work(problem: Problem, config: Config | None = None) -> list[Work]:
 
 
 def lazy_maximum(problem: Problem, config: Config | None = None) -> tuple[int, int, float]:
-    """What P is rounded relative to: tiles of so many keys, in so many parts, a maximum up to so many powers of
-    two behind."""
+    """What P is rounded relative to: tiles of so many keys, in so many parts, a maximum up to so many powers
+    of two behind."""
     kernel = kernel_for(problem, config)
     return kernel.tile_kv, kernel.config.parts, GROWTH
 

@@ -4,6 +4,7 @@ import functools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from math import ceil
 
 import pytest
@@ -225,7 +226,7 @@ def test_k6_issues_no_more_instructions_than_before(head_dim: int, causal: bool)
     # Each part but the last becomes P before the vote on the next one, so that they run beside each other.
     votes = [at for at, opcode in enumerate(unmasked) if opcode.startswith("VOTE.ANY")]
     assert len(votes) == config.parts
-    for begin, end in zip(votes, votes[1:]):
+    for begin, end in pairwise(votes):
         between = [opcode.split(".")[0] for opcode in unmasked[begin:end]]
         for kind in ("MUFU", "FFMA"):
             assert between.count(kind) >= scores / config.parts - 2
