@@ -113,6 +113,7 @@ class Cta:
                 yield from v.wait(at_v)
                 yield
                 assert (q.content[tile], k.content[at_k]) == (tile, (tile, block))
+                assert at_k == at_v + 1, "V's next place would not be K's of now"
                 k.leave(at_k)
                 yield
                 assert v.content[at_v] == (tile, block - 1)
