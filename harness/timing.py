@@ -110,7 +110,7 @@ def interleaved(
     turn = 0
     while waiting := [name for name in calls if turn < repeats[name]]:
         events = {}
-        # Each turn another one begins: what follows the synchronisation is up to 1 % slower.
+        # Each turn another one begins: what follows the synchronisation is about 1 % slower.
         first = turn % len(waiting)
         for name in (*waiting[first:], *waiting[:first]):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

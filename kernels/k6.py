@@ -132,6 +132,9 @@ class FlashAttentionForward(QueryTiles):
         self.dtype, self.config = ELEMENTS[dtype], config
         self.consumers, self.stages = config.consumers, config.stages
         self.threads = WARPGROUP * (self.consumers + 1)
+        assert self.tile_kv % (8 * config.parts) == 0, (
+            "a part is some of the accumulator's groups of 8 columns"
+        )
         self.scale_log2 = LOG2_E / math.sqrt(head_dim)
         # Two of Q and one of O; or two of Q, where O is written over the one it came from; or one for both.
         self.q_buffers = max(n for n in (1, 2, 3) if self.tile_bytes(n) <= SMEM_MAX - 1024)
@@ -293,7 +296,7 @@ class FlashAttentionForward(QueryTiles):
                 # 3. main loop: the tiles that are seen whole, then those with hidden keys
                 for block in range(1, visible, unroll=1):
                     self.step(x, first_row, block, q_get, k_get, v_get, masked=False)
-                    v_get = k_get.clone()  # as many stages, and K is one ahead
+                    v_get = k_get.clone()  # as many stages, and K is one ahead: 2 instructions less
                     k_get.advance()
                 for block in range(cutlass.max(1, visible), own_blocks, unroll=1):
                     self.step(x, first_row, block, q_get, k_get, v_get, masked=True)
@@ -423,8 +426,8 @@ class FlashAttentionForward(QueryTiles):
 
     @cute.jit
     def softmax(self, parts, O, row_max, row_sum):
-        """S, given in parts, becomes P relative to row_max, which may be up to 2^GROWTH behind, and row_sum
-        follows. The last part is left as exponents.
+        """All parts of S but the last become P and join row_sum; the last is left as exponents. They are
+        relative to row_max, which may be up to GROWTH behind.
 
         The maximum is subtracted first: a score beyond it leaves a positive exponent, so the largest positive
         exponent is the growth. −∞ of hidden scores needs no care here.
@@ -439,8 +442,8 @@ class FlashAttentionForward(QueryTiles):
             ahead = [largest_positive([parts[p][r, c] for c in keys]) for r in range(2)]
             most = cute.arch.fmax(ahead[0], ahead[1])
             if const_expr(p > 0):
-                # The sum, which is never negative, is asked too: what the vote does not need, ptxas would
-                # leave until after it, here the exponentials; nothing would run beside what is above.
+                # ptxas moves behind the vote what the vote does not need. Asking the sum too, which is never
+                # negative, keeps the exponentials of the part before here, beside this part's subtraction.
                 most = cute.arch.fmax(most, -total)
             # A vote, so that the branch is uniform in the warp: behind a divergent one ptxas gives up the
             # uniform registers of the loop, and every WGMMA's descriptor takes a detour.

@@ -208,3 +208,8 @@ def test_a_wait_that_has_no_end_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
 def test_too_few_stages_are_refused() -> None:
     with pytest.raises(AssertionError):
         k6.FlashAttentionForward(128, True, "bfloat16", k6.Config(3, 64, 2, (32, 160)))
+
+
+def test_parts_that_leave_keys_over_are_refused() -> None:
+    with pytest.raises(AssertionError, match="groups of 8 columns"):
+        k6.FlashAttentionForward(128, True, "bfloat16", k6.Config(3, 80, 3, (32, 160), parts=4))
