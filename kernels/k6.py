@@ -88,8 +88,8 @@ class Config:
     parts: int = 1  # of a tile's keys: the exponentials of one run beside what the next begins with
 
     def __str__(self) -> str:
-        in_parts = f", {self.parts} parts" * (self.parts > 1)
-        return f"{ROWS * self.consumers}×{self.tile_kv}, {self.stages} stages{in_parts}"
+        shape = f"{ROWS * self.consumers}×{self.tile_kv}, {self.stages} stages"
+        return shape + f", {self.parts} parts" * (self.parts > 1)
 
 
 FOUR_64 = Config(4, 64, 8, (24, 112), parts=2)
@@ -296,7 +296,9 @@ class FlashAttentionForward(QueryTiles):
                 # 3. main loop: the tiles that are seen whole, then those with hidden keys
                 for block in range(1, visible, unroll=1):
                     self.step(x, first_row, block, q_get, k_get, v_get, masked=False)
-                    v_get = k_get.clone()  # as many stages, and K is one ahead: 2 instructions less
+                    # V has as many stages and is one behind: 2 instructions less than to advance it. In the
+                    # other loop they would be 20 more, for want of uniform registers.
+                    v_get = k_get.clone()
                     k_get.advance()
                 for block in range(cutlass.max(1, visible), own_blocks, unroll=1):
                     self.step(x, first_row, block, q_get, k_get, v_get, masked=True)

@@ -210,14 +210,18 @@ def test_bwd4_at_head_dim_256_is_deterministic_already() -> None:
         assert both[0] == both[1]
 
 
+def innermost_with_products(code: KernelCode) -> list[Loop]:
+    innermost = [k for k in code.loops if not any(k.holds(other) for other in code.loops)]
+    multiplies = lambda k: any("HGMMA" in i.opcode for i in code.instructions[k.first : k.last + 1])
+    return [k for k in innermost if multiplies(k)]
+
+
 @pytest.mark.parametrize("head_dim", (*HEAD_DIMS, 256))
 @pytest.mark.parametrize("causal", [False, True])
 def test_k6_issues_no_more_instructions_than_before(head_dim: int, causal: bool) -> None:
     (code,) = kernels_of("k6", head_dim, causal)
     config = k6.CONFIGS[head_dim]
-    innermost = [k for k in code.loops if not any(k.holds(other) for other in code.loops)]
-    loops = [code.usual(k) for k in innermost]
-    loops = [[i.opcode for i in k] for k in loops if any("HGMMA" in i.opcode for i in k)]
+    loops = [[i.opcode for i in code.usual(k)] for k in innermost_with_products(code)]
     assert len(code.seldom) == len(loops) * config.parts, (
         "branches of the rescaling, which `usual` leaves out"
     )
@@ -237,9 +241,7 @@ def test_k6_issues_no_more_instructions_than_before(head_dim: int, causal: bool)
 def test_bwd4_issues_no_more_instructions_than_before(head_dim: int) -> None:
     for causal in (False, True):
         code = next(k for k in kernels_of("bwd4", head_dim, causal) if "Backward" in k.symbol)
-        innermost = [k for k in code.loops if not any(k.holds(other) for other in code.loops)]
-        loops = [code.instructions[k.first : k.last + 1] for k in innermost]
-        unmasked = min(len(k) for k in loops if any("HGMMA" in i.opcode for i in k))
+        unmasked = min(k.last + 1 - k.first for k in innermost_with_products(code))
         scores = 64 * {64: 128, 128: 64}[head_dim] / 128  # of a thread in a step
         assert unmasked / scores <= BACKWARD_INSTRUCTIONS_PER_SCORE[head_dim] + 0.005
 
