@@ -1,707 +1,27 @@
-"""The reference, the pass rule, and what proves that the rule can fail.
+"""The cases every stage must compute correctly or refuse by name, and what proves that the rule can fail.
 
     python ref_check.py k2            every case for one stage (several stages, or `all`)
+    python ref_check.py k2 --save     and write results/<gpu>/checks/k2.json, the record of what passed
     python ref_check.py --mutations   every mutation on every shape of the sweep: each must be caught
 
-A kernel passes when it is no further from float64 attention, or its gradients, than the same computation with
-the kernel's own roundings and no others (the yardstick) explains. A fixed tolerance cannot do this: at N =
-16384 a dropped key moves the output by less than 1e-3.
+Without a Hopper GPU a stage's NumPy model stands in, and no kernel is executed.
 """
 
 import argparse
-import functools
-import math
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
-from harness.inputs import Tensors, allocate, allocate_backward, poison, random_inputs
-from harness.problem import Problem, sweep
-
-MAX_FACTOR = 2.0  # max|kernel − reference| against the yardstick's
-RMS_FACTOR = 1.25  # rms(kernel − reference) against the yardstick's, over the whole tensor
-BLOCK_RMS_FACTOR = 1.5  # and over every block of 64 rows: one bad block is 1/256 of a tensor at N = 16384
-BLOCK_ROWS = 64
-ROW_RMS_FACTOR = 3.0  # and over every row, against the larger of the row's and its block's yardstick
-LSE_TOLERANCE = 1e-5
-CANCELLATION = 2.0**-18  # of dP against D, relative to what they are sums of: some units of fp32 round-off
-CHUNK_ELEMENTS = 2**27  # scores held at once
-
-
-# ---- the reference and the yardstick -----------------------------------------------------------------------
-
-
-Rounding = bool | tuple[int, int, float]
-"""How P is rounded before P·V: not at all, relative to its row's maximum, or relative to a lazy one.
-
-A lazy maximum is (tile_kv, parts, growth): keys come in tiles from left to right, a tile in so many parts. A
-row's maximum is that of its first tile, and is brought up to date only when a part exceeds it by more than
-2^growth; what a tile's P is rounded relative to is the maximum at the tile's end.
-"""
-
-
-def _lazy_maximum(scores: torch.Tensor, tile_kv: int, parts: int, growth: float) -> torch.Tensor:
-    """What each score (heads, rows, keys) is taken relative to."""
-    keys = scores.shape[-1]
-    padded = torch.nn.functional.pad(scores, (0, -keys % tile_kv), value=-math.inf)
-    part_max = padded.unflatten(-1, (-1, parts, tile_kv // parts)).amax(-1)  # (heads, rows, tiles, parts)
-    base = part_max[..., 0, :].amax(-1)
-    bases = [base]
-    for tile in range(1, part_max.shape[-2]):
-        for part in range(parts):
-            grown = part_max[..., tile, part] > base + growth * math.log(2)
-            base = torch.where(grown, part_max[..., tile, part], base)
-        bases.append(base)
-    return torch.stack(bases, -1).repeat_interleave(tile_kv, -1)[..., :keys]
-
-
-def _chunks(batch: int, heads: int, rows: int, keys: int) -> Iterator[tuple[int, slice, slice]]:
-    """(batch, heads, rows) of pieces with about CHUNK_ELEMENTS scores: whole heads, or some rows of one."""
-    heads_at_once = max(1, min(heads, CHUNK_ELEMENTS // max(1, rows * keys)))
-    rows_at_once = max(1, min(rows, CHUNK_ELEMENTS // max(1, heads_at_once * keys) // 64 * 64))
-    for b in range(batch):
-        for h in range(0, heads, heads_at_once):
-            for r in range(0, rows, rows_at_once):
-                yield b, slice(h, min(h + heads_at_once, heads)), slice(r, min(r + rows_at_once, rows))
-
-
-def diagonal_offset(seqlen_q: int, seqlen_kv: int, top_left: bool) -> int:
-    """Of a causal mask: query i sees keys up to i + offset. Aligned at the bottom right the last query sees
-    every key, with `top_left` the first query sees one."""
-    return 0 if top_left else seqlen_kv - seqlen_q
-
-
-def _scores(queries, keys, rows: torch.Tensor, columns: torch.Tensor, offset: int, causal: bool):
-    """scale·Q·Kᵀ (heads, rows, keys), −∞ where a causal mask of this `diagonal_offset` hides."""
-    scores = (queries @ keys.transpose(-1, -2)).div_(math.sqrt(queries.shape[-1]))
-    return scores.masked_fill_(columns > rows[:, None] + offset, -math.inf) if causal else scores
-
-
-def _attention(
-    q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dtype, rounds_p: Rounding, top_left: bool
-):
-    """(O, LSE) of q, k, v (B, H, N, d) computed in `dtype`; `rows` selects query rows (all by default).
-
-    A query that sees no key has O = 0 and LSE = −∞.
-    """
-    batch, heads, seqlen_q, head_dim = q.shape
-    seqlen_kv, group = k.shape[2], heads // max(1, k.shape[1])
-    rows = torch.arange(seqlen_q, device=q.device) if rows is None else rows
-    offset = diagonal_offset(seqlen_q, seqlen_kv, top_left)
-    o = torch.empty(batch, heads, len(rows), head_dim, dtype=dtype, device=q.device)
-    lse = torch.empty(batch, heads, len(rows), dtype=dtype, device=q.device)
-    columns = torch.arange(seqlen_kv, device=q.device)
-    for b, some_heads, piece in _chunks(batch, heads, len(rows), seqlen_kv):
-        kv_heads = torch.arange(some_heads.start, some_heads.stop, device=q.device) // group
-        keys, values = k[b, kv_heads].to(dtype), v[b, kv_heads].to(dtype)
-        queries = q[b, some_heads][:, rows[piece]].to(dtype)
-        scores = _scores(queries, keys, rows[piece], columns, offset, causal)
-        maximum = scores.amax(-1, keepdim=True)
-        maximum.masked_fill_(maximum == -math.inf, 0.0)  # −∞ − (−∞) would be NaN
-        if isinstance(rounds_p, tuple):
-            base = _lazy_maximum(scores, *rounds_p)
-            base = base.masked_fill(base == -math.inf, 0.0)
-            p, weight = (scores - base).exp_(), (base - maximum).exp_()
-            total = (p * weight).sum(-1, keepdim=True)
-            p = p.to(q.dtype).to(dtype).mul_(weight)
-        else:
-            p = scores.sub_(maximum).exp_()
-            total = p.sum(-1, keepdim=True)
-            if rounds_p:
-                p = p.to(q.dtype).to(dtype)
-        seen = total.clamp(min=1e-30)  # at least 1 where the maximum is a score
-        o[b, some_heads, piece] = (p @ values) / seen
-        lse[b, some_heads, piece] = (maximum + total.log()).squeeze(-1)
-    return o, lse
-
-
-def reference(
-    q, k, v, causal: bool, rows: torch.Tensor | None = None, top_left: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention in float64 from the rounded inputs, never downcast: O (B, H, rows, d) and LSE (B, H,
-    rows)."""
-    return _attention(q, k, v, causal, rows, torch.float64, rounds_p=False, top_left=top_left)
-
-
-def rounding_of(stage: object, module: object, problem: Problem, **options: object) -> Rounding:
-    """How the stage of `module` rounds P on `problem`."""
-    if hasattr(module, "lazy_maximum"):
-        return module.lazy_maximum(problem, **options)
-    return stage.rounds_p
-
-
-def yardstick(
-    q, k, v, causal: bool, rounds_p: Rounding, rows: torch.Tensor | None = None, top_left: bool = False
-) -> torch.Tensor:
-    """Attention with the kernel's roundings and no others: fp32 scores, softmax and sums, output to q's type,
-    and P to q's type where the kernel's P·V multiplies rounded P (`rounding_of`)."""
-    return _attention(q, k, v, causal, rows, torch.float32, rounds_p, top_left)[0].to(q.dtype)
-
-
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # dQ (B, H, Nq, d), dK and dV (B, Hkv, Nkv, d)
-
-
-def _gradients(
-    q, k, v, o, lse, do, causal, dtype, rounds_p, rows=None, columns=None, top_left=False
-) -> Gradients:
-    """(dQ, dK, dV) computed in `dtype` by the formulas every kernel uses, from the O and LSE given:
-
-    P = e^(S − LSE), D = rowsum(dO∘O), dS = P∘(dO·Vᵀ − D); dQ = scale·dS·K, dK = scale·dSᵀ·Q, dV = Pᵀ·dO.
-    `rows` and `columns` select queries and keys (all by default): the gradients are of those selected, and
-    what the others add to them is left out.
-    """
-    batch, heads, seqlen_q, head_dim = q.shape
-    seqlen_kv, group, scale = k.shape[2], heads // max(1, k.shape[1]), 1.0 / math.sqrt(head_dim)
-    rows = torch.arange(seqlen_q, device=q.device) if rows is None else rows
-    columns = torch.arange(seqlen_kv, device=q.device) if columns is None else columns
-    offset = diagonal_offset(seqlen_q, seqlen_kv, top_left)
-    rounded = (lambda x: x.to(q.dtype).to(dtype)) if rounds_p else (lambda x: x)
-    dq = torch.empty(batch, heads, len(rows), head_dim, dtype=dtype, device=q.device)
-    dk, dv = (
-        torch.zeros(batch, k.shape[1], len(columns), head_dim, dtype=dtype, device=q.device) for _ in range(2)
-    )
-    for b, some_heads, piece in _chunks(batch, heads, len(rows), len(columns)):
-        kv_heads = torch.arange(some_heads.start, some_heads.stop, device=q.device) // group
-        keys, values = (x[b, kv_heads][:, columns].to(dtype) for x in (k, v))
-        queries, out, d_out = (x[b, some_heads][:, rows[piece]].to(dtype) for x in (q, o, do))
-        shift = lse[b, some_heads][:, rows[piece], None].to(dtype)
-        shift = shift.masked_fill(shift == -math.inf, 0.0)  # a row that sees no key: P = e^(−∞ − 0) = 0
-        p = _scores(queries, keys, rows[piece], columns, offset, causal).sub_(shift).exp_()
-        ds = d_out @ values.transpose(-1, -2)
-        ds.sub_((d_out * out).sum(-1, keepdim=True)).mul_(p)
-        p, ds = rounded(p), rounded(ds)
-        dq[b, some_heads, piece] = ds @ keys * scale
-        dk[b].index_add_(0, kv_heads, ds.transpose(-1, -2) @ queries * scale)
-        dv[b].index_add_(0, kv_heads, p.transpose(-1, -2) @ d_out)
-    return dq, dk, dv
-
-
-def reference_gradients(q, k, v, o, lse, do, causal: bool, top_left: bool = False) -> Gradients:
-    """dQ, dK, dV in float64, never downcast, from `reference`'s O and LSE."""
-    return _gradients(q, k, v, o, lse, do, causal, torch.float64, rounds_p=False, top_left=top_left)
-
-
-def yardstick_gradients(
-    q, k, v, o, lse, do, causal: bool, rounds_p: bool, top_left: bool = False
-) -> Gradients:
-    """dQ, dK, dV with a kernel's roundings and no others, from what it reads: O in q's type and LSE in fp32.
-
-    All in fp32 but P and dS, which are rounded to q's type before their products where `rounds_p`, and the
-    results, in q's type.
-    """
-    found = _gradients(q, k, v, o, lse, do, causal, torch.float32, rounds_p, top_left=top_left)
-    return tuple(x.to(q.dtype) for x in found)
-
-
-# ---- the pass rule -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the rule says of one output. `failures` is empty exactly when it passes."""
-
-    failures: tuple[str, ...]
-    max_error: float
-    max_ratio: float  # max|kernel − reference| over the yardstick's
-    rms_ratio: float
-    block_rms_ratio: float
-    row_rms_ratio: float
-    lse_error: float  # in units of max(1, |lse|)
-
-    @property
-    def passed(self) -> bool:
-        return not self.failures
-
-
-def _ratio(a: float, b: float) -> float:
-    return a / b if b else (0.0 if a == 0 else math.inf)
-
-
-def _block_rms(error: torch.Tensor) -> torch.Tensor:
-    """rms over blocks of BLOCK_ROWS rows of each head (B, H, blocks).
-
-    What is left over at the end belongs to the last block: the rms of a row or two scatters as a row's does,
-    which the rule for rows allows for and the rule for blocks does not.
-    """
-    squares = error.square().mean(-1)  # (B, H, rows)
-    whole = max(1, squares.shape[-1] // BLOCK_ROWS)
-    parts = [*squares.split(BLOCK_ROWS, -1)]
-    parts[whole - 1 :] = [torch.cat(parts[whole - 1 :], -1)]
-    return torch.stack([part.mean(-1) for part in parts], -1).sqrt()
-
-
-def judge(
-    o: torch.Tensor,
-    ref: torch.Tensor,
-    yard: torch.Tensor,
-    lse: torch.Tensor | None = None,
-    ref_lse: torch.Tensor | None = None,
-    floor: float = 0.0,
-) -> Verdict:
-    """Apply the pass rule to a kernel's output `o` (and `lse`). All of o, ref, yard are (B, H, N, d).
-
-    The yardstick's error counts as at least `floor`, in each part of the rule.
-    """
-    if o.numel() == 0:
-        return Verdict((), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    failures = []
-    out = o.double()
-    finite, ref_finite = out.isfinite(), ref.isfinite()
-    if not torch.equal(finite, ref_finite):
-        where = (finite != ref_finite).nonzero()
-        at = tuple(where[0].tolist())
-        failures.append(
-            f"{len(where)} elements finite in one and not in the other, first at (b, h, row, x) = {at}: "
-            f"kernel {out[at]:.6g}, reference {ref[at]:.6g}, yardstick {yard[at]:.6g}"
-        )
-    zero = torch.zeros((), dtype=torch.float64, device=o.device)
-    error = torch.where(finite & ref_finite, out - ref, zero)
-    yard_error = torch.where(ref_finite, yard.double() - ref, zero)
-    max_error, max_yard = error.abs().max().item(), max(yard_error.abs().max().item(), floor)
-    rms, rms_yard = error.square().mean().sqrt().item(), max(yard_error.square().mean().sqrt().item(), floor)
-    block, block_yard = _block_rms(error), _block_rms(yard_error).clamp(min=floor)
-    block_ratio = torch.where(block == 0, zero, block / block_yard)
-    worst = torch.unravel_index(error.abs().argmax(), error.shape)
-    at = tuple(int(x) for x in worst)
-    values = f"kernel {out[at]:.6g}, reference {ref[at]:.6g}, yardstick {yard[at]:.6g}"
-    here = f"worst at (b, h, row, x) = {at}: {values}"
-    if not max_error <= MAX_FACTOR * max_yard:
-        failures.append(
-            f"max error {max_error:.3g} exceeds {MAX_FACTOR} × the yardstick's {max_yard:.3g}; {here}"
-        )
-    if not rms <= RMS_FACTOR * rms_yard:
-        failures.append(f"rms error {rms:.3g} exceeds {RMS_FACTOR} × the yardstick's {rms_yard:.3g}; {here}")
-    if not bool((block <= BLOCK_RMS_FACTOR * block_yard).all()):
-        b, h, i = (
-            int(x) for x in torch.unravel_index(block_ratio.nan_to_num(math.inf).argmax(), block.shape)
-        )
-        failures.append(
-            f"rms error {block[b, h, i]:.3g} in rows {i * BLOCK_ROWS}… of (b, h) = {(b, h)} exceeds "
-            f"{BLOCK_RMS_FACTOR} × the yardstick's {block_yard[b, h, i]:.3g}"
-        )
-    row = error.square().mean(-1).sqrt()
-    row_yard = torch.maximum(
-        yard_error.square().mean(-1).sqrt(),
-        block_yard[..., (torch.arange(row.shape[-1]) // BLOCK_ROWS).clamp(max=block_yard.shape[-1] - 1)],
-    )
-    row_ratio = torch.where(row == 0, zero, row / row_yard)
-    if not bool((row <= ROW_RMS_FACTOR * row_yard).all()):
-        at = tuple(int(x) for x in torch.unravel_index(row_ratio.nan_to_num(math.inf).argmax(), row.shape))
-        failures.append(
-            f"rms error {row[at]:.3g} of (b, h, row) = {at} exceeds {ROW_RMS_FACTOR} × the yardstick's "
-            f"{row_yard[at]:.3g}"
-        )
-    lse_error = 0.0
-    if lse is not None:
-        delta = (lse.double() - ref_lse).abs() / ref_lse.abs().clamp(min=1.0)
-        delta = torch.where(lse == ref_lse, zero, delta)  # −∞ in both
-        lse_error = delta.nan_to_num(math.inf).max().item()
-        if not lse_error <= LSE_TOLERANCE:
-            at = tuple(int(x) for x in torch.unravel_index(delta.nan_to_num(math.inf).argmax(), delta.shape))
-            failures.append(
-                f"LSE off by {lse_error:.3g}·max(1, |lse|) at (b, h, row) = {at}: kernel {lse[at]:.6g}, "
-                f"reference {ref_lse[at]:.6g}"
-            )
-    return Verdict(
-        tuple(failures),
-        max_error,
-        _ratio(max_error, max_yard),
-        _ratio(rms, rms_yard),
-        block_ratio.nan_to_num(math.inf).max().item(),
-        row_ratio.nan_to_num(math.inf).max().item(),
-        lse_error,
-    )
-
-
-def judge_gradients(
-    found: dict[str, torch.Tensor], ref: Gradients, yard: Gradients, floors: dict[str, float]
-) -> Verdict:
-    """Apply the pass rule to dq, dk and dv, each by itself; of dk and dv the rows are keys."""
-    verdicts = {
-        name: judge(found[name], exact, rounded, floor=floors[name])
-        for name, exact, rounded in zip(("dq", "dk", "dv"), ref, yard)
-    }
-    failures = [f"{name}: {text}" for name, verdict in verdicts.items() for text in verdict.failures]
-    worst = {
-        field: max(getattr(verdict, field) for verdict in verdicts.values())
-        for field in Verdict.__dataclass_fields__
-        if field != "failures"
-    }
-    return Verdict(tuple(failures), **worst)
-
-
-def cancellation(q, k, v, do) -> dict[str, float]:
-    """The least error that the rule credits the yardstick with in each gradient.
-
-    Where a row sees one key, dS = dP − D is zero: two sums of d products, each of size √d·|dO|·|V|, whose
-    round-off depends on the order of additions. Times scale = 1/√d it reaches dQ with a K, and dK with a Q
-    for each query that has the key to itself. Beside the 16-bit results of longer rows it is nothing.
-    """
-    rms = lambda x: x.float().square().mean().sqrt().item()
-    unit = CANCELLATION * rms(do) * rms(v)
-    queries = q.shape[1] * q.shape[2] / max(1, k.shape[1] * k.shape[2])  # to a key
-    return {"dq": unit * rms(k), "dk": unit * rms(q) * math.sqrt(max(1.0, queries)), "dv": 0.0}
-
-
-class Expected:
-    """What attention of q, k, v, and for a given dO its backward pass, should give.
-
-    The reference and each yardstick are computed when first asked for, once, whatever the number of kernels
-    they judge.
-    """
-
-    def __init__(self, q, k, v, causal: bool, do: torch.Tensor | None = None, top_left: bool = False):
-        self.q, self.k, self.v, self.do, self.causal, self.top_left = q, k, v, do, causal, top_left
-        self._yardsticks: dict[tuple[str, Rounding], torch.Tensor | Gradients] = {}
-
-    @functools.cached_property
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """O and LSE in float64."""
-        return reference(self.q, self.k, self.v, self.causal, top_left=self.top_left)
-
-    @functools.cached_property
-    def saved(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """O and LSE as a backward stage reads them: rounded from float64 to q's type and to fp32."""
-        o, lse = self.forward
-        return o.to(self.q.dtype), lse.float()
-
-    @functools.cached_property
-    def gradients(self) -> Gradients:
-        """dQ, dK, dV in float64."""
-        inputs = self.q, self.k, self.v, *self.forward, self.do
-        return reference_gradients(*inputs, self.causal, top_left=self.top_left)
-
-    @property
-    def inputs(self) -> tuple[torch.Tensor, ...]:
-        """What a stage reads: q, k, v, and with dO also o, lse, do."""
-        return (self.q, self.k, self.v, *(() if self.do is None else (*self.saved, self.do)))
-
-    def allocate(self, module: object, problem: Problem, **options: object) -> Tensors:
-        """What the kernel of `module` with these options reads and writes, of either direction."""
-        of_direction = allocate if self.do is None else allocate_backward
-        return of_direction(module, problem, *self.inputs, **options)
-
-    def run(self, module: object, compiled: object, tensors: Tensors, rounding: Rounding) -> Verdict:
-        """Run a kernel into outputs and scratch filled with NaN, and judge what it wrote."""
-        module.run_kernel(compiled, poison(tensors))
-        return self.judge(tensors.outputs, rounding)
-
-    def judge(self, outputs: dict[str, torch.Tensor], rounding: Rounding) -> Verdict:
-        """The rule on a kernel's outputs, named as in `Tensors.outputs`; `rounding` is `rounding_of` it.
-
-        Gradients are held to a yardstick that reads what `saved` gives.
-        """
-        if "o" in outputs:
-            yard = self._yardstick("o", rounding, yardstick, self.q, self.k, self.v, self.causal)
-            return judge(outputs["o"], self.forward[0], yard, outputs.get("lse"), self.forward[1])
-        yard = self._yardstick("gradients", rounding, yardstick_gradients, *self.inputs, self.causal)
-        floors = cancellation(self.q, self.k, self.v, self.do)
-        return judge_gradients(outputs, self.gradients, yard, floors)
-
-    def _yardstick(self, kind: str, rounding: Rounding, compute: Callable, *inputs: object) -> object:
-        if (kind, rounding) not in self._yardsticks:
-            self._yardsticks[kind, rounding] = compute(*inputs, rounding, top_left=self.top_left)
-        return self._yardsticks[kind, rounding]
-
-
-def check(q, k, v, causal: bool, o, lse=None, rounds_p: Rounding = False, top_left: bool = False) -> Verdict:
-    """Judge a kernel's output for inputs q, k, v against float64 attention."""
-    found = {"o": o, **({} if lse is None else {"lse": lse})}
-    return Expected(q, k, v, causal, top_left=top_left).judge(found, rounds_p)
-
-
-# ---- the needle test ---------------------------------------------------------------------------------------
-
-
-def needle_inputs(problem: Problem, device: str, amplitude: float = 32.0, seed: int = 0):
-    """q, k, v and the key index (N,) that each query row must return exactly.
-
-    Keys are random ±1 words and a query is `amplitude` times the word of its target, so that every other
-    key's weight underflows. Targets are the first and last keys of every 16-key tile, hence of any tile that
-    is a multiple of 16: a tile that is dropped or read in another's place shows in some row, at any length;
-    one that is counted twice shows in the LSE. Raises ValueError where a query sees no key.
-    """
-    offset = diagonal_offset(problem.seqlen_q, problem.seqlen_kv, problem.top_left)
-    if problem.causal and offset < 0:
-        raise ValueError(f"{problem}: the first queries see no key, and have no target")
-    generator = torch.Generator(device).manual_seed(seed)
-    shape = (problem.batch, problem.heads, problem.seqlen_kv, problem.head_dim)
-    k = torch.randint(0, 2, shape, device=device, generator=generator).mul(2).sub(1).to(torch.bfloat16)
-    v = torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
-    index = torch.arange(problem.seqlen_kv, device=device)
-    needles = index[(index % 16 == 0) | (index % 16 == 15) | (index == problem.seqlen_kv - 1)]
-    rows = torch.arange(problem.seqlen_q, device=device)
-    visible = (
-        torch.searchsorted(needles, rows + offset, right=True)
-        if problem.causal
-        else torch.full_like(rows, len(needles))
-    )
-    # Odd rows and the last one take the latest needle they may see, so that tiles near the diagonal are hit;
-    # the others cycle.
-    latest = (rows % 2 == 1) | (rows == problem.seqlen_q - 1)
-    choice = torch.where(latest, visible - 1, (rows // 2) % visible)
-    target = needles[choice]
-    return k[:, :, target] * amplitude, k, v, target
-
-
-def needle_gradient_inputs(problem: Problem, device: str, seed: int = 0):
-    """q, k, v, o, lse, do for a backward stage whose gradients show every tile, and those gradients.
-
-    As `needle_inputs`, but V and dO are ±1 words, and O is given as zero, which makes D zero: then dS is
-    dO·V at a row's target, a whole number, and nothing elsewhere, and every sum is one of whole numbers. A
-    tile of queries or keys that is dropped, counted twice or read in another's place moves some of them by at
-    least one.
-    """
-    q, k, v, _ = needle_inputs(problem, device, seed=seed)
-    generator = torch.Generator(device).manual_seed(seed + 1)
-    v, do = (
-        torch.randint(0, 2, x.shape, device=device, generator=generator).mul(2).sub(1).to(x.dtype)
-        for x in (v, q)
-    )
-    lse = reference(q, k, v, problem.causal, top_left=problem.top_left)[1]
-    o = torch.zeros_like(q)
-    exact = reference_gradients(q, k, v, o, lse, do, problem.causal, top_left=problem.top_left)
-    return (q, k, v, o, lse.float(), do), exact
-
-
-def needles_missed(problem: Problem, found: dict[str, torch.Tensor], exact: Gradients) -> Iterator[str]:
-    """A message for each gradient of `needle_gradient_inputs` that is not what it must be, but for its last
-    roundings: a 16-bit result's, and e^(S − LSE) for 1 to within 2⁻¹³."""
-    step = 1.0 / math.sqrt(problem.head_dim)  # dQ and dK are whole numbers times the scale
-    for (name, x), ref, unit in zip(found.items(), exact, (step, step, 1.0)):
-        wrong = ~((x.double() - ref).abs() <= ref.abs() * 2**-7 + unit / 4)  # also where x is NaN
-        if wrong.any():
-            at = tuple(wrong.nonzero()[0].tolist())
-            yield (
-                f"{problem}: {int(wrong.sum())} elements of {name} are off, first at (b, h, row, x) = {at}: "
-                f"kernel {x[at]:.6g}, expected {ref[at]:.6g}"
-            )
-
-
-# ---- mutations: the rule must catch each -------------------------------------------------------------------
-
-
-def _drop(keys: Callable[[int], tuple[int, int]]):
-    """Hide keys [first, last) from every row."""
-
-    def hide(scores, rows, columns, n, causal):
-        first, last = keys(n)
-        scores[..., (columns >= first) & (columns < last)] = -math.inf
-
-    return hide
-
-
-def _mask_gt(scores, rows, columns, n, causal):
-    """The mask's `>` written `>=`: the diagonal, or without a causal mask the last key, is hidden."""
-    scores.masked_fill_(columns >= rows[:, None] if causal else (columns >= n - 1)[None], -math.inf)
-
-
-SCORE_MUTATIONS = {
-    "drop a key": _drop(lambda n: (n // 2, n // 2 + 1)),
-    "drop a late key": _drop(lambda n: (n - 8, n - 7)),  # causal: only the last 8 rows see it
-    "drop a tile": _drop(lambda n: (n // 2, n // 2 + 64)),
-    "mask > for >=": _mask_gt,
-}
-STEP_MUTATIONS = ("skip a rescale", "scale twice", "omit the final normalisation")
-
-
-def _swap_halves(o):
-    o.copy_(o.roll(o.shape[-1] // 2, -1))
-
-
-def _one_nan(o):
-    o[..., o.shape[-2] // 2, 5] = math.nan
-
-
-def _unwritten_row(o):
-    o[..., o.shape[-2] // 3, :] = math.nan
-
-
-def _stale_row(o):
-    o[..., -1, :] = o[..., -2, :].clone()
-
-
-OUTPUT_MUTATIONS = {
-    "swap head-dim halves": _swap_halves,
-    "one NaN": _one_nan,
-    "one unwritten row": _unwritten_row,
-    "one row holding its neighbour's result": _stale_row,
-}
-MUTATIONS = (*SCORE_MUTATIONS, *STEP_MUTATIONS, *OUTPUT_MUTATIONS)
-
-
-def tiled_model(q, k, v, causal: bool, rows: torch.Tensor, mutation: str | None = None, tile: int = 64):
-    """FlashAttention-2's forward in fp32 torch on the query rows `rows`, with one of `MUTATIONS` applied."""
-    n, scale = k.shape[2], 1.0 / math.sqrt(q.shape[-1])
-    if mutation == "scale twice":
-        scale *= scale
-    q = q[:, :, rows].float()
-    o = torch.zeros_like(q)
-    row_max = torch.full((*q.shape[:-1], 1), -math.inf, device=q.device)
-    row_sum = torch.zeros_like(row_max)
-    for start in range(0, n, tile):
-        columns = torch.arange(start, min(start + tile, n), device=q.device)
-        scores = q @ k[:, :, columns].float().transpose(-1, -2) * scale
-        if causal:
-            scores.masked_fill_(columns > rows[:, None], -math.inf)
-        if mutation in SCORE_MUTATIONS:
-            SCORE_MUTATIONS[mutation](scores, rows, columns, n, causal)
-        new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
-        safe_max = new_max.masked_fill(new_max == -math.inf, 0.0)  # a row that has seen no key yet
-        rescale = (row_max - safe_max).exp()
-        p = (scores - safe_max).exp()
-        row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
-        o = (o if mutation == "skip a rescale" and start == tile else o * rescale) + p @ v[
-            :, :, columns
-        ].float()
-        row_max = new_max
-    if mutation != "omit the final normalisation":
-        o = o / row_sum
-    o = o.to(torch.bfloat16)
-    if mutation in OUTPUT_MUTATIONS:
-        OUTPUT_MUTATIONS[mutation](o)
-    return o
-
-
-PAIR_MUTATIONS = (  # of the last tile of queries and a tile of keys in the middle
-    "drop a pair of tiles",
-    "add a tile of dQ twice",
-    "lose a tile of dQ",
-    "transpose a tile of dS",
-)
-FORMULA_MUTATIONS = (
-    "forget D",
-    "forget the scale on dQ",
-    "scale dK twice",
-    "LSE of the row before",
-    "D of the row before",
-)
-GRADIENT_MUTATIONS = (
-    *SCORE_MUTATIONS,
-    *PAIR_MUTATIONS,
-    *FORMULA_MUTATIONS,
-    *(f"{mutation}, {name}" for mutation in OUTPUT_MUTATIONS for name in ("dq", "dk", "dv")),
-)
-
-
-def tiled_gradients(
-    q, k, v, o, lse, do, causal: bool, rows, columns, mutation: str | None = None, tile: int = 64
-) -> Gradients:
-    """FlashAttention-2's backward in fp32 torch, with one of `GRADIENT_MUTATIONS` applied but those of
-    outputs; `rows` and `columns` as in `_gradients`, whole tiles of the latter."""
-    n, scale = k.shape[2], 1.0 / math.sqrt(q.shape[-1])
-    if mutation in ("LSE of the row before", "D of the row before"):
-        shifted = lambda x: torch.cat([x[:, :, :1], x[:, :, :-1]], 2)
-        lse = shifted(lse) if mutation.startswith("LSE") else lse
-    queries, d_out = q[:, :, rows].float(), do[:, :, rows].float()
-    delta = (do.float() * o.float()).sum(-1, keepdim=True)
-    if mutation == "D of the row before":
-        delta = shifted(delta)
-    delta = delta[:, :, rows].mul_(mutation != "forget D")
-    shift = lse[:, :, rows, None].float()
-    late = rows >= q.shape[2] - tile
-    dq, dk, dv = torch.zeros_like(queries), [], []
-    for keys in columns.split(tile):
-        key_tile, value_tile = k[:, :, keys].float(), v[:, :, keys].float()
-        scores = queries @ key_tile.mT * scale
-        if causal:
-            scores.masked_fill_(keys > rows[:, None], -math.inf)
-        if mutation in SCORE_MUTATIONS:
-            SCORE_MUTATIONS[mutation](scores, rows, keys, n, causal)
-        in_the_middle = int(keys[0]) == n // 2
-        if mutation == "drop a pair of tiles" and in_the_middle:
-            scores[:, :, late] = -math.inf
-        p = (scores - shift).exp()
-        ds = p * (d_out @ value_tile.mT - delta)
-        dq_tile = ds @ key_tile
-        if mutation in ("add a tile of dQ twice", "lose a tile of dQ") and in_the_middle:
-            dq_tile[:, :, late] *= 2.0 if mutation.startswith("add") else 0.0
-        dq += dq_tile
-        if mutation == "transpose a tile of dS" and in_the_middle and late.any():
-            ds[:, :, late] = ds[:, :, late].mT
-        dk.append(ds.mT @ queries)
-        dv.append(p.mT @ d_out)
-    dq *= 1.0 if mutation == "forget the scale on dQ" else scale
-    dk = torch.cat(dk, 2) * (scale * scale if mutation == "scale dK twice" else scale)
-    return tuple(x.to(q.dtype) for x in (dq, dk, torch.cat(dv, 2)))
-
-
-def sampled_rows(n: int, device: str, blocks: int = 12) -> torch.Tensor:
-    """Query rows that stand for all: whole blocks of 64, evenly spread, the first and the last among them."""
-    starts = torch.linspace(0, n // BLOCK_ROWS - 1, min(blocks, n // BLOCK_ROWS)).long() * BLOCK_ROWS
-    return (starts[:, None] + torch.arange(BLOCK_ROWS)).flatten().to(device)
-
-
-def survivors(problem: Problem, device: str, all_rows: bool, seed: int = 0) -> list[str]:
-    """The mutations that the rule misses on one head of `problem`'s shape, and "none" if it fails the honest
-    model."""
-    n = problem.seqlen_q
-    one_head = problem.with_(batch=1, heads=1, kv_heads=1)
-    if problem.direction == "bwd":
-        return _surviving_gradients(one_head, random_inputs(one_head, device, seed), all_rows)
-    q, k, v = random_inputs(one_head, device, seed)
-    rows = torch.arange(n, device=device) if all_rows else sampled_rows(n, device)
-    ref, _ = reference(q, k, v, problem.causal, rows)
-    yard = yardstick(q, k, v, problem.causal, False, rows)
-    missed = []
-    for mutation in (None, *MUTATIONS):
-        verdict = judge(tiled_model(q, k, v, problem.causal, rows, mutation), ref, yard)
-        if verdict.passed != (mutation is None):
-            missed.append(f"{mutation}: " + ("; ".join(verdict.failures) or "passed the rule"))
-    return missed
-
-
-def _surviving_gradients(problem: Problem, inputs: tuple[torch.Tensor, ...], all_rows: bool) -> list[str]:
-    """`survivors` of a backward problem: dQ of some queries and all keys, dK and dV of some keys and all
-    queries."""
-    q, k, v, do = inputs
-    n, causal = problem.seqlen_q, problem.causal
-    every = torch.arange(n, device=q.device)
-    some = every
-    if not all_rows:  # the tile in the middle is where keys and tiles are dropped
-        middle = torch.arange(n // 2, n // 2 + BLOCK_ROWS, device=q.device)
-        some = torch.cat([sampled_rows(n, q.device, blocks=4), middle]).unique()
-    expected = Expected(q, k, v, causal, do)
-    floors = cancellation(q, k, v, do)
-
-    def on_sample(compute: Callable[..., Gradients]) -> Gradients:
-        if all_rows:
-            return compute(every, every)
-        return compute(some, every)[0], *compute(every, some)[1:]
-
-    exact = lambda rows, columns: _gradients(
-        q, k, v, *expected.forward, do, causal, torch.float64, False, rows, columns
-    )
-    rounded = lambda rows, columns: _gradients(
-        q, k, v, *expected.saved, do, causal, torch.float32, False, rows, columns
-    )
-    ref, yard = on_sample(exact), tuple(x.to(q.dtype) for x in on_sample(rounded))
-
-    def model(mutation: str | None) -> dict[str, torch.Tensor]:
-        tiled = lambda rows, columns: tiled_gradients(
-            q, k, v, *expected.saved, do, causal, rows, columns, mutation
-        )
-        return dict(zip(("dq", "dk", "dv"), on_sample(tiled)))
-
-    missed, honest = [], model(None)
-    for mutation in (None, *GRADIENT_MUTATIONS):
-        name, _, output = (mutation or "").partition(", ")
-        if output or mutation is None:
-            found = {key: x.clone() for key, x in honest.items()}
-        else:
-            found = model(mutation)
-        if output:
-            OUTPUT_MUTATIONS[name](found[output])
-        verdict = judge_gradients(found, ref, yard, floors)
-        if verdict.passed != (mutation is None):
-            missed.append(f"{mutation}: " + ("; ".join(verdict.failures) or "passed the rule"))
-    return missed
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+from harness import cases, machine_code, mutations, provenance, records, results, timing
+from harness.command import Parser, Usage, run
+from harness.inputs import hopper_gpu
+from harness.sweep import sweep
+from hopper_attention.kernels import ladder
+from hopper_attention.launch import compile_stage
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="ref_check.py", description=__doc__.splitlines()[0])
     parser.add_argument("stages", nargs="*", help="stage ids, or `all`")
     parser.add_argument("--mutations", action="store_true", help="prove that the rule catches every mutation")
     parser.add_argument("--repeats", type=int, default=100, help="launches that must be bit-identical")
@@ -709,30 +29,91 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--no-sanitizer", action="store_true", help="leave out compute-sanitizer's two runs per stage"
     )
-    parser.add_argument(
-        "--one-launch", action="store_true", help="launch one small problem and stop (for sanitizers)"
-    )
+    parser.add_argument("--save", action="store_true", help="write the record of what passed")
     args = parser.parse_args(arguments)
+    if args.stages == ["all"]:
+        args.stages = list(ladder.LADDER)
     if not args.stages and not args.mutations:
-        parser.error("name a stage, or --mutations")
-    failed = 0
-    if args.mutations:
-        failed += sum(not ok for ok in _report_mutations())
-    if args.stages:
-        from harness import cases
+        raise Usage("name a stage, or --mutations")
+    if args.repeats < 1:
+        raise Usage(f"--repeats must be at least 1, not {args.repeats}")
+    try:
+        for stage_id in args.stages:
+            if not cases.chosen(stage_id, args.only):
+                raise Usage(f"no case of {stage_id} has {args.only!r} in its name")
+    except ValueError as error:
+        raise Usage(str(error)) from None
+    if args.save and (args.only is not None or args.no_sanitizer):
+        raise Usage("--save is of every case: not with --only or --no-sanitizer")
+    if args.save and not hopper_gpu():
+        raise Usage("nothing to save without a Hopper GPU: no kernel would be executed")
+    return args
 
-        failed += cases.run_stages(args.stages, args)
-    return 1 if failed else 0
+
+def check_model(stage_id: str) -> bool:
+    """What can be checked without a GPU. Returns whether it passed."""
+    failures = cases.run_model(stage_id)
+    verdict = "fails" if failures else "passes"
+    print(f"{stage_id}: no Hopper GPU, no kernel was executed; its model {verdict}")
+    print("".join(f"    {line}\n" for line in failures), end="")
+    return not failures
 
 
-def _report_mutations() -> Iterator[bool]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for direction, mutations in (("fwd", MUTATIONS), ("bwd", GRADIENT_MUTATIONS)):
+def check_stage(stage_id: str, args: argparse.Namespace) -> bool:
+    """Run a stage's cases and, with --save, write its record. Returns whether all passed."""
+    cases.worst_seen.clear()
+    cases.forms_passed.clear()
+    environment = timing.environment({})
+    if args.save:
+        results.probe(records.path_of(environment["gpu"], stage_id))
+    outcomes = []
+    for outcome in cases.run_cases(stage_id, args):
+        verdict = "FAIL" if outcome.failures else "pass"
+        print(f"{stage_id}  {verdict}  {outcome.name}  ({outcome.seconds:.1f} s)", flush=True)
+        for line in outcome.failures[:5]:
+            print(f"    {line}", flush=True)
+        outcomes.append(outcome)
+    seen = ", ".join(f"{name} {value:.3g}" for name, value in cases.worst_seen.items())
+    print(f"{stage_id}: worst seen: {seen}", flush=True)
+    passed = not any(outcome.failures for outcome in outcomes)
+    if args.save and passed:
+        kernels = tuple(
+            records.Checked(kernel, machine_code.identity(compile_stage(stage_id, kernel)), tuple(forms))
+            for kernel, forms in cases.forms_passed.items()
+        )
+        names = tuple(outcome.name for outcome in outcomes)
+        found = records.Record(
+            stage_id, environment, provenance.digest(stage_id), args.repeats, names, kernels
+        )
+        print(f"wrote {found.save()}")
+    elif args.save:
+        print(f"{stage_id}: a case failed: no record was written")
+    return passed
+
+
+def check_mutations() -> bool:
+    """Prove that the rule catches every mutation on every shape of the sweep."""
+    device, caught = "cuda" if torch.cuda.is_available() else "cpu", True
+    of_direction = {"fwd": mutations.MUTATIONS, "bwd": mutations.GRADIENT_MUTATIONS}
+    for direction, all_mutations in of_direction.items():
         for problem in sweep(direction):
-            missed = survivors(problem, device, all_rows=device == "cuda")
-            verdict = f"MISSED {missed}" if missed else f"all {len(mutations)} mutations caught"
+            missed = mutations.survivors(problem, device, all_rows=device == "cuda")
+            verdict = f"MISSED {missed}" if missed else f"all {len(all_mutations)} mutations caught"
             print(f"{direction} {problem}: {verdict}", flush=True)
-            yield not missed
+            caught &= not missed
+    return caught
+
+
+def check(arguments: list[str] | None) -> bool:
+    args = parse(arguments)
+    passed = [check_mutations()] if args.mutations else []
+    for stage_id in args.stages:
+        passed.append(check_stage(stage_id, args) if hopper_gpu() else check_model(stage_id))
+    return all(passed)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run("ref_check.py", lambda: check(arguments))
 
 
 if __name__ == "__main__":

@@ -3,77 +3,78 @@
     python -m harness.ablation fa1 [--save]
 
 Times the `VARIANTS` of a kernel file (label → arguments of its kernel; only those that its `variants_for`
-names, if it has one) in one interleaved run, each checked first. With --save the rows go to
+names, if it has one) in one interleaved run, each row judged before and after. With --save the rows go to
 results/<gpu>/ablations/<file>.json, a `Results` file whose providers are the labels.
 """
 
-import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import kernels
-import ref_check
-from harness import machine_code, results, timing
-from harness.inputs import hopper_gpu, random_inputs
-from harness.problem import HEAD_DIMS, sweep_problem
+from harness import results, timing
+from harness.command import Parser, Usage, run
+from harness.inputs import hopper_gpu
+from harness.measuring import Bench, Contender, Saved
+from harness.sweep import HEAD_DIMS, sweep_problem
+from hopper_attention.kernels import ladder
+from hopper_attention.kernels.contract import Problem
 
 SEQLENS = (512, 4096, 16384)
 
 
-def measure(stage_id: str, seqlens: tuple[int, ...] = SEQLENS) -> list[results.Row]:
-    """One row for each variant and problem. Raises ValueError when a variant fails its check."""
-    stage, module = kernels.load(stage_id)
-    rows, compiled, checked = [], {}, set()
+def variants(stage_id: str, problem: Problem) -> list[Contender]:
+    """The variants of a stage's file that are candidates on a problem."""
+    stage, file = ladder.load(stage_id)
+    labels = file.variants_for(problem) if hasattr(file, "variants_for") else file.VARIANTS
+    return [Contender(label, stage_id, stage.options | file.VARIANTS[label]) for label in labels]
+
+
+def measure(
+    stage_id: str, environment: dict, seqlens: tuple[int, ...] = SEQLENS
+) -> Iterator[list[results.Row]]:
+    """The rows of each problem."""
+    direction = ladder.load(stage_id)[0].direction
     for d in HEAD_DIMS:
         for causal in (False, True):
             for n in seqlens:
-                problem = sweep_problem(n, d, causal, stage.direction)
-                q, k, v, *do = random_inputs(problem)
-                expected = ref_check.Expected(q, k, v, causal, *do)
-                calls = {}
-                labels = module.variants_for(problem) if hasattr(module, "variants_for") else module.VARIANTS
-                for label in labels:
-                    options = stage.options | module.VARIANTS[label]
-                    key = (label, d, causal)
-                    if key not in compiled:
-                        compiled[key] = module.compile_kernel(problem, **options)
-                    tensors = expected.allocate(module, problem, **options)
-                    calls[label] = lambda c=compiled[key], t=tensors: module.run_kernel(c, t)
-                    if key in checked:
-                        continue
-                    rounding = ref_check.rounding_of(stage, module, problem, **options)
-                    verdict = expected.run(module, compiled[key], tensors, rounding)
-                    if not verdict.passed:
-                        raise ValueError(f"{label} on {problem}: {'; '.join(verdict.failures)}")
-                    checked.add(key)
-                for label, time in timing.interleaved(calls).items():
-                    sha = machine_code.sha256(compiled[label, d, causal])
-                    rows.append(results.Row.timed(problem, label, time, check="pass", cubin_sha256=sha))
-                    print(f"{problem!s:38} {label:30} {rows[-1].tflops:7.2f} TFLOP/s", flush=True)
-    return rows
+                problem = sweep_problem(n, d, causal, direction)
+                yield Bench(variants(stage_id, problem), [], True, environment).measure(problem)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def ablate(arguments: list[str] | None) -> bool:
+    parser = Parser(prog="harness.ablation", description=__doc__.splitlines()[0])
     parser.add_argument("stage")
     parser.add_argument("--save", nargs="?", const=results.results_dir(), type=Path, help="write the rows")
     args = parser.parse_args(arguments)
     try:
-        _, module = kernels.load(args.stage)
-        if not hasattr(module, "VARIANTS"):
-            raise ValueError(f"{args.stage} declares no VARIANTS")
-        if not hopper_gpu():
-            raise ValueError("timing variants needs a Hopper GPU")
-        rows = measure(args.stage)
+        _, file = ladder.load(args.stage)
     except ValueError as error:
-        print(f"harness.ablation: {error}", file=sys.stderr)
-        return 2
+        raise Usage(str(error)) from None
+    if not hasattr(file, "VARIANTS"):
+        raise Usage(f"{args.stage} declares no VARIANTS")
+    if not hopper_gpu():
+        raise Usage("timing variants needs a Hopper GPU")
+    environment, saved, passed = timing.environment({}), None, True
     if args.save:
-        env = timing.environment({})
-        path = args.save / results.gpu_folder(env["gpu"]) / "ablations" / f"{kernels.LADDER[args.stage]}.json"
-        results.Results(args.stage, env, rows).save(path)
-        print(f"wrote {path}")
-    return 0
+        folder = args.save / results.gpu_folder(environment["gpu"]) / "ablations"
+        try:
+            saved = Saved(args.stage, folder / f"{ladder.LADDER[args.stage]}.json", environment)
+        except (ValueError, OSError) as error:
+            raise Usage(str(error)) from None
+    for rows in measure(args.stage, environment):
+        for row in rows:
+            rate = f"{row.tflops:7.2f} TFLOP/s" if row.tflops else f"{row.check or ''} {row.error}"
+            print(f"{row.problem!s:38} {row.provider:30} {rate}", flush=True)
+        passed &= not any(row.check == "fail" for row in rows)
+        if saved:
+            saved.add(rows)
+    if saved:
+        print(f"wrote {saved.path}")
+    return passed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run("harness.ablation", lambda: ablate(arguments))
 
 
 if __name__ == "__main__":

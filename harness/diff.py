@@ -11,8 +11,8 @@ import io
 import sys
 import tokenize
 
-import kernels
 from harness.results import repository
+from hopper_attention.kernels import ladder
 
 
 def code_lines(source: str) -> list[str]:
@@ -35,8 +35,8 @@ def difference(before: str, after: str) -> tuple[list[str], int, int]:
     """Unified diff of two stages' kernel files, lines added and removed. ValueError for an unknown stage."""
     sources = []
     for stage_id in (before, after):
-        kernels.load(stage_id)
-        path = repository() / "kernels" / f"{kernels.LADDER[stage_id]}.py"
+        ladder.load(stage_id)
+        path = repository() / "kernels" / f"{ladder.LADDER[stage_id]}.py"
         sources.append((str(path.relative_to(repository())), code_lines(path.read_text(encoding="utf-8"))))
     (name, old), (new_name, new) = sources
     lines = list(difflib.unified_diff(old, new, name, new_name, lineterm=""))
@@ -56,8 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"harness.diff: {error}", file=sys.stderr)
         return 2
     print("\n".join(lines))
-    if kernels.LADDER[args.before] == kernels.LADDER[args.after]:
-        options = [kernels.load(stage_id)[0].options for stage_id in (args.before, args.after)]
+    if ladder.LADDER[args.before] == ladder.LADDER[args.after]:
+        options = [ladder.load(stage_id)[0].options for stage_id in (args.before, args.after)]
         print(f"one file; the options are {options[0]} and {options[1]}")
     print(f"{args.before} → {args.after}: {added} lines of code added, {removed} removed")
     return 0

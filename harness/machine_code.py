@@ -2,12 +2,13 @@
 
     cubin → nvdisasm → registers, stack frame, instruction mix of the main loop → cycles per unit → bound
 
-Rates are those of `harness.problem.Gpu`. Cycles are lower bounds of one SM: they assume that every unit
+Rates are those of `harness.hardware.Gpu`. Cycles are lower bounds of one SM: they assume that every unit
 overlaps perfectly with every other one. Every instruction of the loop body counts as executed, masking
 included, but for what a branch right behind a vote skips: that is the seldom path.
 """
 
 import hashlib
+import io
 import math
 import re
 import subprocess
@@ -17,8 +18,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.problem import BYTES_PER_ELEMENT, H100_SXM, Gpu, Problem
-from harness.stage import Work
+from elftools.elf.elffile import ELFFile
+from elftools.elf.sections import StringTableSection, SymbolTableSection
+
+from harness.hardware import H100_SXM, Gpu
+from hopper_attention.kernels.contract import BYTES_PER_ELEMENT, Problem, Work
 
 WARP = 32
 # First match wins. Pipes as in the CUDA programming guide's throughput table for compute capability 9.0: IMAD
@@ -104,16 +108,43 @@ class Demand:
 
 
 def cubin_of(compiled: object) -> bytes:
-    """The machine code of a kernel compiled by `kernels.common.compile_for_torch`."""
+    """The machine code of a kernel compiled by `hopper_attention.launch`."""
     cubin = compiled.__cubin__
     if not isinstance(cubin, bytes) or not cubin.startswith(b"\x7fELF"):
         raise ValueError("the compiled kernel carries no cubin; compile it with --keep-cubin")
     return cubin
 
 
-def sha256(compiled: object) -> str:
-    """The identity of the machine code: the compiler is deterministic at a pinned version."""
-    return hashlib.sha256(cubin_of(compiled)).hexdigest()
+def identity(compiled: object) -> str:
+    """The sha256 of the machine code, symbol names normalised.
+
+    The compiler is deterministic at a pinned version, so that the hash names what ran. A kernel's symbol
+    holds its module's path and its class, which change nothing that runs: each is replaced by its number, and
+    what follows from a name's length, the offsets in the file and the tables of names, is left out.
+    """
+    elf = ELFFile(io.BytesIO(cubin_of(compiled)))
+    tables = [section for section in elf.iter_sections() if isinstance(section, SymbolTableSection)]
+    symbols = [symbol for table in tables for symbol in table.iter_symbols()]
+    kernels = [symbol.name for symbol in symbols if symbol["st_info"]["type"] == "STT_FUNC"]
+
+    def plain(name: str) -> str:
+        for number, kernel in enumerate(kernels):
+            name = name.replace(kernel, f"kernel {number}")
+        return name
+
+    digest = hashlib.sha256(repr((elf["e_machine"], elf["e_flags"])).encode())
+    for section in elf.iter_sections():
+        header = section.header
+        about = [header[f"sh_{x}"] for x in ("type", "flags", "info", "link", "entsize", "addralign")]
+        digest.update(repr((plain(section.name), about)).encode())
+        if isinstance(section, SymbolTableSection):
+            for symbol in section.iter_symbols():
+                about = [symbol[f"st_{x}"] for x in ("info", "other", "shndx", "value", "size")]
+                digest.update(repr((plain(symbol.name), about)).encode())
+        elif not isinstance(section, StringTableSection):
+            content = b"" if header["sh_type"] == "SHT_NOBITS" else section.data()
+            digest.update(repr(header["sh_size"]).encode() + content)
+    return digest.hexdigest()
 
 
 def disassemble(cubin: bytes) -> list[KernelCode]:

@@ -3,8 +3,8 @@
 One head: q (Nq, d), k (Nk, d), v (Nk, dv), of any one floating-point type, in which all arithmetic is done.
 Attention is O = softmax(scale·Q·Kᵀ)·V with scale 1/√d unless given; lse (Nq,) is the natural logarithm of a
 row's sum of exponentials. `causal` hides keys j > i and needs as many keys as queries, unless `top_left` says
-that a mask of unequal lengths is to be aligned there. The derivations are in notes/mathematics.md; FA1 is
-arXiv 2205.14135, FA2 is arXiv 2307.08691.
+that a mask of unequal lengths is to be aligned there; only `flash_attention_lazy` also aligns one at the
+bottom right. The derivations are in notes/mathematics.md; FA1 is arXiv 2205.14135, FA2 is arXiv 2307.08691.
 """
 
 import math
@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 Array = np.ndarray
+CONSUMER_ROWS = 64  # queries for which K6 decides together which tiles of keys to visit, and which to mask
 
 
 def safe_softmax(x: Array) -> Array:
@@ -167,6 +168,70 @@ def flash_attention_2(
     return o, lse
 
 
+def flash_attention_lazy(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    top_left: bool = False,
+    scale: float | None = None,
+    tile_kv: int = 64,
+    parts: int = 1,
+    growth: float = 8.0,
+    round_p: Callable[[Array], Array] | None = None,
+) -> tuple[Array, Array]:
+    """K6: FA2 with a maximum that may be `growth` powers of two behind. Returns o (Nq, dv) and lse (Nq,).
+
+    A row's first tile sets its maximum. Later tiles are asked in `parts`, from left to right; only where one
+    exceeds the maximum by more than 2^growth is it brought up to date, and what is relative to it rescaled.
+    P·V is one tile behind Q·Kᵀ, as in K6.2. Without `top_left` a causal mask is aligned at the bottom right:
+    query i sees keys up to i + Nk − Nq. A row that sees none gives o = 0 and lse = −∞. `round_p` is what a
+    tile's P goes through before P·V.
+    """
+    scale = _checked_scale(q, k, v, causal, top_left, scale, bottom_right=True)
+    if parts < 1 or tile_kv % parts:
+        raise ValueError(f"parts must divide a tile of {tile_kv} keys, got {parts}")
+    diagonal = 0 if top_left else len(k) - len(q)  # the last key that query 0 sees
+    o, lse = np.empty((len(q), v.shape[1]), q.dtype), np.empty(len(q), q.dtype)
+    for row in _starts(len(q), CONSUMER_ROWS):
+        rows = slice(row, row + CONSUMER_ROWS)
+        acc, row_max, row_sum = _empty_state(q[rows], v)
+        p = None  # of the tile before
+        by_first, by_last = len(k), len(k)  # keys that the first and the last row see
+        if causal:
+            by_first, by_last = (min(len(k), i + diagonal + 1) for i in (row, row + CONSUMER_ROWS - 1))
+        for key in _starts(max(1, by_last), tile_kv):  # at least one tile, so that there is an o to write
+            s = q[rows] @ _load(k, key, tile_kv).T * (scale * math.log2(math.e))  # in powers of two
+            if key + tile_kv > by_first:
+                s = _hide(s, row + diagonal, key, len(k), causal)
+            if p is None:
+                row_max = _shift(s.max(axis=1))
+            else:
+                acc += p @ _load(v, key - tile_kv, tile_kv)  # relative to row_max as it still is
+            pieces = np.split(s, parts, axis=1)  # views: S becomes P in place
+            for i, piece in enumerate(pieces):
+                piece -= row_max[:, None]
+                ahead = piece.max(axis=1)
+                # Of each row by itself: what other rows of its warp see must not change its bits.
+                new_max = row_max + np.where(ahead > growth, ahead, 0.0)
+                grown = new_max - row_max  # as rounded: what the keys to come are relative to
+                row_max = new_max
+                piece -= grown[:, None]
+                rescale = np.exp2(-grown)
+                for x in (*pieces[:i], acc):
+                    x *= rescale[:, None]
+                row_sum *= rescale
+                np.exp2(piece, out=piece)
+                row_sum += piece.sum(axis=1)
+            p = s if round_p is None else round_p(s)
+        acc += p @ _load(v, key, tile_kv)
+        o[rows] = acc / np.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+        with np.errstate(divide="ignore"):  # log2(0) = −∞ is meant
+            lse[rows] = (row_max + np.log2(row_sum)) * math.log(2.0)
+    return o, lse
+
+
 def flash_attention_2_backward(
     q: Array,
     k: Array,
@@ -215,6 +280,7 @@ MODELS: dict[str, Callable[..., tuple[Array, Array]]] = {
         flash_attention_tiled,
         flash_attention_1,
         flash_attention_2,
+        flash_attention_lazy,
     )
 }
 BACKWARD_MODELS: dict[str, Callable[..., tuple[Array, Array, Array]]] = {
@@ -259,7 +325,17 @@ def _empty_state(q: Array, v: Array) -> tuple[Array, Array, Array]:
     return np.zeros((n, v.shape[1]), q.dtype), np.full(n, -np.inf, q.dtype), np.zeros(n, q.dtype)
 
 
-def _checked_scale(q: Array, k: Array, v: Array, causal: bool, top_left: bool, scale: float | None) -> float:
+def _checked_scale(
+    q: Array,
+    k: Array,
+    v: Array,
+    causal: bool,
+    top_left: bool,
+    scale: float | None,
+    bottom_right: bool = False,
+) -> float:
+    """`scale` or its default, of inputs that fit together; `bottom_right` where the model aligns a mask of
+    unequal lengths there."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 2 or not np.issubdtype(x.dtype, np.floating):
             raise ValueError(f"{name} must be a floating-point matrix, got {x.dtype} of shape {x.shape}")
@@ -269,6 +345,6 @@ def _checked_scale(q: Array, k: Array, v: Array, causal: bool, top_left: bool, s
         raise ValueError(f"k and v must have the same length, got {len(k)} and {len(v)}")
     if top_left and not causal:
         raise ValueError("top_left aligns a causal mask, and there is none: causal is False")
-    if causal and not top_left and len(q) != len(k):
+    if causal and not (top_left or bottom_right) and len(q) != len(k):
         raise ValueError(f"causal needs q and k of the same length or top_left, got {len(q)} and {len(k)}")
     return 1.0 / math.sqrt(q.shape[1]) if scale is None else scale

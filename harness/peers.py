@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness.problem import Problem
+from harness import fa3
+from hopper_attention.kernels.contract import Problem
 
 Forward = Callable[[Problem, torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], torch.Tensor]]
 
@@ -21,6 +22,7 @@ class Peer:
     version: Callable[[], str]
     forward: Forward
     rows_first: bool = False  # whether it is made for (B, N, H, d) tensors instead of (B, H, N, d)
+    backward: Callable[..., Callable[[], object]] | None = None  # (problem, q, k, v, dO), where not autograd's
 
     def build(
         self,
@@ -36,6 +38,8 @@ class Peer:
             q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         if problem.direction == "fwd":
             return self.forward(problem, q, k, v)
+        if self.backward is not None:
+            return self.backward(problem, q, k, v, do.transpose(1, 2).contiguous() if self.rows_first else do)
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         with torch.enable_grad():
             o = self.forward(problem, q, k, v)()
@@ -93,6 +97,17 @@ def _fa4(problem, q, k, v):
     return call
 
 
+def _fa3(problem, q, k, v):
+    _check_alignment(problem, top_left=False)
+    call = fa3.forward(q, k, v, problem.causal)
+    return lambda: call()[0]
+
+
+def _fa3_backward(problem, q, k, v, do):
+    _check_alignment(problem, top_left=False)
+    return fa3.backward(do, q, k, v, problem.causal)
+
+
 def _torch_version() -> str:
     return torch.__version__
 
@@ -116,6 +131,7 @@ PEERS: dict[str, Peer] = {
     "efficient": Peer(_torch_version, _sdpa(SDPBackend.EFFICIENT_ATTENTION)),
     "cudnn": Peer(_cudnn_version, _sdpa(SDPBackend.CUDNN_ATTENTION)),
     "flex": Peer(_triton_version, _flex),
+    "fa3": Peer(fa3.version, _fa3, rows_first=True, backward=_fa3_backward),
     "fa4": Peer(_fa4_version, _fa4, rows_first=True),
 }
 

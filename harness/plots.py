@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullFormatter
 
-from harness.problem import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, Problem, sweep_problem
 from harness.results import PEER_LABELS, Results, Row, write_atomically
+from harness.sweep import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, sweep_problem
+from hopper_attention.kernels.contract import Problem
 
 STAGE_COLOUR = "#c8102e"
 PEER_COLOURS = {
@@ -24,6 +25,7 @@ PEER_COLOURS = {
     "flex": "#e3a857",
     "fa2": "#7fb2dd",
     "cudnn": "#6aa84f",
+    "fa3": "#3f7fb5",
     "fa4": "#1f4e79",
 }
 OTHER_COLOUR = "#8c8c8c"

@@ -14,7 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kernels
+from hopper_attention.kernels import ladder
+from hopper_attention.launch import compile_kernel
 
 # Nsight Compute's metric → what the notes call it. Percentages are of the unit's peak.
 METRICS = {
@@ -51,16 +52,16 @@ def launch(stage_id: str, seqlen: int, head_dim: int, causal: bool, options: dic
     """One launch, profiled, on the sweep's problem of this shape."""
     import torch
 
-    import ref_check
+    from harness import reference
     from harness.inputs import random_inputs
-    from harness.problem import sweep_problem
+    from harness.sweep import sweep_problem
 
-    stage, module = kernels.load(stage_id)
+    stage, module = ladder.load(stage_id)
     problem = sweep_problem(seqlen, head_dim, causal, stage.direction)
     options = stage.options | options
-    compiled = module.compile_kernel(problem, **options)
+    compiled = compile_kernel(stage_id, problem, **options)
     q, k, v, *do = random_inputs(problem)
-    tensors = ref_check.Expected(q, k, v, causal, *do).allocate(module, problem, **options)
+    tensors = reference.Expected(q, k, v, causal, *do).allocate(module, problem, **options)
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStart()
     module.run_kernel(compiled, tensors)
@@ -126,7 +127,7 @@ def main() -> int:
         launch(args.stage, args.seqlen, args.head_dim, bool(args.causal), args.options)
         return 0
     try:
-        kernels.load(args.stage)
+        ladder.load(args.stage)
         shape = ["--seqlen", args.seqlen, "--head-dim", args.head_dim, "--causal", args.causal]
         metrics = profile([args.stage, *map(str, shape), "--options", json.dumps(args.options)])
     except (ValueError, RuntimeError) as error:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import kernels
 from harness import plots
 from harness.plots import format_rate, label
-from harness.problem import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, sweep_problem
 from harness.results import PEER_LABELS, Results, Row, bound_gpu, load_all, repository, write_atomically
-from harness.stage import Stage
+from harness.sweep import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, sweep_problem
+from hopper_attention.kernels import ladder
+from hopper_attention.kernels.contract import Stage
 
 MARKER = re.compile(r"^<!-- results:(begin|end) (\S+) -->[ \t]*$", re.MULTILINE)
 LADDER_HEAD_DIM, LADDER_SEQLEN = 128, 4096
@@ -254,9 +254,9 @@ def load_ladder(root: Path) -> dict[str, dict[str, Results]]:
     everything = load_all(root / "results")
     for folder, measured in everything.items():
         for stage in measured:
-            if stage not in kernels.LADDER:
+            if stage not in ladder.LADDER:
                 raise ValueError(f"{root / 'results' / folder / stage}.json: the ladder has no stage {stage}")
-        everything[folder] = {stage: measured[stage] for stage in kernels.LADDER if stage in measured}
+        everything[folder] = {stage: measured[stage] for stage in ladder.LADDER if stage in measured}
     return everything
 
 
@@ -265,14 +265,14 @@ def ablation_tables(root: Path, folder: str | None) -> dict[str, str]:
     tables = {}
     for path in sorted((root / "results" / (folder or "") / "ablations").glob("*.json")) if folder else []:
         results = Results.load(path)
-        tables[path.stem] = ablation_table(results, list(kernels.load(results.stage)[1].VARIANTS))
+        tables[path.stem] = ablation_table(results, list(ladder.load(results.stage)[1].VARIANTS))
     return tables
 
 
 def _blocks_of(root: Path, everything: Mapping[str, dict[str, Results]], stages: Sequence[Stage], notes: str):
     folder = next(iter(everything), None)
     measured = everything.get(folder, {})
-    return make_blocks(stages, measured, kernels.LADDER, notes, ablation_tables(root, folder))
+    return make_blocks(stages, measured, ladder.LADDER, notes, ablation_tables(root, folder))
 
 
 def find_stale(root: Path, stages: Sequence[Stage]) -> list[str]:
@@ -314,7 +314,7 @@ def main(
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something is stale")
     check, root = parser.parse_args(argv).check, root or repository()
     try:
-        stages = stages or [kernels.load(stage_id)[0] for stage_id in kernels.LADDER]
+        stages = stages or [ladder.load(stage_id)[0] for stage_id in ladder.LADDER]
         lines = find_stale(root, stages) if check else regenerate(root, stages)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -373,7 +373,7 @@ def _percent_of_bound(row: Row, results: Results) -> str:
     gpu = bound_gpu(results.gpu)
     if gpu is None:
         return "–"
-    return f"{_digits(100 * row.problem.roofline_seconds(gpu) / (row.ms_median * 1e-3))}%"
+    return f"{_digits(100 * gpu.roofline_seconds(row.problem) / (row.ms_median * 1e-3))}%"
 
 
 def _ratio(row: Row, results: Results, with_rate: bool = False) -> str:

@@ -8,21 +8,29 @@ import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
-from harness.problem import H100_SXM, Gpu, Problem, sweep
+from harness.hardware import H100_SXM, H200_SXM, Gpu
+from harness.sweep import sweep
+from hopper_attention.kernels.contract import Problem
 
 if TYPE_CHECKING:
     from harness.timing import Timing
 
-SCHEMA = 1
+SCHEMA = 2  # 2: cubin_sha256 is machine_code.identity, symbol names normalised
 DIRECTIONS = ("fwd", "bwd", "decode")
 FILE_KEYS = ("schema", "stage", "environment", "rows")
 # Rows measured under different values of these do not belong in one table.
 ENVIRONMENT_IDENTITY = ("gpu", "driver", "torch", "cutlass_dsl")
+ENVIRONMENT_TYPES = {  # of what is not a text, or None
+    "peers": dict[str, str],
+    "host_us": dict[str, float | None],
+    "power_cap_w": float | None,
+}
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 # Every peer a stage is measured beside, in the order tables and legends list them.
@@ -32,6 +40,7 @@ PEER_LABELS = {
     "flex": "FlexAttention",
     "fa2": "FlashAttention-2",
     "cudnn": "cuDNN",
+    "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",
 }
 
@@ -222,7 +231,9 @@ def gpu_folder(gpu_name: str) -> str:
 def bound_gpu(gpu_name: str) -> Gpu | None:
     """The peak rates to hold a GPU against, or None when they are not known for it."""
     words = gpu_folder(gpu_name).split("-")
-    return H100_SXM if "h100" in words and not {"pcie", "nvl"} & set(words) else None
+    if {"pcie", "nvl"} & set(words):
+        return None
+    return next((gpu for name, gpu in (("h100", H100_SXM), ("h200", H200_SXM)) if name in words), None)
 
 
 def repository() -> Path:
@@ -244,6 +255,15 @@ def load_all(folder: Path | None = None) -> dict[str, dict[str, Results]]:
             raise ValueError(f"{path}: holds results of {results.stage}; the file's name is its stage")
         everything.setdefault(path.parent.name, {})[results.stage] = results
     return everything
+
+
+def probe(path: Path) -> None:
+    """Raise OSError unless a file could be written there; nothing stays behind but its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+        pass
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -304,9 +324,12 @@ def _defect(results: Results) -> str | None:
     for key in ENVIRONMENT_IDENTITY:
         if not results.environment.get(key):
             return f"the environment does not name {key}"
+    for key, value in results.environment.items():
+        if not _fits(value, ENVIRONMENT_TYPES.get(key, str | None)):
+            return f"the environment's {key} is {value!r}"
     seen = set()
     for number, row in enumerate(results.rows, start=1):
-        if reason := _row_defect(row, results.stage):
+        if reason := _row_defect(row):
             return f"row {number} ({row.provider}, d={row.head_dim}, N={row.seqlen_kv}): {reason}"
         if row.key in seen:
             return f"row {number}: {row.provider} has two rows for {row.problem}"
@@ -314,14 +337,25 @@ def _defect(results: Results) -> str | None:
     return None
 
 
-def _row_defect(row: Row, stage: str) -> str | None:
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value that JSON gave is of a type: a union, a dict, or one of JSON's own."""
+    if get_origin(hint) is dict:
+        of_key, of_value = get_args(hint)
+        return isinstance(value, dict) and all(
+            _fits(k, of_key) and _fits(v, of_value) for k, v in value.items()
+        )
+    if options := get_args(hint):
+        return any(_fits(value, option) for option in options)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+
+
+def _row_defect(row: Row) -> str | None:
     for name, hint in ROW_TYPES.items():
-        value, allowed = getattr(row, name), get_args(hint) or (hint,)
-        fits = isinstance(value, allowed) or (float in allowed and isinstance(value, int))
-        if not fits or (isinstance(value, bool) and bool not in allowed):
+        value = getattr(row, name)
+        if not _fits(value, hint):
             return f"{name} is {value!r}"
-        if isinstance(value, float) and not math.isfinite(value):
-            return f"{name} is {value!r}, not a finite number"
     if row.direction not in DIRECTIONS:
         return f"direction is {row.direction!r}; it is one of {', '.join(DIRECTIONS)}"
     if row.top_left and not row.causal:
@@ -333,9 +367,17 @@ def _row_defect(row: Row, stage: str) -> str | None:
         return f"has an error and {', '.join(timed)}"
     if row.error is None and (row.ms_median is None or row.tflops is None):
         return "has no ms_median and tflops, and no error that says why"
-    if row.provider == stage and timed:
-        if row.check != "pass":
-            return "a time without a passed check"
+    if row.error is None and not (row.ms_median > 0 and row.ms_iqr is not None and row.ms_iqr >= 0):
+        return f"ms_median is {row.ms_median!r} and ms_iqr {row.ms_iqr!r}"
+    if row.error is None and not math.isclose(
+        row.tflops * row.ms_median * 1e9, row.problem.flops, rel_tol=1e-9
+    ):
+        return f"tflops is {row.tflops!r}, which is not its FLOPs over ms_median"
+    if row.provider in PEER_LABELS and (row.check or row.cubin_sha256):
+        return "a peer's row with a check, which peers do not take"
+    if row.provider not in PEER_LABELS and timed:
+        if row.check != "pass" or row.max_error is None:
+            return "a time without a passed check, and the max_error it found"
         if not SHA256.fullmatch(row.cubin_sha256 or ""):
             return "a time without the cubin_sha256 of the machine code it belongs to"
     return None

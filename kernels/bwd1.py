@@ -13,17 +13,9 @@ import math
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
-from harness.inputs import Tensors
-from harness.problem import Problem
-from harness.stage import Stage, Work
-from kernels.common import (
-    GRID_YZ_MAX,
-    LOG2_E,
-    compile_for_torch,
-    fake_backward,
-    fake_fp32,
-    refuse_unless_plain,
-)
+from .contract import Problem, Stage, Tensors, Work
+from .device.compiling import compile_for_torch, fake_backward, fake_fp32, refuse_unless_plain
+from .device.constants import GRID_YZ_MAX, LOG2_E
 
 STAGES = (
     Stage(

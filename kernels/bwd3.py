@@ -17,37 +17,23 @@ import math
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, pipeline, range_constexpr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from harness.inputs import Tensors
-from harness.problem import Problem
-from harness.stage import Stage, Work
-from kernels.bwd_ends import BLOCK, QUAD, Postprocess, Preprocess, fake_scratch, scratch_shapes
-from kernels.common import (
-    LOG2_E,
-    PRODUCER_CONSUMER,
-    WARP,
-    WARPGROUP,
-    allocate_tiles,
-    by_row,
+from .contract import Problem, Stage, Tensors, Work
+from .device.backward_ends import BLOCK, QUAD, Postprocess, Preprocess, fake_scratch, scratch_shapes
+from .device.compiling import (
     compile_for_torch,
-    exchanged,
     fake_backward,
     fake_fp32,
-    load_atom,
-    multiply,
-    operand_a,
-    partition_tma,
     refuse_heads_on_grid,
     refuse_unless_plain,
-    round_fragment,
-    store_atom,
 )
+from .device.constants import LOG2_E, WARP, WARPGROUP
+from .device.tma import PRODUCER_CONSUMER, allocate_tiles, load_atom, partition_tma, store_atom
+from .device.wgmma import by_row, exchanged, multiply, operand_a, round_fragment
 
 STAGES = (
     Stage(
@@ -79,14 +65,10 @@ def variants_for(problem: Problem) -> list[str]:
     return [label for label, options in VARIANTS.items() if options["tiles"][:2] in fits]
 
 
-@dsl_user_op
-def add_quad(address: Int64, quad: tuple, *, loc: object = None, ip: object = None) -> None:
+def add_quad(address: Int64, quad: tuple[Float32, ...]) -> None:
     """Add four fp32 to the 16 bytes of global memory at `address`; nothing comes back."""
-    operands = [Int64(address).ir_value(loc=loc, ip=ip)]
-    operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in quad]
-    ptx = "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
-    effects = {"has_side_effects": True, "is_align_stack": False}
-    llvm.inline_asm(None, operands, ptx, "l,f,f,f,f", **effects, loc=loc, ip=ip)
+    ptx = "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
+    cute.arch.inline_ptx(ptx, read_only_args=[Int64(address), *quad])
 
 
 class FlashAttention2BackwardWgmma:

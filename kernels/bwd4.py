@@ -29,12 +29,12 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from harness.inputs import Tensors
-from harness.problem import Problem
-from harness.stage import Stage, Work
-from kernels.bwd4_d256 import KeyGradients, WideFlashAttentionBackward
-from kernels.bwd_ends import Postprocess, Preprocess, fake_scratch, scratch_shapes
-from kernels.bwd_tiles import (
+from .bwd4_d256 import KeyGradients, WideFlashAttentionBackward
+from .contract import Problem, Stage, Tensors, Work
+from .device.backward_ends import Postprocess, Preprocess, fake_scratch, scratch_shapes
+from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa_backward, refuse_heads_on_grid
+from .device.constants import ROWS_MAX, WARP, WARPGROUP
+from .device.key_tiles import (
     CONSUMERS,
     PART,
     REGISTERS,
@@ -47,34 +47,19 @@ from kernels.bwd_tiles import (
     pass_turn,
     work_of,
 )
-from kernels.common import (
+from .device.tile_order import fetch, hear, message_ring, tell
+from .device.tma import (
     CONSUMER,
-    ELEMENTS,
     PRODUCER,
-    ROWS_MAX,
-    WARP,
-    WARPGROUP,
     allocate_tiles,
-    by_row,
-    compile_for_torch,
-    exchanged,
-    fake_fp32,
-    fake_gqa_backward,
-    fetch,
-    hear,
     load_atom,
-    message_ring,
-    multiply,
-    operand_a,
     partition_tma,
     put,
-    refuse_heads_on_grid,
-    round_fragment,
     store_atom,
     swizzled_tiles,
-    tell,
     tma_rings,
 )
+from .device.wgmma import by_row, exchanged, multiply, operand_a, round_fragment
 
 STAGES = (
     Stage(

@@ -25,34 +25,24 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from harness.problem import Problem
-from harness.stage import Work
-from kernels.bwd_ends import Preprocess, fake_scratch, scratch_shapes
-from kernels.bwd_tiles import CONSUMERS, REGISTERS, ROWS, SECTION_BYTES, SMS, THREADS, Tiles, work_of
-from kernels.common import (
+from .contract import Problem, Work
+from .device.backward_ends import Preprocess, fake_scratch, scratch_shapes
+from .device.compiling import ELEMENTS
+from .device.constants import LOG2_E, WARP, WARPGROUP
+from .device.key_tiles import CONSUMERS, REGISTERS, ROWS, SECTION_BYTES, SMS, THREADS, Tiles, work_of
+from .device.query_tiles import QueryTiles
+from .device.tile_order import fetch, hear, message_ring, tell
+from .device.tma import (
     CONSUMER,
-    ELEMENTS,
-    LOG2_E,
     PRODUCER,
-    WARP,
-    WARPGROUP,
     allocate_tiles,
-    by_row,
-    exchanged,
-    fetch,
-    hear,
     load_atom,
-    message_ring,
-    multiply,
-    operand_a,
     partition_tma,
     put,
-    round_fragment,
     store_atom,
-    tell,
     tma_rings,
 )
-from kernels.query_tiles import QueryTiles
+from .device.wgmma import by_row, exchanged, multiply, operand_a, round_fragment
 
 STAGES = 2  # of Q and dO for KeyGradients, of K for QueryGradient
 OF_P, OF_DS = range(CONSUMERS)  # the consumers of KeyGradients

@@ -14,23 +14,16 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from harness.inputs import Tensors
-from harness.problem import Problem
-from harness.stage import Stage, Work
-from kernels.common import (
-    LN_2,
-    LOG2_E,
-    VECTOR,
+from .contract import Problem, Stage, Tensors, Work
+from .device.compiling import (
     compile_for_torch,
     fake_fp32,
     fake_qkvo,
-    load_tile,
     refuse_heads_on_grid,
     refuse_unless_plain,
-    swizzle,
-    tile_layout,
-    widen,
 )
+from .device.constants import LN_2, LOG2_E, VECTOR
+from .device.cuda_cores import load_tile, swizzle, tile_layout, widen
 
 STAGES = (
     Stage(

@@ -1,8 +1,9 @@
 """K3: K2's arithmetic, its loads by the Tensor Memory Accelerator through a ring of stages.
 
-The idea          One thread hands whole tiles to the TMA, which computes the addresses, swizzles the rows,
-                  fills zeros past the sequence's end and counts the bytes on an mbarrier. Nobody else waits
-                  for a load that has arrived; with several stages the next tiles travel meanwhile.
+The idea          A load becomes a message: (tensor, tile, destination, barrier). The memory accelerator does
+                  what 256 threads did in k2, addresses, swizzle and the zeros behind the last row, and says
+                  on an mbarrier how many bytes have come. Whoever needs a tile waits for that barrier alone,
+                  and a ring of stages lets tiles be asked for before they are needed.
 What changes      against k2: K and V each have a region of `stages` tiles and share one pipeline, whose
                   barrier expects the bytes of both; the CTA's four barriers per tile become one full and
                   one empty mbarrier.
@@ -20,27 +21,23 @@ from cutlass import BFloat16, Float32, Int64, const_expr, pipeline, range_conste
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
 
-from harness.inputs import Tensors
-from harness.problem import Problem
-from harness.stage import Stage, Work
-from kernels.common import (
-    LN_2,
-    LOG2_E,
-    PRODUCER_CONSUMER,
-    SWIZZLE_BYTES,
-    VECTOR,
-    WARP,
+from .contract import Problem, Stage, Tensors, Work
+from .device.compiling import (
     compile_for_torch,
     fake_fp32,
     fake_qkvo,
-    load_atom,
-    partition_tma,
     refuse_heads_on_grid,
     refuse_unless_plain,
-    swizzle,
+)
+from .device.constants import LN_2, LOG2_E, VECTOR, WARP
+from .device.cuda_cores import swizzle, widen
+from .device.tma import (
+    PRODUCER_CONSUMER,
+    SWIZZLE_BYTES,
+    load_atom,
+    partition_tma,
     swizzled_chunks,
     swizzled_tiles,
-    widen,
 )
 
 

@@ -20,28 +20,17 @@ from cutlass.memory import SmemAllocator
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from harness.inputs import Tensors
-from harness.problem import Problem
-from harness.stage import Stage, Work
-from kernels.common import (
-    LN_2,
-    LOG2_E,
-    PRODUCER_CONSUMER,
-    WARP,
-    WARPGROUP,
-    allocate_tiles,
-    by_row,
+from .contract import Problem, Stage, Tensors, Work
+from .device.compiling import (
     compile_for_torch,
-    exchanged,
     fake_fp32,
     fake_qkvo,
-    load_atom,
-    operand_a,
-    partition_tma,
     refuse_heads_on_grid,
     refuse_unless_plain,
-    work_on_wgmma,
 )
+from .device.constants import LN_2, LOG2_E, WARP, WARPGROUP
+from .device.tma import PRODUCER_CONSUMER, allocate_tiles, load_atom, partition_tma
+from .device.wgmma import by_row, exchanged, operand_a, work_on_wgmma
 
 STAGES = (
     Stage(

@@ -1,7 +1,7 @@
-"""K4.1: Q·Kᵀ on the tensor cores, S laundered through shared memory.
+"""K4.1: Q·Kᵀ on the tensor cores, and what their accumulator's order of elements costs.
 
-The idea          WGMMA: four warps issue one instruction that multiplies 64 rows of Q by all keys of a tile,
-                  both read from swizzled shared memory.
+The idea          A warpgroup asks the tensor cores for a whole 64-row product at once; its operands are
+                  descriptors of shared memory, in the swizzle that the TMA wrote them with.
 What changes      against k3: one warpgroup; S = Q·Kᵀ is four or eight instructions instead of a loop. The
                   accumulator lies in registers in WGMMA's order: every thread writes what it holds to a flat
                   S tile, asking an identity tensor where each element belongs, and reads its row back.
@@ -19,27 +19,17 @@ from cutlass.memory import SmemAllocator
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from harness.inputs import Tensors
-from harness.problem import Problem
-from harness.stage import Stage, Work
-from kernels.common import (
-    LN_2,
-    LOG2_E,
-    PRODUCER_CONSUMER,
-    VECTOR,
-    WARP,
-    allocate_tiles,
+from .contract import Problem, Stage, Tensors, Work
+from .device.compiling import (
     compile_for_torch,
     fake_fp32,
     fake_qkvo,
-    load_atom,
-    partition_tma,
     refuse_heads_on_grid,
     refuse_unless_plain,
-    swizzle,
-    swizzled_chunks,
-    widen,
 )
+from .device.constants import LN_2, LOG2_E, VECTOR, WARP
+from .device.cuda_cores import swizzle, widen
+from .device.tma import PRODUCER_CONSUMER, allocate_tiles, load_atom, partition_tma, swizzled_chunks
 
 STAGES = (
     Stage(

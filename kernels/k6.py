@@ -30,41 +30,24 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from harness.inputs import Tensors
-from harness.problem import Problem
-from harness.stage import Stage, Work
-from kernels.common import (
+from .contract import Problem, Stage, Tensors, Work
+from .device.arithmetic import largest_positive, store_if
+from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
+from .device.constants import LN_2, LOG2_E, ROWS_MAX, WARP, WARPGROUP
+from .device.query_tiles import ROWS, QueryTiles
+from .device.tile_order import fetch, hear, message_ring, tell
+from .device.tma import (
     CONSUMER,
-    ELEMENTS,
-    LN_2,
-    LOG2_E,
     PRODUCER,
-    ROWS_MAX,
-    WARP,
-    WARPGROUP,
     allocate_tiles,
-    by_row,
-    compile_for_torch,
-    exchanged,
-    fake_fp32,
-    fake_gqa,
-    fetch,
-    hear,
-    largest_positive,
     load_atom,
-    message_ring,
-    multiply,
-    operand_a,
     partition_tma,
     put,
-    round_fragment,
     row_slices,
     store_atom,
-    store_if,
-    tell,
     tma_rings,
 )
-from kernels.query_tiles import ROWS, QueryTiles
+from .device.wgmma import by_row, exchanged, multiply, operand_a, round_fragment
 
 STAGES = (
     Stage(
@@ -72,6 +55,7 @@ STAGES = (
         "the production forward",
         "persistent CTAs, lazy rescaling, masked tiles apart, TMA store, a tile shape by head_dim",
         "k6_2",
+        model="flash_attention_lazy",
         rounds_p=True,
     ),
 )

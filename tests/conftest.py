@@ -1,6 +1,9 @@
 """Settings every test shares."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # One thread a worker, subprocesses included: the workers already take the cores, and torch's threads spin
 # while they wait for one another.
@@ -8,3 +11,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What bench.py reads besides its command line; a test that wants one sets it.
 for name in ("CHECK", "SEQLEN", "HEADDIM", "CAUSAL"):
     os.environ.pop(name, None)
+# A cache of compiled kernels for this run alone: what the tests look at was compiled by them, once, whichever
+# worker or command of theirs comes first.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    folder = tempfile.mkdtemp(prefix="hopper_attention_")
+    os.environ["HOPPER_ATTENTION_CACHE"] = folder
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -1,38 +1,23 @@
 """What the front end refuses, with the exception's type and words, and what it lets through."""
 
 import contextlib
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import kernels
-import ref_check
-from harness import attention as front
-from harness.attention import (
-    attention,
-    attention_backward,
-    check_layout,
-    prepare,
-    prepare_backward,
-    problem_of,
-    refuse,
-)
-from harness.inputs import (
-    Tensors,
-    allocate,
-    allocate_backward,
-    poison,
-    random_inputs,
-    starts_at_zero,
-    workspace_bytes,
-)
-from harness.problem import Problem, sweep
+from harness import reference
+from harness.inputs import poison, random_inputs
+from harness.sweep import sweep
+from hopper_attention import attention, attention_backward, launch
+from hopper_attention.checks import check_layout, problem_of, refuse, workspace_bytes
+from hopper_attention.kernels import ladder
+from hopper_attention.kernels.contract import Problem, Tensors
+from hopper_attention.launch import allocate, allocate_backward, prepare, prepare_backward, starts_at_zero
 
-STAGES = list(kernels.LADDER)
-BACKWARD_STAGES = [stage_id for stage_id in STAGES if kernels.load(stage_id)[0].direction == "bwd"]
+STAGES = list(ladder.LADDER)
+BACKWARD_STAGES = [stage_id for stage_id in STAGES if ladder.load(stage_id)[0].direction == "bwd"]
 PLAIN = ("k1", "fa1", "k2")  # no GQA, equal lengths, bfloat16, head_dim 64 and 128
 
 
@@ -45,7 +30,7 @@ LSE = torch.zeros(2, 4, 64)
 
 
 def direction_of(stage_id: str) -> str:
-    return kernels.load(stage_id)[0].direction
+    return ladder.load(stage_id)[0].direction
 
 
 def call(stage_id: str, q: torch.Tensor, k: torch.Tensor, causal: bool = False) -> object:
@@ -183,7 +168,7 @@ def test_k1_refuses_more_blocks_than_a_grid_has() -> None:
 
 @pytest.mark.parametrize("stage_id", STAGES)
 def test_every_stage_takes_the_sweep(stage_id: str) -> None:
-    stage, module = kernels.load(stage_id)
+    stage, module = ladder.load(stage_id)
     assert [module.supports(problem) for problem in sweep(stage.direction)] == [None] * 24
 
 
@@ -222,19 +207,17 @@ def test_wrong_top_left_of_the_backward_pass() -> None:
 
 
 def test_what_is_compiled_knows_the_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
-
-    class Module:
-        compile_kernel = staticmethod(lambda problem, **options: compiled.append(problem) or object())
-
-    stage = kernels.load("k6")[0]
-    monkeypatch.setattr(front.kernels, "load", lambda stage_id: (stage, Module))
-    monkeypatch.setattr(front, "_compile", functools.cache(front._compile.__wrapped__))
+    built = []
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(launch, "_compile_or_load", lambda *what: built.append(what) or object())
     problem = Problem.square(2, 4, 64, 64, True)
-    first, other = (front.compile_stage("k6", problem.with_(top_left=x)) for x in (False, True))
+    first, other = (launch.compile_stage("k6", problem.with_(top_left=x)) for x in (False, True))
     assert first is not other
-    assert other is front.compile_stage("k6", problem.with_(top_left=True, seqlen_q=7))
-    assert [x.top_left for x in compiled] == [False, True]
+    assert other is launch.compile_stage("k6", problem.with_(top_left=True, seqlen_q=7))
+    assert [problem.top_left for _, problem, _ in built] == [False, True]
+    # Of a stage that takes equal lengths alone, the two alignments are one mask.
+    one, same = (launch.compile_stage("k2", problem.with_(top_left=x)) for x in (False, True))
+    assert one is same
 
 
 def test_unknown_stage() -> None:
@@ -320,14 +303,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor], torch.T
     }
     for name, answer in cuda.items():
         monkeypatch.setattr(torch.cuda, name, lambda device=None, answer=answer: answer)
-    monkeypatch.setattr(front, "compile_stage", lambda stage_id, problem: "compiled")
+    monkeypatch.setattr(launch, "compile_stage", lambda stage_id, problem: "compiled")
     return lambda x: x.as_subclass(OnCuda)
 
 
 def test_prepare(pretend: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     q = pretend(Q)
     module, compiled, tensors = prepare(q, q, q, stage="k1")
-    assert module is kernels.load("k1")[1]
+    assert module is ladder.load("k1")[1]
     assert compiled == "compiled"
     assert tensors.o.shape == q.shape
     assert tensors.workspace["S"].shape == (2, 4, 64, 64)
@@ -379,7 +362,7 @@ def test_scratch_that_does_not_fit_is_refused_before_it_is_allocated(
 def test_scratch_is_what_the_stages_say() -> None:
     problem = Problem.square(2, 3, 203, 64, True)
     rows = 2 * 3 * 203
-    spec = {stage_id: kernels.load(stage_id)[1].workspace(problem) for stage_id in PLAIN}
+    spec = {stage_id: ladder.load(stage_id)[1].workspace(problem) for stage_id in PLAIN}
     assert spec["k1"] == {"S": ((2, 3, 203, 203), "float32")}
     assert spec["k2"] == {}
     sizes = {stage_id: workspace_bytes(spec[stage_id]) for stage_id in PLAIN}
@@ -390,7 +373,7 @@ def test_scratch_is_what_the_stages_say() -> None:
 
 @pytest.mark.parametrize("stage_id", STAGES)
 def test_outputs_are_poisoned(stage_id: str) -> None:
-    stage, module = kernels.load(stage_id)
+    stage, module = ladder.load(stage_id)
     problem = Problem.square(1, 2, 17, 64, False, direction=stage.direction)
     q, k, v, *do = random_inputs(problem, "cpu")
     if do:
@@ -497,7 +480,7 @@ class TestPrepareBackward:
     def test_allocates(self, pretend: Callable) -> None:
         inputs = pretended(pretend, k=torch.ones_like(Q), v=2 * torch.ones_like(Q))
         module, compiled, tensors = prepare_backward(**inputs)
-        assert module is kernels.load(front.BACKWARD)[1]
+        assert module is ladder.load(launch.BACKWARD)[1]
         assert compiled == "compiled"
         assert list(tensors.outputs) == ["dq", "dk", "dv"]
         for name in ("q", "k", "v", "o", "lse", "do"):
@@ -561,16 +544,16 @@ def differentiable(pretend: Callable, monkeypatch: pytest.MonkeyPatch) -> list[T
         @staticmethod
         def run_kernel(mask: dict[str, bool], t: Tensors) -> None:
             if t.do is None:
-                results = ref_check.reference(t.q, t.k, t.v, **mask)
+                results = reference.reference(t.q, t.k, t.v, **mask)
             else:
                 launches.append(t)
-                results = ref_check.reference_gradients(t.q, t.k, t.v, t.o, t.lse, t.do, **mask)
+                results = reference.reference_gradients(t.q, t.k, t.v, t.o, t.lse, t.do, **mask)
             for x, result in zip(t.outputs.values(), results):
                 x.copy_(result)
 
-    monkeypatch.setattr(front.kernels, "load", lambda stage_id: (SimpleNamespace(options={}), Module))
+    monkeypatch.setattr(launch.ladder, "load", lambda stage_id: (SimpleNamespace(options={}), Module))
     mask_of = lambda stage_id, problem: {"causal": problem.causal, "top_left": problem.top_left}
-    monkeypatch.setattr(front, "compile_stage", mask_of)
+    monkeypatch.setattr(launch, "compile_stage", mask_of)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return launches
@@ -592,7 +575,7 @@ def test_attention_is_differentiable(
     assert not lse.requires_grad
     do = torch.randn_like(o)
     grads = torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-    expected = ref_check.Expected(*(x.detach() for x in (q, k, v)), do=do, **mask)
+    expected = reference.Expected(*(x.detach() for x in (q, k, v)), do=do, **mask)
     assert torch.allclose(o.double(), expected.forward[0], rtol=2**-7, atol=2**-7)
     for x, ref in zip(grads, expected.gradients):
         assert x.dtype == q.dtype
@@ -628,7 +611,7 @@ def test_without_autograd_nothing_is_saved(differentiable: list[Tensors]) -> Non
 
 def test_what_has_no_backward_pass_is_refused_in_the_forward_one(differentiable: list[Tensors]) -> None:
     q, k, v = leaves(Problem.square(1, 1, 16, 128, False))
-    with pytest.raises(ValueError, match=f"^{front.BACKWARD} takes head_dim 64$"):
+    with pytest.raises(ValueError, match=f"^{launch.BACKWARD} takes head_dim 64$"):
         attention(q, k, v)
 
 

@@ -14,13 +14,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-import kernels
-import ref_check
-from harness import attention as front
-from harness import cases
-from harness.inputs import Tensors, random_inputs
-from harness.problem import Problem
-from harness.stage import Stage
+from harness import cases, reference
+from harness.inputs import random_inputs
+from hopper_attention import functional, launch
+from hopper_attention.kernels import ladder
+from hopper_attention.kernels.contract import Problem, Stage, Tensors
 
 NEED_A_GPU = {
     "wrong input",
@@ -65,32 +63,53 @@ class Kernel:
             read = dataclasses.replace(t, **{name: getattr(t, name).clone() for name in ("q", "k", "v")})
             self.reading(read)
         if t.do is None:
-            found = ref_check.reference(read.q, read.k, read.v, **mask)
+            found = reference.reference(read.q, read.k, read.v, **mask)
         else:
-            found = ref_check.reference_gradients(read.q, read.k, read.v, t.o, t.lse, t.do, **mask)
+            found = reference.reference_gradients(read.q, read.k, read.v, t.o, t.lse, t.do, **mask)
         for x, result in zip(t.outputs.values(), found):
             x.copy_(result)
         if self.writing:
             self.writing(t)
 
 
+def cpu_sized(shape: cases.Shape) -> cases.Shape:
+    """Fewer heads and shorter lengths in the same relations."""
+    heads = {"batch": 3, "heads": 8, "kv_heads": 8}
+    return {
+        name: min(value, heads[name])
+        if name in heads
+        else 130 + (value - 130) // 8
+        if name.startswith("seqlen") and value > 130
+        else value
+        for name, value in shape.items()
+    }
+
+
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
     """The kernel in each stage's place; a test puts its own there."""
     found = {stage_id: Kernel() for stage_id in STAGES}
-    monkeypatch.setattr(kernels, "load", lambda stage_id: (STAGES[stage_id], found[stage_id]))
+    monkeypatch.setattr(ladder, "load", lambda stage_id: (STAGES[stage_id], found[stage_id]))
     monkeypatch.setattr(cases, "HEAD_DIMS", (64,))
     monkeypatch.setattr(cases, "LENGTHS", (1, 3, 65))
     monkeypatch.setattr(cases, "NEEDLE_LENGTHS", (16, 65))
-    for module in (cases, front):
+    for name in ("OTHER_SHAPES", "TOP_LEFT_SHAPES", "TOP_LEFT_WIDE_SHAPES"):
+        monkeypatch.setattr(cases, name, [cpu_sized(shape) for shape in getattr(cases, name)])
+    monkeypatch.setattr(cases, "FORMS", {name: cpu_sized(shape) for name, shape in cases.FORMS.items()})
+    kernels = lambda stage_id: [
+        Problem.square(1, 1, 1, d, True, top_left=d == 64, direction=STAGES[stage_id].direction)
+        for d in (64, 128)
+    ]
+    monkeypatch.setattr(cases, "reachable", kernels)
+    for module in (cases, functional):
         monkeypatch.setattr(module, "BACKWARD", "bwd")
     mask_of = lambda stage_id, problem: {"causal": problem.causal, "top_left": problem.top_left}
-    monkeypatch.setattr(front, "compile_stage", mask_of)
+    monkeypatch.setattr(launch, "compile_stage", mask_of)
     monkeypatch.setattr(cases, "random_inputs", functools.partial(random_inputs, device="cpu"))
     for name in ("needle_inputs", "needle_gradient_inputs"):
-        make = getattr(ref_check, name)
+        make = getattr(reference, name)
         on_cpu = lambda problem, device, *rest, make=make, **options: make(problem, "cpu", *rest, **options)
-        monkeypatch.setattr(ref_check, name, on_cpu)
+        monkeypatch.setattr(reference, name, on_cpu)
     cuda = {"get_device_capability": (9, 0), "mem_get_info": (10**9, 10**9), "synchronize": None}
     for name, answer in (cuda | {"memory_reserved": 0, "memory_allocated": 0}).items():
         monkeypatch.setattr(torch.cuda, name, lambda device=None, answer=answer: answer)
@@ -214,10 +233,15 @@ def test_a_mask_with_one_alignment_shows(
     stage_id: str, top_left: bool, stand_ins: dict[str, Kernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     always = lambda stage_id, problem: {"causal": problem.causal, "top_left": problem.causal and top_left}
-    monkeypatch.setattr(front, "compile_stage", always)
+    monkeypatch.setattr(launch, "compile_stage", always)
     found = failures(stage_id, "other shapes" if top_left else "top left mask")
-    for lengths in ("n203:1025", "n1025:203", "n257:4161"):
-        assert any(lengths in text for text in found)
+    shapes = cases.OTHER_SHAPES if top_left else cases.TOP_LEFT_SHAPES
+    taken = [shape for shape in shapes if shape.get("head_dim") != 256]
+    lengths = [(shape.get("seqlen_q", 203), shape.get("seqlen_kv", 203)) for shape in taken]
+    unequal = {f"n{n}:{m} " for n, m in lengths if n != m and min(n, m) > 129}
+    assert len(unequal) >= 2
+    for words in unequal:
+        assert any(words in text for text in found)
     assert not any("full" in text for text in found)
 
 

@@ -17,13 +17,14 @@ import pytest
 import torch
 
 import bench
-import kernels
 import ref_check
-from harness import machine_code, peers, results, timing
-from harness.attention import compile_stage
-from harness.inputs import Tensors, random_inputs
-from harness.problem import Problem
+from harness import cases, machine_code, measuring, mutations, peers, reference, results, timing
+from harness.inputs import random_inputs
 from harness.results import Results, repository
+from harness.sweep import sweep
+from hopper_attention.kernels import ladder
+from hopper_attention.kernels.contract import Problem, Tensors
+from hopper_attention.launch import compile_stage
 
 ROOT = repository()
 NO_KERNEL = "no kernel was executed"
@@ -54,7 +55,7 @@ def test_bench_without_a_gpu() -> None:
     assert "model flash_attention_2: agrees with float64 attention" in done.stdout
     assert "TFLOP/s ±" not in done.stdout
     # Another process, the same machine code.
-    sha = machine_code.sha256(compile_stage("k2", Problem.square(32, 32, 512, 64, False)))
+    sha = machine_code.identity(compile_stage("k2", Problem.square(32, 32, 512, 64, False)))
     assert SHA_LINE.findall(done.stdout) == [("64", "full", sha)]
 
 
@@ -69,7 +70,7 @@ def test_bench_compiles_for_hopper_whatever_the_environment_says() -> None:
     done = run("CUTE_DSL_ARCH=sm_80 python bench.py k1 --seqlen 512 --head-dim 64 --causal 0")
     assert done.returncode == 0
     assert "compiled for sm_90a" in done.stdout
-    sha = machine_code.sha256(compile_stage("k1", Problem.square(32, 32, 512, 64, False)))
+    sha = machine_code.identity(compile_stage("k1", Problem.square(32, 32, 512, 64, False)))
     assert SHA_LINE.findall(done.stdout) == [("64", "full", sha)]
 
 
@@ -88,10 +89,10 @@ def test_bench_fails_when_a_model_is_wrong(
     """All stages are reported on, also after one whose model fails."""
     reported = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(bench.cases, "run_model", lambda stage_id: ["n1: off"] if stage_id == "k1" else [])
+    monkeypatch.setattr(cases, "run_model", lambda stage_id: ["n1: off"] if stage_id == "k1" else [])
     monkeypatch.setattr(bench.machine_code, "inspect", lambda *_: reported.append(1) or [])
     monkeypatch.setattr(bench.machine_code, "bound_tflops", lambda *_: 1.0)
-    monkeypatch.setattr(bench.machine_code, "sha256", lambda *_: "a" * 64)
+    monkeypatch.setattr(bench.machine_code, "identity", lambda *_: "a" * 64)
     monkeypatch.setattr(bench, "compile_stage", lambda *_: None)
     assert bench.main(["k1", "k2", "--seqlen", "512", "--head-dim", "64", "--causal", "0"]) == 1
     out = capsys.readouterr().out
@@ -113,7 +114,7 @@ def test_ref_check_fails_when_a_model_is_wrong(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     wrong = lambda q, k, v, **mask: (v, q[:, 0])
-    monkeypatch.setitem(bench.cases.models.MODELS, "flash_attention_2", wrong)
+    monkeypatch.setitem(cases.models.MODELS, "flash_attention_2", wrong)
     assert ref_check.main(["k1", "k2"]) == 1
     out = capsys.readouterr().out
     assert f"k1: no Hopper GPU, {NO_KERNEL}; its model passes" in out
@@ -127,18 +128,24 @@ def test_ref_check_reports_a_mutation_that_survives(
     monkeypatch.setattr(ref_check, "sweep", lambda direction: [problem.with_(direction=direction)])
     assert ref_check.main(["--mutations"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"fwd {problem}: all {len(ref_check.MUTATIONS)} mutations caught",
-        f"bwd {problem}: all {len(ref_check.GRADIENT_MUTATIONS)} mutations caught",
+        f"fwd {problem}: all {len(mutations.MUTATIONS)} mutations caught",
+        f"bwd {problem}: all {len(mutations.GRADIENT_MUTATIONS)} mutations caught",
     ]
-    monkeypatch.setattr(ref_check, "survivors", lambda *_, **__: ["drop a key: passed the rule"])
+    monkeypatch.setattr(mutations, "survivors", lambda *_, **__: ["drop a key: passed the rule"])
     assert ref_check.main(["--mutations"]) == 1
     assert "MISSED ['drop a key: passed the rule']" in capsys.readouterr().out
 
 
 def test_everything_imports_without_a_gpu() -> None:
     modules = ["bench", "ref_check"]
-    for folder in ("harness", "kernels"):
-        modules += [f"{folder}.{path.stem}" for path in sorted((ROOT / folder).glob("*.py"))]
+    for folder in (
+        "harness",
+        "hopper_attention",
+        "hopper_attention/kernels",
+        "hopper_attention/kernels/device",
+    ):
+        name = folder.replace("/", ".")
+        modules += [f"{name}.{path.stem}" for path in sorted((ROOT / folder).glob("*.py"))]
     code = f"import {', '.join(modules)}; import torch; assert not torch.cuda.is_initialized()"
     done = run(f"python -c {shlex.quote(code)}")
     assert (done.returncode, done.stderr) == (0, "")
@@ -215,11 +222,11 @@ def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_bench_sweeps_everything_by_default() -> None:
     args = bench.parse(["all"])
-    assert args.stages == list(kernels.LADDER)
-    directions = {kernels.load(stage_id)[0].direction for stage_id in kernels.LADDER}
-    assert set(args.problems) == {x for direction in directions for x in bench.ref_check.sweep(direction)}
+    assert args.stages == list(ladder.LADDER)
+    directions = {ladder.load(stage_id)[0].direction for stage_id in ladder.LADDER}
+    assert set(args.problems) == {x for direction in directions for x in sweep(direction)}
     assert len(args.problems) == 24 * len(directions)
-    assert set(bench.parse(["k1", "k2"]).problems) == set(bench.ref_check.sweep())
+    assert set(bench.parse(["k1", "k2"]).problems) == set(sweep())
     assert not args.check
     assert args.peers == list(peers.PEERS)
     assert bench.parse(["k2", "--peers", "none"]).peers == []
@@ -230,20 +237,25 @@ def test_bench_sweeps_everything_by_default() -> None:
 # With a GPU, as far as one is not needed
 
 
-class ToyKernel:
-    """In place of a kernel file: the reference, at fault from a sequence length on, or nothing written."""
+def sha_of(compiled: SimpleNamespace) -> str:
+    return compiled.name.encode().hex().ljust(64, "0")
 
-    def __init__(self, fails_from: int | None = None, writes: bool = True):
+
+class ToyKernel:
+    """In place of a kernel file: the reference, at fault from a sequence length on, or nothing written from a
+    launch on."""
+
+    def __init__(self, fails_from: int | None = None, writes: int = 10**9):
         self.fails_from, self.writes, self.launches = fails_from, writes, 0
 
-    def workspace(self, problem: Problem) -> dict:
+    def workspace(self, problem: Problem, **options: object) -> dict:
         return {}
 
     def run_kernel(self, compiled: SimpleNamespace, t: Tensors) -> None:
         self.launches += 1
-        if not self.writes:
+        if self.launches > self.writes:
             return
-        expected = ref_check.Expected(t.q, t.k, t.v, compiled.causal, t.do)
+        expected = reference.Expected(t.q, t.k, t.v, compiled.causal, t.do)
         results = expected.forward if t.do is None else expected.gradients
         for x, result in zip(t.outputs.values(), results):
             x.copy_(result)
@@ -254,14 +266,13 @@ class ToyKernel:
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
     """A stage's stand-in by its id; what is an exception is raised while preparing the launch."""
-    stand_ins: dict[str, ToyKernel | Exception] = {stage_id: ToyKernel() for stage_id in kernels.LADDER}
+    stand_ins: dict[str, ToyKernel | Exception] = {stage_id: ToyKernel() for stage_id in ladder.LADDER}
 
-    def ready(stage_id: str, inputs: tuple[torch.Tensor, ...], causal: bool) -> tuple:
-        toy = stand_ins[stage_id]
+    def ready(contender: measuring.Contender, expected: reference.Expected, problem: Problem) -> tuple:
+        toy = stand_ins[contender.name]
         if isinstance(toy, Exception):
             raise toy
-        expected = ref_check.Expected(*inputs[:3], causal, *inputs[5:])
-        compiled = SimpleNamespace(__cubin__=b"\x7fELF" + stage_id.encode(), causal=causal)
+        compiled = SimpleNamespace(name=contender.name, causal=problem.causal)
         tensors = expected.allocate(toy, None)  # in memory that an earlier run left its result in
         left = expected.forward if expected.do is None else expected.gradients
         for x, result in zip(tensors.outputs.values(), left):
@@ -290,10 +301,11 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 9.00 GiB of which "
         "1.50 GiB is free."
     )
-    monkeypatch.setattr("harness.problem.TOTAL_TOKENS", 256)
-    monkeypatch.setattr("harness.problem.HIDDEN_SIZE", 128)
-    monkeypatch.setattr(bench, "random_inputs", lambda problem: random_inputs(problem, "cpu"))
-    monkeypatch.setattr(bench.cases, "ready", ready)
+    monkeypatch.setattr("harness.sweep.TOTAL_TOKENS", 256)
+    monkeypatch.setattr("harness.sweep.HIDDEN_SIZE", 128)
+    monkeypatch.setattr(measuring, "random_inputs", lambda problem: random_inputs(problem, "cpu"))
+    monkeypatch.setattr(measuring, "ready", ready)
+    monkeypatch.setattr(machine_code, "identity", sha_of)
     monkeypatch.setattr(timing, "environment", lambda found: environment | {"peers": found, "host_us": {}})
     monkeypatch.setattr(timing, "interleaved", interleaved)
     monkeypatch.setattr(timing, "sustained", lambda call, ms: timing.Timing(2 * ms, 0.0, 1400.0, 690.0))
@@ -327,8 +339,7 @@ def test_a_passing_run_is_saved(toys: dict, tmp_path: Path, capsys: pytest.Captu
         assert (row.check, row.ms_median, row.tflops_sustained) == ("pass", 0.25, None)
         assert row.tflops == row.problem.flops / 0.25e-3 / 1e12
         assert 0 < row.max_error < 0.02
-        compiled = SimpleNamespace(__cubin__=b"\x7fELF" + stage_id.encode())
-        assert row.cubin_sha256 == machine_code.sha256(compiled)
+        assert row.cubin_sha256 == sha_of(SimpleNamespace(name=stage_id))
         assert saved.environment["host_us"] == {stage_id: 4.32}
         errors = {row.provider: row.error for row in saved.rows if row.error}
         assert errors == {
@@ -344,7 +355,7 @@ def test_a_second_run_joins_the_first(toys: dict, tmp_path: Path) -> None:
 
 
 def test_long_rows_have_a_sustained_rate(toys: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "SUSTAINED_FROM", 128)
+    monkeypatch.setattr(measuring, "SUSTAINED_FROM", 128)
     monkeypatch.setattr(bench, "SEQLENS", (64, 128))
     assert bench.main(["k2", *SMALL, "--peers", "none", "--save", str(tmp_path)]) == 0
     short, long = load(tmp_path, "k2").rows
@@ -352,31 +363,78 @@ def test_long_rows_have_a_sustained_rate(toys: dict, tmp_path: Path, monkeypatch
     assert (long.tflops_sustained, long.clock_mhz, long.power_w) == (long.tflops / 2, 1400.0, 690.0)
 
 
-def test_a_failed_check_has_no_number_and_saves_nothing(
+def test_a_failed_check_has_no_number_and_is_not_saved(
     toys: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     toys["k1"] = ToyKernel(fails_from=0)
-    assert bench.main(["k1", *SMALL, "--seqlen", "64", "--peers", "none", "--save", str(tmp_path)]) == 1
+    command = [*SMALL, "--seqlen", "64", "--save", str(tmp_path)]
+    assert bench.main(["k1", *command, "--peers", "none"]) == 1
     out = capsys.readouterr().out
     assert re.search(r"^k1 +b4 h2 n64 d64 causal bfloat16 +fail +max error .* worst at \(", out, re.M)
     assert "TFLOP/s" not in out
-    assert "A check failed: nothing was written." in out
+    assert "A check failed: those rows have no time, and were not written." in out
     assert toys["k1"].launches == 1  # the check's: it was not timed
-    assert list(tmp_path.iterdir()) == []
+    assert load(tmp_path, "k1").rows == []
 
-    assert bench.main(["k1", "k2", *SMALL, "--seqlen", "64", "--save", str(tmp_path)]) == 1
+    assert bench.main(["k1", "k2", *command]) == 1
     assert capsys.readouterr().out.count("of the hardware bound") == 1  # k2's
-    assert list(tmp_path.iterdir()) == []
+    assert {row.provider for row in load(tmp_path, "k1").rows} == set(peers.PEERS)
+    assert {row.provider for row in load(tmp_path, "k2").rows} == {"k2", *peers.PEERS}
+
+
+@pytest.mark.parametrize("last", [1, 2])  # the check's launch, and the timed one's
+def test_what_stops_writing_after_its_check_has_no_number(
+    last: int, toys: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its outputs still hold what the check saw, but for the poison."""
+    toys["k2"] = ToyKernel(writes=last)
+    command = ["k2", *SMALL, "--seqlen", "64", "--peers", "none", "--save", str(tmp_path)]
+    assert bench.main(command) == 1
+    out = capsys.readouterr().out
+    assert re.search(
+        r"^k2 .* fail +after the timing: \d+ elements finite in one and not in the other", out, re.M
+    )
+    assert "TFLOP/s" not in out
+    assert load(tmp_path, "k2").rows == []
+
+
+def test_rows_measured_before_a_crash_are_kept(
+    toys: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "SEQLENS", (64, 128))
+
+    def crash(calls: dict) -> dict:
+        if len(list(tmp_path.rglob("k2.json"))):
+            raise RuntimeError("the driver is gone")
+        return measured(calls)
+
+    measured = timing.interleaved
+    monkeypatch.setattr(timing, "interleaved", crash)
+    with pytest.raises(RuntimeError, match="the driver is gone"):
+        bench.main(["k2", *SMALL, "--peers", "none", "--save", str(tmp_path)])
+    assert [row.seqlen_q for row in load(tmp_path, "k2").rows] == [64]
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_anything_is_measured(
+    toys: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["k2", *SMALL, "--seqlen", "64", "--peers", "none", "--save"]
+    (tmp_path / "a file").write_text("")
+    (tmp_path / "taken" / "h100-80gb-hbm3" / "k2.json").mkdir(parents=True)
+    for folder in ("a file", "taken"):
+        assert bench.main([*command, str(tmp_path / folder)]) == 2
+        assert re.fullmatch(r"bench\.py: .+\n", capsys.readouterr().err)
+    assert toys["k2"].launches == 0
 
 
 def test_an_earlier_result_in_memory_passes_no_check(
     toys: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    toys["k2"] = ToyKernel(writes=False)
+    toys["k2"] = ToyKernel(writes=0)
     command = ["k2", *SMALL, "--seqlen", "64", "--peers", "none", "--save", str(tmp_path)]
     assert bench.main(command) == 1
     assert "elements finite in one and not in the other" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
+    assert load(tmp_path, "k2").rows == []
 
 
 def test_a_failed_check_leaves_what_was_saved(toys: dict, tmp_path: Path) -> None:
@@ -406,8 +464,8 @@ def test_rows_after_a_failed_one_are_checked_again(toys: dict, monkeypatch: pyte
     monkeypatch.setattr(bench, "SEQLENS", (128, 64))
     toys["k2"] = ToyKernel(fails_from=128)
     args = bench.parse(["k2", *SMALL, "--peers", "none"])
-    env, checked = timing.environment({}), set()
-    first, second = (bench.bench_problem(problem, args, checked, env)[0] for problem in args.problems)
+    run = measuring.Bench([measuring.Contender.stage("k2")], [], False, timing.environment({}))
+    first, second = (run.measure(problem)[0] for problem in args.problems)
     assert (first.check, first.tflops, first.cubin_sha256) == ("fail", None, None)
     assert (second.check, second.max_error is None) == ("pass", False)
 
@@ -426,7 +484,7 @@ def test_scratch_that_does_not_fit_becomes_a_row(
 # Backward stages
 
 
-BACKWARD = [stage_id for stage_id in kernels.LADDER if kernels.load(stage_id)[0].direction == "bwd"]
+BACKWARD = [stage_id for stage_id in ladder.LADDER if ladder.load(stage_id)[0].direction == "bwd"]
 backward = pytest.mark.skipif(not BACKWARD, reason="the ladder has no backward stage yet")
 
 
@@ -446,7 +504,7 @@ def test_a_backward_stage_beside_a_forward_one(toys: dict, tmp_path: Path) -> No
 
 @backward
 def test_a_backward_stage_that_fails_its_check(toys: dict, capsys: pytest.CaptureFixture[str]) -> None:
-    for toy, words in ((ToyKernel(fails_from=0), "max error"), (ToyKernel(writes=False), r"\d+ elements")):
+    for toy, words in ((ToyKernel(fails_from=0), "max error"), (ToyKernel(writes=0), r"\d+ elements")):
         toys[BACKWARD[0]] = toy
         assert bench.main([BACKWARD[0], *SMALL, "--seqlen", "64", "--peers", "none"]) == 1
         assert re.search(rf"^{BACKWARD[0]} .* fail +dq: {words} ", capsys.readouterr().out, re.M)
@@ -454,17 +512,17 @@ def test_a_backward_stage_that_fails_its_check(toys: dict, capsys: pytest.Captur
 
 def test_ready_gives_a_stage_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("prepare", "prepare_backward"):
-        monkeypatch.setattr(bench.cases, name, lambda *inputs, **options: (inputs, options))
+        monkeypatch.setattr(cases, name, lambda *inputs, **options: (inputs, options))
     q, k, v, do = random_inputs(Problem.square(1, 2, 33, 64, True, direction="bwd"), "cpu")
-    forward = ref_check.Expected(q, k, v, True).inputs
+    forward = reference.Expected(q, k, v, True).inputs
     mask = {"causal": True, "top_left": False}
-    assert bench.cases.ready("k2", forward, True) == ((q, k, v), {**mask, "stage": "k2"})
-    expected = ref_check.Expected(q, k, v, True, do)
-    (got_do, *inputs, o, lse), options = bench.cases.ready("bwd1", expected.inputs, True)
+    assert cases.ready("k2", forward, True) == ((q, k, v), {**mask, "stage": "k2"})
+    expected = reference.Expected(q, k, v, True, do)
+    (got_do, *inputs, o, lse), options = cases.ready("bwd1", expected.inputs, True)
     assert got_do is do
     assert all(x is y for x, y in zip(inputs, (q, k, v), strict=True))
     assert options == {**mask, "stage": "bwd1"}
-    assert bench.cases.ready("k6", forward, True, True)[1] == {
+    assert cases.ready("k6", forward, True, True)[1] == {
         "causal": True,
         "top_left": True,
         "stage": "k6",
@@ -477,13 +535,13 @@ def test_ready_gives_a_stage_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> N
 @backward
 @pytest.mark.parametrize("stage_id", BACKWARD)
 def test_model_of_a_backward_stage(stage_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bench.cases.run_model(stage_id) == []
-    name = kernels.load(stage_id)[0].model
-    right = bench.cases.models.BACKWARD_MODELS[name]
+    assert cases.run_model(stage_id) == []
+    name = ladder.load(stage_id)[0].model
+    right = cases.models.BACKWARD_MODELS[name]
     wrong = lambda *inputs, **mask: (*right(*inputs, **mask)[:2], inputs[2])
-    monkeypatch.setitem(bench.cases.models.BACKWARD_MODELS, name, wrong)
+    monkeypatch.setitem(cases.models.BACKWARD_MODELS, name, wrong)
     unequal = 4 if stage_id.startswith("bwd4") else 0  # lengths, aligned at the top left
-    assert len(bench.cases.run_model(stage_id)) == 6 * 2 * 2 + unequal
+    assert len(cases.run_model(stage_id)) == 6 * 2 * 2 + unequal
 
 
 # Peers
@@ -508,7 +566,7 @@ def test_peers_backward_pass_alone(rows_first: bool) -> None:
     call = peers.Peer(lambda: "1.0", forward, rows_first).build(problem, q, k, v, do)
     for _ in range(2):
         found = [x.transpose(1, 2) if rows_first else x for x in call()]
-        exact = ref_check.Expected(q, k, v, True, do).gradients
+        exact = reference.Expected(q, k, v, True, do).gradients
         for x, ref in zip(found, exact, strict=True):
             assert torch.allclose(x.double(), ref, atol=0.03 * ref.abs().max().item(), rtol=0)
     assert len(forwards) == 1
@@ -528,7 +586,7 @@ def test_math_peer_on_the_cpu(lengths: tuple[int, int], causal: bool, top_left: 
             peers.PEERS["math"].build(problem, q, k, v, do)
         return
     found = peers.PEERS["math"].build(problem, q, k, v, do)()
-    for x, ref in zip(found, ref_check.Expected(q, k, v, causal, do, top_left).gradients, strict=True):
+    for x, ref in zip(found, reference.Expected(q, k, v, causal, do, top_left).gradients, strict=True):
         assert torch.allclose(x.double(), ref, atol=0.03 * ref.abs().max().item(), rtol=0)
 
 

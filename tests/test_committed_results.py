@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-import kernels
 from harness import machine_code, report
-from harness.attention import compile_stage, refuse
-from harness.problem import Problem
 from harness.results import Results, Row, load_all, repository, stale_rows
+from hopper_attention.checks import refuse
+from hopper_attention.kernels import ladder
+from hopper_attention.kernels.contract import Problem
+from hopper_attention.launch import compile_kernel, compile_stage
 
 FILES = [(folder, stage_id) for folder, stages in load_all().items() for stage_id in stages]
 every_file = pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def sha_of_source(stage_id: str) -> Callable[[Row], str]:
 
     def sha_of(row: Row) -> str:
         refuse(stage_id, row.problem)
-        return machine_code.sha256(compile_stage(stage_id, row.problem))
+        return machine_code.identity(compile_stage(stage_id, row.problem))
 
     return sha_of
 
@@ -62,7 +63,7 @@ def test_files_are_as_written(folder: str, stage_id: str, tmp_path: Path) -> Non
 
 
 def test_tables_and_figures_are_current() -> None:
-    stages = [kernels.load(stage_id)[0] for stage_id in kernels.LADDER]
+    stages = [ladder.load(stage_id)[0] for stage_id in ladder.LADDER]
     assert report.find_stale(repository(), stages) == []
 
 
@@ -75,20 +76,16 @@ def test_variants_belong_to_the_source(path: Path) -> None:
     """The least head_dim of each variant: all of them would take minutes, and they share every line of
     source."""
     results = Results.load(path)
-    _, module = kernels.load(results.stage)
+    stage, module = ladder.load(results.stage)
     assert {row.provider for row in results.rows} == set(module.VARIANTS)
     least = {
         label: min(row.head_dim for row in results.rows if row.provider == label) for label in module.VARIANTS
     }
     results.rows = [row for row in results.rows if row.head_dim == least[row.provider]]
-    compiled = {}
 
     def sha_of(row: Row) -> str:
-        key = (row.provider, row.causal)
-        if key not in compiled:
-            kernel = module.compile_kernel(row.problem, **module.VARIANTS[row.provider])
-            compiled[key] = machine_code.sha256(kernel)
-        return compiled[key]
+        options = stage.options | module.VARIANTS[row.provider]
+        return machine_code.identity(compile_kernel(results.stage, row.problem, **options))
 
     assert stale_rows(results, sha_of) == []
 
@@ -98,9 +95,9 @@ def test_variants_belong_to_the_source(path: Path) -> None:
 
 def made_up(sha: str, problem: Problem) -> Results:
     environment = {"gpu": "NVIDIA H100", "driver": "1", "torch": "2", "cutlass_dsl": "4"}
-    timed = {"ms_median": 1.0, "ms_iqr": 0.1, "tflops": 1.0}
+    timed = {"ms_median": 1.0, "ms_iqr": 0.1, "tflops": problem.flops / 1e9}
     rows = [
-        Row("k2", **asdict(problem), **timed, check="pass", cubin_sha256=sha),
+        Row("k2", **asdict(problem), **timed, check="pass", max_error=0.01, cubin_sha256=sha),
         Row("k2", **asdict(problem.with_(batch=2)), error="OOM: needs 9 GB"),
         Row("cudnn", **asdict(problem), **timed),
     ]
@@ -123,11 +120,11 @@ def test_stale_rows() -> None:
 def test_an_edited_tile_makes_rows_stale(tmp_path: Path) -> None:
     """The same function, on results saved and loaded, when k2's tile constant is another."""
     problem = Problem.square(32, 32, 512, 64, False)
-    module = kernels.load("k2")[1]
-    made_up(machine_code.sha256(compile_stage("k2", problem)), problem).save(tmp_path / "k2.json")
+    module = ladder.load("k2")[1]
+    made_up(machine_code.identity(compile_stage("k2", problem)), problem).save(tmp_path / "k2.json")
     results = Results.load(tmp_path / "k2.json")
     assert stale_rows(results, sha_of_source("k2")) == []
-    edited = lambda row: machine_code.sha256(module.compile_kernel(row.problem, tile=module.TILE // 2))
+    edited = lambda row: machine_code.identity(module.compile_kernel(row.problem, tile=module.TILE // 2))
     (line,) = stale_rows(results, edited)
     assert line.startswith(f"k2 {problem}: measured on ")
 

@@ -5,9 +5,9 @@ import shutil
 import pytest
 import torch
 
-import kernels
 import ref_check
 from harness.results import repository
+from hopper_attention.kernels import ladder
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
@@ -18,13 +18,13 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("stage_id", kernels.LADDER)
+@pytest.mark.parametrize("stage_id", ladder.LADDER)
 def test_every_case(stage_id: str) -> None:
     assert ref_check.main([stage_id, "--no-sanitizer"]) == 0
 
 
 @pytest.mark.skipif(HOPPER and SANITIZER is None, reason="compute-sanitizer is not installed")
-@pytest.mark.parametrize("stage_id", kernels.LADDER)
+@pytest.mark.parametrize("stage_id", ladder.LADDER)
 def test_sanitizers(
     stage_id: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

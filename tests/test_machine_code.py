@@ -9,15 +9,15 @@ from math import ceil
 
 import pytest
 
-import kernels
 from harness import machine_code
-from harness.attention import compile_stage
+from harness.hardware import H100_SXM
 from harness.machine_code import Instruction, KernelCode, Loop, classify, cubin_of, demand, main_loop
-from harness.problem import HEAD_DIMS, Problem
-from harness.stage import Work
-from kernels import k6
+from harness.sweep import HEAD_DIMS
+from hopper_attention.kernels import k6, ladder
+from hopper_attention.kernels.contract import Problem, Work
+from hopper_attention.launch import compile_stage
 
-STAGES = list(kernels.LADDER)
+STAGES = list(ladder.LADDER)
 CUDA_CORES = ("k1", "fa1", "k2", "bwd1", "bwd2")  # what these compute with; tensor cores and TMA come later
 TMA = ("k3_1", "k3_2", "k3_3")  # the same arithmetic, its loads by TMA
 WGMMA = ("k4_qk", "k4", "k5", "k6_1", "k6_2", "k6", "bwd3", "bwd4", "bwd4_det")
@@ -52,7 +52,7 @@ fused = pytest.mark.parametrize(
 
 def problem_at(stage_id: str, head_dim: int, causal: bool) -> Problem:
     """The sweep's problem at N = 4096."""
-    direction = kernels.load(stage_id)[0].direction
+    direction = ladder.load(stage_id)[0].direction
     return Problem.square(4, 2048 // head_dim, 4096, head_dim, causal, direction=direction)
 
 
@@ -82,7 +82,7 @@ def test_compiles_without_spills(stage_id: str, head_dim: int, causal: bool) -> 
 
 
 def works_of(stage_id: str, problem: Problem) -> list:
-    stage, module = kernels.load(stage_id)
+    stage, module = ladder.load(stage_id)
     return module.work(problem, **stage.options)
 
 
@@ -150,7 +150,7 @@ def test_a_mask_aligned_at_the_top_left(stage_id: str, head_dim: int) -> None:
     """Code of its own, with the products and waits of the other alignment's."""
     square = problem_at(stage_id, head_dim, True)
     compiled = compile_stage(stage_id, square.with_(top_left=True))
-    assert machine_code.sha256(compiled) != machine_code.sha256(compile_stage(stage_id, square))
+    assert machine_code.identity(compiled) != machine_code.identity(compile_stage(stage_id, square))
     for n, m in ((4096, 4096), (1000, 4096), (4096, 1000)):
         problem = square.with_(top_left=True, seqlen_q=n, seqlen_kv=m)
         works = works_of(stage_id, problem.with_(top_left=False))
@@ -196,17 +196,15 @@ def test_bwd4_at_head_dim_256(stage_id: str, causal: bool, dtype: str) -> None:
         assert code.count("UTMASTG") == stores, "gradients leave by TMA"
         kind = {"bfloat16": "F32.BF16", "float16": "F32"}[dtype]
         assert all(i.opcode.endswith(kind) for i in products)
-    host = str(compiled.ir_module)
-    launched = {int(n) for n in re.findall(r"llvm\.mlir\.constant\((\d+) : i64\)", host)}
     for work in works:
-        assert work.smem_bytes in launched
+        assert work.smem_bytes in compiled.host_constants
         assert work.smem_bytes <= 232_448
 
 
 def test_bwd4_at_head_dim_256_is_deterministic_already() -> None:
     for causal in (False, True):
         problem = problem_at("bwd4", 256, causal)
-        both = [machine_code.sha256(compile_stage(stage_id, problem)) for stage_id in ("bwd4", "bwd4_det")]
+        both = [machine_code.identity(compile_stage(stage_id, problem)) for stage_id in ("bwd4", "bwd4_det")]
         assert both[0] == both[1]
 
 
@@ -275,7 +273,7 @@ def test_bound_is_stated(stage_id: str, head_dim: int, causal: bool) -> None:
         assert sum(x.mix.values()) > 0
         assert x.seconds() > 0
     bound = machine_code.bound_tflops(problem, demands)
-    assert 0 < bound <= problem.flops / problem.roofline_seconds() / 1e12
+    assert 0 < bound <= problem.flops / H100_SXM.roofline_seconds(problem) / 1e12
 
 
 @pytest.mark.parametrize(("stage_id", "head_dim", "causal"), [c for c in CONFIGS if c[0] in CUDA_CORES])
@@ -289,11 +287,10 @@ def test_first_stages_use_cuda_cores_only(stage_id: str, head_dim: int, causal: 
 @every_config
 def test_shared_memory_is_what_the_stage_says(stage_id: str, head_dim: int, causal: bool) -> None:
     problem = problem_at(stage_id, head_dim, causal)
-    host = str(compile_stage(stage_id, problem).ir_module)
-    launched = {int(n) for n in re.findall(r"llvm\.mlir\.constant\((\d+) : i64\)", host)}
+    launched = compile_stage(stage_id, problem).host_constants
     for work in works_of(stage_id, problem):
         assert work.smem_bytes <= 232_448, "more than a CTA may have: 227 KiB"
-        assert work.smem_bytes in launched | {0}
+        assert work.smem_bytes in (*launched, 0)
     if stage_id == "k2" and head_dim == 128:
         assert {work.smem_bytes for work in works_of("k2", problem)} == {49152}
 
@@ -303,24 +300,26 @@ def test_shared_memory_is_what_the_stage_says(stage_id: str, head_dim: int, caus
 
 def test_compiler_is_deterministic() -> None:
     problem = problem_at("k2", 64, False)
-    module = kernels.load("k2")[1]
+    module = ladder.load("k2")[1]
     first, second = module.compile_kernel(problem), module.compile_kernel(problem)
     assert first is not second
     assert cubin_of(first) == cubin_of(second)
-    sha = machine_code.sha256(first)
+    sha = machine_code.identity(first)
     assert re.fullmatch(r"[0-9a-f]{64}", sha)
-    assert sha == machine_code.sha256(compile_stage("k2", problem.with_(batch=1, seqlen_q=65, seqlen_kv=65)))
+    assert sha == machine_code.identity(
+        compile_stage("k2", problem.with_(batch=1, seqlen_q=65, seqlen_kv=65))
+    )
 
 
 def test_hash_follows_the_tile() -> None:
     problem = problem_at("k2", 64, False)
-    other = kernels.load("k2")[1].compile_kernel(problem, tile=32)
-    assert machine_code.sha256(other) != machine_code.sha256(compile_stage("k2", problem))
+    other = ladder.load("k2")[1].compile_kernel(problem, tile=32)
+    assert machine_code.identity(other) != machine_code.identity(compile_stage("k2", problem))
 
 
 def test_hash_tells_configurations_apart() -> None:
     compiled = [compile_stage(stage_id, problem_at(stage_id, d, causal)) for stage_id, d, causal in CONFIGS]
-    assert len({machine_code.sha256(x) for x in compiled}) == len(CONFIGS)
+    assert len({machine_code.identity(x) for x in compiled}) == len(CONFIGS)
 
 
 @pytest.mark.parametrize("cubin", [None, b"", b"PTX", "\x7fELF"])

@@ -2,40 +2,41 @@
 
 import pytest
 
-import ref_check
-from harness.problem import Problem, sweep
+from harness import mutations, reference
+from harness.sweep import sweep
+from hopper_attention.kernels.contract import Problem
 
 
 @pytest.mark.parametrize(
     "problem", [*sweep(), *sweep("bwd")], ids=lambda problem: f"{problem.direction} {problem}"
 )
 def test_every_mutation_is_caught(problem: Problem) -> None:
-    assert ref_check.survivors(problem, "cpu", all_rows=False) == []
+    assert mutations.survivors(problem, "cpu", all_rows=False) == []
 
 
 def test_a_blunt_rule_lets_mutations_survive(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: without its relative factors the rule catches little."""
     for factor in ("MAX_FACTOR", "RMS_FACTOR", "BLOCK_RMS_FACTOR", "ROW_RMS_FACTOR"):
-        monkeypatch.setattr(ref_check, factor, 1e9)
-    missed = ref_check.survivors(sweep()[0], "cpu", all_rows=False)
+        monkeypatch.setattr(reference, factor, 1e9)
+    missed = mutations.survivors(sweep()[0], "cpu", all_rows=False)
     caught = {"one NaN", "one unwritten row"}
-    assert {line.split(":")[0] for line in missed} == set(ref_check.MUTATIONS) - caught
-    monkeypatch.setattr(ref_check, "MAX_FACTOR", 1e-9)
-    assert ref_check.survivors(sweep()[0], "cpu", all_rows=False)[0].startswith("None: max error")
+    assert {line.split(":")[0] for line in missed} == set(mutations.MUTATIONS) - caught
+    monkeypatch.setattr(reference, "MAX_FACTOR", 1e-9)
+    assert mutations.survivors(sweep()[0], "cpu", all_rows=False)[0].startswith("None: max error")
 
 
 def test_a_blunt_rule_lets_mutations_of_gradients_survive(monkeypatch: pytest.MonkeyPatch) -> None:
     for factor in ("MAX_FACTOR", "RMS_FACTOR", "BLOCK_RMS_FACTOR", "ROW_RMS_FACTOR"):
-        monkeypatch.setattr(ref_check, factor, 1e9)
-    missed = {line.split(":")[0] for line in ref_check.survivors(sweep("bwd")[0], "cpu", all_rows=False)}
+        monkeypatch.setattr(reference, factor, 1e9)
+    missed = {line.split(":")[0] for line in mutations.survivors(sweep("bwd")[0], "cpu", all_rows=False)}
     caught = {f"{fault}, {name}" for fault in ("one NaN", "one unwritten row") for name in ("dq", "dk", "dv")}
-    assert missed == set(ref_check.GRADIENT_MUTATIONS) - caught
+    assert missed == set(mutations.GRADIENT_MUTATIONS) - caught
 
 
 @pytest.mark.parametrize("n", [512, 1024, 16384])
 def test_sampled_rows_are_whole_blocks_with_both_ends(n: int) -> None:
-    rows = ref_check.sampled_rows(n, "cpu")
+    rows = mutations.sampled_rows(n, "cpu")
     assert rows[0] == 0
     assert rows[-1] == n - 1
-    assert len(rows) == len(rows.unique()) == min(n, 12 * ref_check.BLOCK_ROWS)
-    assert bool((rows.view(-1, ref_check.BLOCK_ROWS)[:, 0] % ref_check.BLOCK_ROWS == 0).all())
+    assert len(rows) == len(rows.unique()) == min(n, 12 * reference.BLOCK_ROWS)
+    assert bool((rows.view(-1, reference.BLOCK_ROWS)[:, 0] % reference.BLOCK_ROWS == 0).all())

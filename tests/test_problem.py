@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from harness.problem import Problem, sweep
+from harness.sweep import sweep
+from hopper_attention.kernels.contract import Problem
 
 
 def test_alignment_of_a_mask_that_is_not_there_is_refused() -> None:

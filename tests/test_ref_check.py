@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-import ref_check
+from harness import mutations, reference
 from harness.cases import NEEDLE_LENGTHS
 from harness.inputs import random_inputs
-from harness.problem import Problem
+from hopper_attention.kernels.contract import Problem
 
 CLOSE = 1e-12  # some thousand units of float64 round-off
 SHAPES = {
@@ -61,12 +61,12 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 # Scores held at once: all; one row of one head; some rows; and for some shapes two heads of three.
-@pytest.mark.parametrize("chunk", [ref_check.CHUNK_ELEMENTS, 1, 1000, 2 * 203 * 203])
+@pytest.mark.parametrize("chunk", [reference.CHUNK_ELEMENTS, 1, 1000, 2 * 203 * 203])
 @pytest.mark.parametrize("problem", SHAPES.values(), ids=SHAPES)
 def test_reference_is_attention(problem: Problem, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ref_check, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", chunk)
     q, k, v = random_inputs(problem, "cpu")
-    o, lse = ref_check.reference(q, k, v, **mask_of(problem))
+    o, lse = reference.reference(q, k, v, **mask_of(problem))
     expected_o, expected_lse = exact(q, k, v, **mask_of(problem))
     assert o.dtype == lse.dtype == torch.float64
     assert (o.shape, lse.shape) == (expected_o.shape, expected_lse.shape)
@@ -74,14 +74,14 @@ def test_reference_is_attention(problem: Problem, chunk: int, monkeypatch: pytes
     assert far(lse, expected_lse) < CLOSE
 
 
-@pytest.mark.parametrize("chunk", [ref_check.CHUNK_ELEMENTS, 300])
+@pytest.mark.parametrize("chunk", [reference.CHUNK_ELEMENTS, 300])
 @pytest.mark.parametrize("name", ["causal", "grouped", "few queries, causal", "few queries, top left"])
 def test_reference_of_some_rows(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ref_check, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", chunk)
     problem = SHAPES[name]
     q, k, v = random_inputs(problem, "cpu")
     rows = torch.tensor([0, 5, 6, 31, problem.seqlen_q - 1])
-    o, lse = ref_check.reference(q, k, v, rows=rows, **mask_of(problem))
+    o, lse = reference.reference(q, k, v, rows=rows, **mask_of(problem))
     expected_o, expected_lse = exact(q, k, v, **mask_of(problem))
     assert far(o, expected_o[:, :, rows]) < CLOSE
     assert far(lse, expected_lse[:, :, rows]) < CLOSE
@@ -91,15 +91,15 @@ def test_reference_of_some_rows(name: str, chunk: int, monkeypatch: pytest.Monke
 def test_top_left_is_what_torch_calls_causal(seqlen_q: int, seqlen_kv: int) -> None:
     q, k, v = (x.double() for x in random_inputs(Problem(1, 2, 2, seqlen_q, seqlen_kv, 64, True), "cpu"))
     o = sdpa(q, k, v, is_causal=True)
-    assert far(ref_check.reference(q, k, v, True, top_left=True)[0], o) < CLOSE
-    assert far(ref_check.reference(q, k, v, True)[0], o) > 0.1
+    assert far(reference.reference(q, k, v, True, top_left=True)[0], o) < CLOSE
+    assert far(reference.reference(q, k, v, True)[0], o) > 0.1
 
 
 def test_yardstick_rounds_as_a_kernel_does() -> None:
     problem = SHAPES["causal"]
     q, k, v = random_inputs(problem, "cpu")
-    ref, _ = ref_check.reference(q, k, v, True)
-    plain, rounded = (ref_check.yardstick(q, k, v, True, rounds_p) for rounds_p in (False, True))
+    ref, _ = reference.reference(q, k, v, True)
+    plain, rounded = (reference.yardstick(q, k, v, True, rounds_p) for rounds_p in (False, True))
     assert plain.dtype == rounded.dtype == torch.bfloat16
     assert not torch.equal(plain, rounded)
     # Round-off of an output below 4 in magnitude: half of 2⁻⁷ · 2, and as much again for a rounded P.
@@ -135,14 +135,14 @@ def exact_gradients(
     return torch.autograd.grad(p @ v.repeat_interleave(group, 1), (q, k, v), do.double())
 
 
-@pytest.mark.parametrize("chunk", [ref_check.CHUNK_ELEMENTS, 1, 1000, 2 * 203 * 203])
+@pytest.mark.parametrize("chunk", [reference.CHUNK_ELEMENTS, 1, 1000, 2 * 203 * 203])
 @pytest.mark.parametrize("problem", GRADIENT_SHAPES.values(), ids=GRADIENT_SHAPES)
 def test_reference_gradients_are_those_of_autograd(
     problem: Problem, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ref_check, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", chunk)
     q, k, v, do = backward(problem)
-    found = ref_check.Expected(q, k, v, do=do, **mask_of(problem)).gradients
+    found = reference.Expected(q, k, v, do=do, **mask_of(problem)).gradients
     for x, expected in zip(found, exact_gradients(q, k, v, do, **mask_of(problem))):
         assert x.dtype == torch.float64
         assert x.shape == expected.shape
@@ -155,9 +155,9 @@ def test_reference_gradients_are_those_of_autograd(
 
 def test_gradients_of_some_rows_and_columns() -> None:
     q, k, v, do = backward(GRADIENT_SHAPES["few queries, causal"])
-    expected = ref_check.Expected(q, k, v, True, do)
+    expected = reference.Expected(q, k, v, True, do)
     rows, columns = torch.tensor([0, 5, 32]), torch.tensor([1, 64, 101, 129])
-    some = lambda **selected: ref_check._gradients(
+    some = lambda **selected: reference.gradients_of(
         q, k, v, *expected.forward, do, True, torch.float64, False, **selected
     )
     assert far(some(rows=rows)[0], expected.gradients[0][:, :, rows]) < CLOSE
@@ -170,8 +170,8 @@ def test_gradients_of_some_rows_and_columns() -> None:
 def test_gradient_yardstick_passes_its_own_rule(problem: Problem, rounds_p: bool) -> None:
     q, k, v, do = backward(problem)
     mask = mask_of(problem)
-    expected = ref_check.Expected(q, k, v, do=do, **mask)
-    yard = ref_check.yardstick_gradients(q, k, v, *expected.saved, do, rounds_p=rounds_p, **mask)
+    expected = reference.Expected(q, k, v, do=do, **mask)
+    yard = reference.yardstick_gradients(q, k, v, *expected.saved, do, rounds_p=rounds_p, **mask)
     assert {x.dtype for x in yard} == {q.dtype}
     verdict = expected.judge(dict(zip(("dq", "dk", "dv"), yard)), rounds_p)
     assert verdict.failures == ()
@@ -181,12 +181,12 @@ def test_gradient_yardstick_passes_its_own_rule(problem: Problem, rounds_p: bool
 
 def test_gradient_yardstick_rounds_as_a_kernel_does() -> None:
     q, k, v, do = backward(SHAPES["causal"])
-    expected = ref_check.Expected(q, k, v, True, do)
+    expected = reference.Expected(q, k, v, True, do)
     rms = lambda x: x.square().mean().sqrt().item()
     for at in range(3):
         ref = expected.gradients[at]
         plain, rounded = (
-            ref_check.yardstick_gradients(q, k, v, *expected.saved, do, True, rounds_p)[at]
+            reference.yardstick_gradients(q, k, v, *expected.saved, do, True, rounds_p)[at]
             for rounds_p in (False, True)
         )
         assert not torch.equal(plain, rounded)
@@ -201,9 +201,9 @@ def test_rows_that_see_one_key_may_differ_by_cancellation(n: int, causal: bool) 
     for seed in range(20):
         problem = Problem.square(2, 3, n, 128, causal, direction="bwd")
         q, k, v, do = random_inputs(problem, "cpu", seed)
-        expected = ref_check.Expected(q, k, v, causal, do)
+        expected = reference.Expected(q, k, v, causal, do)
         every = torch.arange(n)
-        found = ref_check.tiled_gradients(q, k, v, *expected.saved, do, causal, every, every)
+        found = mutations.tiled_gradients(q, k, v, *expected.saved, do, causal, every, every)
         found = dict(zip(("dq", "dk", "dv"), found))
         assert expected.judge(found, False).failures == ()
         found["dq"] = found["dq"] + 2.0**-14  # much less than a gradient, more than what cancels
@@ -212,8 +212,8 @@ def test_rows_that_see_one_key_may_differ_by_cancellation(n: int, causal: bool) 
 
 def test_failures_name_the_gradient() -> None:
     q, k, v, do = backward(SHAPES["grouped, causal"])
-    expected = ref_check.Expected(q, k, v, True, do)
-    yard = ref_check.yardstick_gradients(q, k, v, *expected.saved, do, True, False)
+    expected = reference.Expected(q, k, v, True, do)
+    yard = reference.yardstick_gradients(q, k, v, *expected.saved, do, True, False)
     for at, name in enumerate(("dq", "dk", "dv")):
         found = dict(zip(("dq", "dk", "dv"), (x.clone() for x in yard)))
         found[name][0, 0, 7, 3] += 0.5
@@ -228,18 +228,18 @@ def test_faults_that_equal_lengths_and_heads_do_not_show() -> None:
     """A group's gradients from one of its heads only, and a causal mask aligned at the top left."""
     problem = Problem(1, 4, 2, 130, 193, 64, True)
     q, k, v, do = backward(problem)
-    expected = ref_check.Expected(q, k, v, True, do)
+    expected = reference.Expected(q, k, v, True, do)
     names = ("dq", "dk", "dv")
-    honest = dict(zip(names, ref_check.yardstick_gradients(*expected.inputs, True, False)))
+    honest = dict(zip(names, reference.yardstick_gradients(*expected.inputs, True, False)))
     assert expected.judge(honest, False).passed
-    one_head = ref_check.yardstick_gradients(
+    one_head = reference.yardstick_gradients(
         q[:, ::2], k, v, *(x[:, ::2] for x in (*expected.saved, do)), True, False
     )
     for name, x in zip(names[1:], one_head[1:]):
         failures = expected.judge(honest | {name: x}, False).failures
         assert failures[0].startswith(f"{name}: max error")
-    square = ref_check.Expected(q, k[:, :, :130], v[:, :, :130], True, do)  # what a top-left mask shows
-    top_left = ref_check.yardstick_gradients(*square.inputs, True, False)
+    square = reference.Expected(q, k[:, :, :130], v[:, :, :130], True, do)  # what a top-left mask shows
+    top_left = reference.yardstick_gradients(*square.inputs, True, False)
     for name, x in zip(names, top_left):
         padded = torch.nn.functional.pad(x, (0, 0, 0, honest[name].shape[2] - x.shape[2]))
         assert not expected.judge(honest | {name: padded}, False).passed
@@ -249,13 +249,13 @@ def test_faults_that_equal_lengths_and_heads_do_not_show() -> None:
 @pytest.mark.parametrize("top_left", [False, True])
 def test_a_mask_aligned_at_the_other_corner_fails(seqlen_q: int, seqlen_kv: int, top_left: bool) -> None:
     q, k, v, do = backward(Problem(1, 4, 2, seqlen_q, seqlen_kv, 64, True))
-    expected = ref_check.Expected(q, k, v, True, do, top_left)
+    expected = reference.Expected(q, k, v, True, do, top_left)
     for here in (True, False):
         corner = top_left if here else not top_left
-        yard = ref_check.yardstick(q, k, v, True, True, top_left=corner)
-        lse = ref_check.reference(q, k, v, True, top_left=corner)[1].float()
+        yard = reference.yardstick(q, k, v, True, True, top_left=corner)
+        lse = reference.reference(q, k, v, True, top_left=corner)[1].float()
         assert expected.judge({"o": yard, "lse": lse}, True).passed == here
-        grads = ref_check.yardstick_gradients(*expected.inputs, True, True, top_left=corner)
+        grads = reference.yardstick_gradients(*expected.inputs, True, True, top_left=corner)
         verdict = expected.judge(dict(zip(("dq", "dk", "dv"), grads)), True)
         assert verdict.passed == here
         assert here or {text.split(":")[0] for text in verdict.failures} == {"dq", "dk", "dv"}
@@ -264,11 +264,11 @@ def test_a_mask_aligned_at_the_other_corner_fails(seqlen_q: int, seqlen_kv: int,
 def test_expected_computes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     for name in ("reference", "yardstick", "reference_gradients", "yardstick_gradients"):
-        compute = getattr(ref_check, name)
+        compute = getattr(reference, name)
         counted = lambda *x, name=name, compute=compute, **y: calls.append(name) or compute(*x, **y)
-        monkeypatch.setattr(ref_check, name, counted)
+        monkeypatch.setattr(reference, name, counted)
     q, k, v, do = backward(SHAPES["one row"])
-    expected = ref_check.Expected(q, k, v, True, do)
+    expected = reference.Expected(q, k, v, True, do)
     assert calls == []
     for rounding in (False, True, False):
         assert expected.judge({"o": v, "lse": expected.forward[1]}, rounding).passed
@@ -286,8 +286,8 @@ def test_expected_computes_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def judged() -> tuple[torch.Tensor, ...]:
     """Reference, yardstick, LSE of one causal problem."""
     q, k, v = random_inputs(Problem.square(2, 3, 203, 64, True), "cpu")
-    ref, lse = ref_check.reference(q, k, v, True)
-    return ref, ref_check.yardstick(q, k, v, True, False), lse
+    ref, lse = reference.reference(q, k, v, True)
+    return ref, reference.yardstick(q, k, v, True, False), lse
 
 
 def test_lazy_maximum_of_a_row_follows_its_own_scores() -> None:
@@ -295,10 +295,10 @@ def test_lazy_maximum_of_a_row_follows_its_own_scores() -> None:
     scores[0, 0, 2:4] = 5.0  # the middle tile of three
     scores[0, 1, 2:4] = 1.0  # not enough to bring the row up to date
     scores[0, 2, :2] = -torch.inf  # sees nothing of the first tile
-    base = ref_check._lazy_maximum(scores, tile_kv=2, parts=1, growth=2.0 / math.log(2))
+    base = reference._lazy_maximum(scores, tile_kv=2, parts=1, growth=2.0 / math.log(2))
     of_tile = torch.tensor([[0.0, 5.0, 5.0], [0.0, 0.0, 0.0], [-torch.inf, 0.0, 0.0], [0.0, 0.0, 0.0]])
     assert torch.equal(base[0], of_tile.repeat_interleave(2, -1))
-    exact = ref_check._lazy_maximum(scores, tile_kv=6, parts=3, growth=8.0)  # the first tile's is its maximum
+    exact = reference._lazy_maximum(scores, tile_kv=6, parts=3, growth=8.0)  # the first tile's is its maximum
     assert torch.equal(exact, scores.amax(-1, keepdim=True).expand_as(scores))
 
 
@@ -307,15 +307,15 @@ def test_lazy_maximum_is_asked_of_each_part_of_a_tile() -> None:
     scores[0, 0, 4:] = torch.tensor([3.0, 0.0, 4.0, 0.0])  # the second part exceeds the first by less than 2
     scores[0, 1, 4:] = torch.tensor([0.0, 0.0, 4.0, 0.0])
     scores[0, 2, 4:] = torch.tensor([4.0, 0.0, 7.0, 0.0])  # both parts grow: the tile's P follows the second
-    base = ref_check._lazy_maximum(scores, tile_kv=4, parts=2, growth=2.0 / math.log(2))
+    base = reference._lazy_maximum(scores, tile_kv=4, parts=2, growth=2.0 / math.log(2))
     of_tile = torch.tensor([[0.0, 3.0], [0.0, 4.0], [0.0, 7.0]])
     assert torch.equal(base[0], of_tile.repeat_interleave(4, -1))
 
 
 def test_lazy_yardstick_differs_by_roundings_only() -> None:
     q, k, v = random_inputs(Problem.square(1, 2, 300, 64, True), "cpu")
-    ref = ref_check.reference(q, k, v, True)[0]
-    plain, lazy = (ref_check.yardstick(q, k, v, True, how) for how in (True, (64, 2, 8.0)))
+    ref = reference.reference(q, k, v, True)[0]
+    plain, lazy = (reference.yardstick(q, k, v, True, how) for how in (True, (64, 2, 8.0)))
     assert not torch.equal(plain, lazy)
     rms = [(x.double() - ref).square().mean().sqrt() for x in (plain, lazy)]
     assert rms[1] < 1.2 * rms[0]
@@ -326,9 +326,9 @@ def test_lazy_yardstick_differs_by_roundings_only() -> None:
 def test_yardstick_passes_its_own_rule(problem: Problem, rounds_p: bool) -> None:
     q, k, v = random_inputs(problem, "cpu")
     mask = mask_of(problem)
-    yard = ref_check.yardstick(q, k, v, rounds_p=rounds_p, **mask)
-    _, lse = ref_check.reference(q, k, v, **mask)
-    verdict = ref_check.check(q, k, v, o=yard, lse=lse.float(), rounds_p=rounds_p, **mask)
+    yard = reference.yardstick(q, k, v, rounds_p=rounds_p, **mask)
+    _, lse = reference.reference(q, k, v, **mask)
+    verdict = reference.check(q, k, v, o=yard, lse=lse.float(), rounds_p=rounds_p, **mask)
     assert verdict.failures == ()
     assert verdict.passed
     assert verdict.max_ratio in (0.0, 1.0)
@@ -343,7 +343,7 @@ def test_judge_sees_one_element_that_is_not_finite(
     ref, yard, _ = judged
     o = yard.clone()
     o[at] = value
-    verdict = ref_check.judge(o, ref, yard)
+    verdict = reference.judge(o, ref, yard)
     assert not verdict.passed
     assert f"(b, h, row, x) = {at}" in verdict.failures[0]
     assert f"kernel {value:.6g}, reference {ref[at]:.6g}" in verdict.failures[0]
@@ -351,7 +351,7 @@ def test_judge_sees_one_element_that_is_not_finite(
 
 def test_judge_sees_an_output_of_nan_only(judged: tuple[torch.Tensor, ...]) -> None:
     ref, yard, _ = judged
-    verdict = ref_check.judge(torch.full_like(yard, math.nan), ref, yard)
+    verdict = reference.judge(torch.full_like(yard, math.nan), ref, yard)
     assert verdict.failures[0].startswith(f"{yard.numel()} elements finite in one and not in the other")
 
 
@@ -361,7 +361,7 @@ def test_judge_names_the_worst_element(at: tuple[int, ...], judged: tuple[torch.
     o = yard.clone()
     o[at] += 0.5
     o[0, 1, 100, 3] += 0.1
-    verdict = ref_check.judge(o, ref, yard)
+    verdict = reference.judge(o, ref, yard)
     assert not verdict.passed
     here = f"(b, h, row, x) = {at}: kernel {o[at]:.6g}, reference {ref[at]:.6g}, yardstick {yard[at]:.6g}"
     assert verdict.failures[0].startswith("max error")
@@ -375,7 +375,7 @@ def test_each_part_of_the_rule_fails_by_itself(judged: tuple[torch.Tensor, ...])
     error = yard.double() - ref
 
     def failures(o: torch.Tensor, lse: torch.Tensor | None = None) -> list[str]:
-        found = ref_check.judge(o, ref, yard, lse, judged[2]).failures
+        found = reference.judge(o, ref, yard, lse, judged[2]).failures
         return [re.split(r" [\d.]", text)[0] for text in found]
 
     spike = error.clone()
@@ -387,12 +387,12 @@ def test_each_part_of_the_rule_fails_by_itself(judged: tuple[torch.Tensor, ...])
     block[1, 1, 64:128] *= 1.6  # 1 of 24 blocks: the whole tensor's rms hardly moves
     block.clamp_(-1.9 * error.abs().max(), 1.9 * error.abs().max())
     assert failures(ref + block) == ["rms error"]
-    assert "in rows 64… of (b, h) = (1, 1)" in ref_check.judge(ref + block, ref, yard).failures[0]
+    assert "in rows 64… of (b, h) = (1, 1)" in reference.judge(ref + block, ref, yard).failures[0]
     row = error.clone()
     row[0, 2, 150] = 3.5 * max(error[0, 2, 150].square().mean(), error[0, 2, 128:192].square().mean()).sqrt()
-    verdict = ref_check.judge(ref + row, ref, yard)
+    verdict = reference.judge(ref + row, ref, yard)
     assert any("of (b, h, row) = (0, 2, 150)" in text for text in verdict.failures)
-    assert verdict.max_ratio <= ref_check.MAX_FACTOR
+    assert verdict.max_ratio <= reference.MAX_FACTOR
     assert failures(yard, lse + 1e-4 * lse.abs().clamp(min=1)) == ["LSE off by"]
 
 
@@ -403,9 +403,9 @@ def test_judge_sees_one_wrong_lse(
 ) -> None:
     ref, yard, ref_lse = judged
     lse = ref_lse.float()
-    assert ref_check.judge(yard, ref, yard, lse, ref_lse).passed
+    assert reference.judge(yard, ref, yard, lse, ref_lse).passed
     lse[at] += wrong
-    verdict = ref_check.judge(yard, ref, yard, lse, ref_lse)
+    verdict = reference.judge(yard, ref, yard, lse, ref_lse)
     assert len(verdict.failures) == 1
     where = f"at (b, h, row) = {at}: kernel {lse[at]:.6g}, reference {ref_lse[at]:.6g}"
     assert where in verdict.failures[0]
@@ -413,9 +413,9 @@ def test_judge_sees_one_wrong_lse(
 
 def test_a_result_without_rounding_error_must_be_exact() -> None:
     v = torch.randn(1, 1, 1, 64).bfloat16()
-    ref, _ = ref_check.reference(v, v, v, False)  # one key: its V
-    assert ref_check.judge(v, ref, v).passed
-    assert not ref_check.judge(v * (1 + 2**-7), ref, v).passed
+    ref, _ = reference.reference(v, v, v, False)  # one key: its V
+    assert reference.judge(v, ref, v).passed
+    assert not reference.judge(v * (1 + 2**-7), ref, v).passed
 
 
 # The needle
@@ -424,12 +424,12 @@ def test_a_result_without_rounding_error_must_be_exact() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("n", [64, 257, 1024])
 def test_needle(n: int, causal: bool) -> None:
-    q, k, v, target = ref_check.needle_inputs(Problem.square(1, 2, n, 64, causal), "cpu")
+    q, k, v, target = reference.needle_inputs(Problem.square(1, 2, n, 64, causal), "cpu")
     rows = torch.arange(n)
     assert not causal or bool((target <= rows).all())
 
     def misses(mutation: str | None) -> int:
-        o = ref_check.tiled_model(q, k, v, causal, rows, mutation)
+        o = mutations.tiled_model(q, k, v, causal, rows, mutation)
         return int((o != v[:, :, target]).any(-1).sum())
 
     assert misses(None) == 0
@@ -442,12 +442,12 @@ def test_needle_at_unequal_lengths(seqlen_q: int, seqlen_kv: int, top_left: bool
     problem = Problem(1, 2, 2, seqlen_q, seqlen_kv, 64, True, top_left=top_left)
     if seqlen_q > seqlen_kv and not top_left:
         with pytest.raises(ValueError, match="the first queries see no key, and have no target"):
-            ref_check.needle_inputs(problem, "cpu")
+            reference.needle_inputs(problem, "cpu")
         return
-    q, k, v, target = ref_check.needle_inputs(problem, "cpu")
+    q, k, v, target = reference.needle_inputs(problem, "cpu")
     visible = visible_pairs(seqlen_q, seqlen_kv, **mask_of(problem))
     assert visible[torch.arange(seqlen_q), target].all()
-    assert torch.equal(ref_check.yardstick(q, k, v, rounds_p=False, **mask_of(problem)), v[:, :, target])
+    assert torch.equal(reference.yardstick(q, k, v, rounds_p=False, **mask_of(problem)), v[:, :, target])
     reached = min(seqlen_q, seqlen_kv) if top_left else seqlen_kv
     assert set((target // 16).tolist()) == set(range(math.ceil(reached / 16)))
 
@@ -455,7 +455,7 @@ def test_needle_at_unequal_lengths(seqlen_q: int, seqlen_kv: int, top_left: bool
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("n", NEEDLE_LENGTHS)
 def test_needle_has_a_row_for_every_tile(n: int, causal: bool) -> None:
-    *_, target = ref_check.needle_inputs(Problem.square(1, 1, n, 64, causal), "cpu")
+    *_, target = reference.needle_inputs(Problem.square(1, 1, n, 64, causal), "cpu")
     for tile in (16, 64, 128):
         assert set((target // tile).tolist()) == set(range(math.ceil(n / tile))), f"tiles of {tile}"
 
@@ -463,11 +463,11 @@ def test_needle_has_a_row_for_every_tile(n: int, causal: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("n", [65, 257])
 def test_needle_sees_any_dropped_tile(n: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v, target = ref_check.needle_inputs(Problem.square(1, 1, n, 64, causal), "cpu")
+    q, k, v, target = reference.needle_inputs(Problem.square(1, 1, n, 64, causal), "cpu")
     for start in range(0, n, 64):
-        hide = ref_check._drop(lambda _: (start, start + 64))
-        monkeypatch.setitem(ref_check.SCORE_MUTATIONS, "drop this tile", hide)
-        o = ref_check.tiled_model(q, k, v, causal, torch.arange(n), "drop this tile")
+        hide = mutations._drop(lambda _: (start, start + 64))
+        monkeypatch.setitem(mutations.SCORE_MUTATIONS, "drop this tile", hide)
+        o = mutations.tiled_model(q, k, v, causal, torch.arange(n), "drop this tile")
         assert not torch.equal(o, v[:, :, target]), f"the tile from key {start} on"
 
 
@@ -476,12 +476,12 @@ def test_needle_sees_any_dropped_tile(n: int, causal: bool, monkeypatch: pytest.
 def test_gradient_needle(n: int, causal: bool) -> None:
     for head_dim in (64, 128):
         problem = Problem.square(1, 2, n, head_dim, causal, direction="bwd")
-        inputs, exact = ref_check.needle_gradient_inputs(problem, "cpu")
+        inputs, exact = reference.needle_gradient_inputs(problem, "cpu")
         every = torch.arange(n)
 
         def misses(mutation: str | None) -> set[str]:
-            found = ref_check.tiled_gradients(*inputs, causal, every, every, mutation)
-            messages = ref_check.needles_missed(problem, dict(zip(("dq", "dk", "dv"), found)), exact)
+            found = mutations.tiled_gradients(*inputs, causal, every, every, mutation)
+            messages = reference.needles_missed(problem, dict(zip(("dq", "dk", "dv"), found)), exact)
             return {re.search(r"elements of (\w+) are off", message)[1] for message in messages}
 
         assert misses(None) == set()
@@ -494,16 +494,16 @@ def test_gradient_needle(n: int, causal: bool) -> None:
 def test_gradient_needle_sees_any_dropped_tile(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     n = 257
     problem = Problem.square(1, 1, n, 64, causal, direction="bwd")
-    inputs, exact = ref_check.needle_gradient_inputs(problem, "cpu")
+    inputs, exact = reference.needle_gradient_inputs(problem, "cpu")
     for start in range(0, n, 64):
-        hide = ref_check._drop(lambda _: (start, start + 64))
-        monkeypatch.setitem(ref_check.SCORE_MUTATIONS, "drop this tile", hide)
+        hide = mutations._drop(lambda _: (start, start + 64))
+        monkeypatch.setitem(mutations.SCORE_MUTATIONS, "drop this tile", hide)
         every = torch.arange(n)
-        found = ref_check.tiled_gradients(*inputs, causal, every, every, "drop this tile")
-        messages = list(ref_check.needles_missed(problem, dict(zip(("dq", "dk", "dv"), found)), exact))
+        found = mutations.tiled_gradients(*inputs, causal, every, every, "drop this tile")
+        messages = list(reference.needles_missed(problem, dict(zip(("dq", "dk", "dv"), found)), exact))
         assert len(messages) == 3, f"the tile from key {start} on"
         hidden = lambda scores, rows, columns, *_: scores[:, :, start : start + 64].fill_(-math.inf)
-        monkeypatch.setitem(ref_check.SCORE_MUTATIONS, "drop these queries", hidden)
-        found = ref_check.tiled_gradients(*inputs, causal, every, every, "drop these queries")
-        messages = list(ref_check.needles_missed(problem, dict(zip(("dq", "dk", "dv"), found)), exact))
+        monkeypatch.setitem(mutations.SCORE_MUTATIONS, "drop these queries", hidden)
+        found = mutations.tiled_gradients(*inputs, causal, every, every, "drop these queries")
+        messages = list(reference.needles_missed(problem, dict(zip(("dq", "dk", "dv"), found)), exact))
         assert len(messages) == 3, f"the tile from query {start} on"

@@ -11,11 +11,11 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-import kernels
 from harness import plots, report
-from harness.problem import H100_SXM, Problem
+from harness.hardware import H100_SXM
 from harness.results import Results, Row, bound_gpu, gpu_folder, load_all, merge
-from harness.stage import Stage
+from hopper_attention.kernels import ladder
+from hopper_attention.kernels.contract import Problem, Stage
 
 ENVIRONMENT = {
     "gpu": "NVIDIA H100 80GB HBM3",
@@ -32,7 +32,7 @@ ENVIRONMENT = {
 }
 FOLDER = "h100-80gb-hbm3"
 SHA = "0123456789abcdef" * 4
-STAGES = [Stage(id, id.upper(), f"what {id} adds", None) for id in kernels.LADDER]
+STAGES = [Stage(id, id.upper(), f"what {id} adds", None) for id in ladder.LADDER]
 
 
 def sweep_problem(seqlen: int = 4096, head_dim: int = 128, causal: bool = False) -> Problem:
@@ -43,7 +43,7 @@ def make_row(provider: str, tflops: float | None, problem: Problem | None = None
     row = Row(provider=provider, **asdict(problem or sweep_problem()))
     if tflops is not None:
         row = replace(row, tflops=tflops, ms_median=row.problem.flops / tflops / 1e9, ms_iqr=0.01)
-        if provider in kernels.LADDER:
+        if provider in ladder.LADDER:
             row = replace(row, check="pass", max_error=0.002, cubin_sha256=SHA)
     return replace(row, **changes)
 
@@ -276,11 +276,11 @@ def test_ladder_table() -> None:
     results = sample()
     results.rows = [row for row in results.rows if not row.causal]
     results.rows.append(make_row("k2", None, sweep_problem(causal=True), error="OOM: needs 9 GB"))
-    table = report.ladder_table(STAGES, {"k2": results}, kernels.LADDER)
+    table = report.ladder_table(STAGES, {"k2": results}, ladder.LADDER)
     assert [line.split("`")[1] for line in table.splitlines() if line.startswith("| [")] == list(
-        kernels.LADDER
+        ladder.LADDER
     )
-    bound = 100 * sweep_problem().roofline_seconds(H100_SXM) / (sweep_problem().flops / 8e12)
+    bound = 100 * H100_SXM.roofline_seconds(sweep_problem()) / (sweep_problem().flops / 8e12)
     assert cells(table, "[`k2`]") == [
         "[`k2`](notes/k2.md)",
         "what k2 adds",
@@ -293,7 +293,7 @@ def test_ladder_table() -> None:
     ]
     assert cells(table, "[`k1`]")[2:] == ["not measured", "", ""] * 2
     assert "N = 4096 on NVIDIA H100 80GB HBM3" in table
-    assert "](k2.md)" in report.ladder_table(STAGES, {}, kernels.LADDER, notes="")
+    assert "](k2.md)" in report.ladder_table(STAGES, {}, ladder.LADDER, notes="")
 
 
 def backward_sample(stage: str = "bwd1", rate: float = 4.0) -> Results:

@@ -10,9 +10,10 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from harness.problem import HEAD_DIMS, Problem
-from kernels import k6
-from kernels.query_tiles import ROWS
+from harness.sweep import HEAD_DIMS
+from hopper_attention.kernels import k6
+from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.device.query_tiles import ROWS
 
 LENGTHS = (
     (64, 64),

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.problem import HEAD_DIMS, Problem
-from kernels import bwd4, bwd_tiles, common, k6
-from kernels.query_tiles import ROWS, QueryTiles
+from harness.sweep import HEAD_DIMS
+from hopper_attention.kernels import bwd4, k6
+from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.device import key_tiles, tile_order
+from hopper_attention.kernels.device.query_tiles import ROWS, QueryTiles
 
 # Beside the ends of tiles of 64 to 256; differences of 62 and 126, where a tile hides a single pair.
 LENGTHS = (1, 63, 64, 65, 128, 129, 203, 256, 257, 265, 514, 640)
@@ -65,7 +67,7 @@ def test_dq_of_heads_of_256_comes_from_the_tiles_that_are_seen(causal: bool, top
     kernel = bwd4.kernel_for(Problem.square(1, 1, 1, 256, causal, top_left=top_left)).queries
     for problem in problems(256, causal, top_left, "bwd"):
         work = bwd4.work(problem)[1]
-        consumers = work.passes * bwd_tiles.CONSUMERS
+        consumers = work.passes * key_tiles.CONSUMERS
         visits = visits_of(kernel, problem)
         assert math.isclose((sum(work.trips) + 1) * consumers, visits), "work counts other tiles"
 
@@ -73,7 +75,7 @@ def test_dq_of_heads_of_256_comes_from_the_tiles_that_are_seen(causal: bool, top
 @every_mask_and_256
 def test_bwd4_visits_the_tiles_that_see(head_dim: int, causal: bool, top_left: bool) -> None:
     kernel = bwd4.kernel_for(Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)).main
-    q_tiles, tile_q = bwd_tiles.Tiles.q_tiles.__wrapped__, kernel.tile_q
+    q_tiles, tile_q = key_tiles.Tiles.q_tiles.__wrapped__, kernel.tile_q
     for problem in problems(head_dim, causal, top_left, "bwd"):
         lengths = problem.seqlen_q, problem.seqlen_kv
         visited = masked_visits = 0
@@ -104,8 +106,8 @@ def test_bwd4_det_has_a_turn_for_every_visit(
     sums that were written, and no other."""
     mask = Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)
     kernel = bwd4.kernel_for(mask, deterministic=True).main
-    plain = {name: getattr(bwd_tiles.Tiles, name).__wrapped__ for name in ("q_tiles", "turn_of", "turns_at")}
-    monkeypatch.setattr(bwd_tiles.Tiles, "turns_at", plain["turns_at"])
+    plain = {name: getattr(key_tiles.Tiles, name).__wrapped__ for name in ("q_tiles", "turn_of", "turns_at")}
+    monkeypatch.setattr(key_tiles.Tiles, "turns_at", plain["turns_at"])
     for problem in problems(head_dim, causal, top_left, "bwd"):
         lengths = problem.seqlen_q, problem.seqlen_kv
         turns = defaultdict(list)
@@ -155,23 +157,23 @@ def test_zeros_are_written_before_anyone_waits(
     no zeros; a section's heads would have been zeroed while the section before them is.)"""
     mask = Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)
     kernel = bwd4.kernel_for(mask, deterministic=deterministic).main
-    plain = {name: getattr(common, name).__wrapped__ for name in ("final_section", "in_sections")}
-    monkeypatch.setattr(common, "final_section", plain["final_section"])
+    plain = {name: getattr(tile_order, name).__wrapped__ for name in ("final_section", "in_sections")}
+    monkeypatch.setattr(tile_order, "final_section", plain["final_section"])
     for name, function in plain.items():
-        monkeypatch.setattr(bwd_tiles, name, function)
+        monkeypatch.setattr(key_tiles, name, function)
     for name in ("section", "final"):
-        monkeypatch.setattr(bwd_tiles.Tiles, name, getattr(bwd_tiles.Tiles, name).__wrapped__)
+        monkeypatch.setattr(key_tiles.Tiles, name, getattr(key_tiles.Tiles, name).__wrapped__)
     mQ = SimpleNamespace(shape=(seqlen_q, head_dim, kv_heads * group, batch))
     mK = SimpleNamespace(shape=(seqlen_kv, head_dim, kv_heads, batch))
     kv_blocks, heads = math.ceil(seqlen_kv / kernel.tile_kv), batch * kv_heads
-    first, last = bwd_tiles.Tiles.left_to_zero.__wrapped__(kernel, mQ, mK)
+    first, last = key_tiles.Tiles.left_to_zero.__wrapped__(kernel, mQ, mK)
     shares = defaultdict(set)
     for head in range(heads):
         if head < first or head >= last:  # the preprocess's
             shares[head] = set(range(kv_blocks))
     seen = set()
     for tile in range(kv_blocks * heads):
-        kv_block, kv_head, at = bwd_tiles.Tiles.locate.__wrapped__(kernel, tile, mQ, mK)
+        kv_block, kv_head, at = key_tiles.Tiles.locate.__wrapped__(kernel, tile, mQ, mK)
         head = at * kv_heads + kv_head
         assert shares[head] == set(range(kv_blocks)), "waits for zeros of a tile that may not have begun"
         if head + first < last:

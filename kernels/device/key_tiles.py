@@ -14,13 +14,11 @@ import math
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cutlass_dsl import dsl_user_op
 
-from harness.problem import Problem
-from harness.stage import Work
-from kernels.common import LOG2_E, WARP, WARPGROUP, final_section, hear, in_sections
+from ..contract import Problem, Work
+from .constants import LOG2_E, WARP, WARPGROUP
+from .tile_order import final_section, hear, in_sections
 
 ROWS = 64  # keys of a consumer, queries of a block: the M of a WGMMA
 CONSUMERS = 2  # warpgroups that multiply
@@ -329,17 +327,12 @@ def pass_turn(order, turn, final):
         cute.arch.store(order, 0 if final else turn + 1, sem="release", scope="gpu")
 
 
-@dsl_user_op
-def bulk_copy(
-    target: object, source: object, size: int, adds: bool, *, loc: object = None, ip: object = None
-) -> None:
+def bulk_copy(target: cute.Pointer, source: cute.Pointer, size: int, adds: bool) -> None:
     """One thread: copy or add `size` bytes of fp32 from `source` in shared memory to `target` in global
     memory."""
-    operands = Int64(target.toint(loc=loc, ip=ip)), Int32(source.toint(loc=loc, ip=ip)), Int32(size)
-    operands = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
     reduce, add = (".reduce", ".add.f32") if adds else ("", "")
-    ptx = f"cp{reduce}.async.bulk.global.shared::cta.bulk_group{add} [$0], [$1], $2;"
-    llvm.inline_asm(None, operands, ptx, "l,r,r", has_side_effects=True, is_align_stack=False, loc=loc, ip=ip)
+    ptx = f"cp{reduce}.async.bulk.global.shared::cta.bulk_group{add} [{{$r0}}], [{{$r1}}], {{$r2}};"
+    cute.arch.inline_ptx(ptx, read_only_args=[Int64(target.toint()), Int32(source.toint()), Int32(size)])
 
 
 @cute.jit

@@ -1,5 +1,5 @@
 """What k6 and bwd4's dQ kernel share beside their products: the tiles of queries they walk, and for each the
-tiles of keys that are seen. The counterpart for tiles of keys is `bwd_tiles.Tiles`."""
+tiles of keys that are seen. The counterpart for tiles of keys is `key_tiles.Tiles`."""
 
 import math
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
 
-from harness.problem import Problem
-from kernels.common import in_sections
+from ..contract import Problem
+from .tile_order import in_sections
 
 ROWS = 64  # queries of a consumer: the M of a WGMMA
 

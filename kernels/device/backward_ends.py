@@ -21,8 +21,9 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from harness.problem import Problem
-from kernels.common import LOG2_E, VECTOR, WARP, WARPGROUP, allocate_tiles, partition_tma, store_atom
+from ..contract import Problem
+from .constants import LOG2_E, VECTOR, WARP, WARPGROUP
+from .tma import allocate_tiles, partition_tma, store_atom
 
 BLOCK = 64  # query rows of a block, and columns of a column block: M and N of dQ's product
 QUAD = 4  # fp32 in one 16-byte access

@@ -1,0 +1,118 @@
+"""FlashAttention-3 (Dao-AILab/flash-attention, `hopper/`), from whichever of its builds is installed.
+
+Builds register the same operators under names of their own: FlashAttention-3's package and xformers as
+`flash_attn_3`, the fa3-fwd package, which has no backward pass, as `fa3_fwd`. Each is called as its own
+Python front end calls it, tensors (batch, seqlen, heads, head_dim), less that front end's checks.
+"""
+
+import ctypes
+import functools
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+BUILDS = {  # a module that registers the operators, and their name in torch.ops
+    "flash_attn_3._C": "flash_attn_3",
+    "xformers.flash_attn_3._C": "flash_attn_3",
+    "fa3_fwd._C": "fa3_fwd",
+}
+DISTRIBUTIONS = ("flash_attn_3", "xformers", "fa3-fwd")
+TIMED = 10  # launches that decide which build is the fastest on a problem
+
+
+@functools.cache
+def builds() -> dict[str, object]:
+    """The operators of each build that loads, by its name in torch.ops."""
+    for folder in sys.path:  # builds for CUDA 12 want its run-time library beside the one PyTorch brought
+        for library in sorted(Path(folder or ".").glob("libcudart.so.12")):
+            ctypes.CDLL(str(library))
+    found = {}
+    for module, name in BUILDS.items():
+        if name not in found:
+            try:
+                importlib.import_module(module)
+                found[name] = getattr(torch.ops, name)
+            except Exception:  # not installed, or for another PyTorch
+                continue
+    return found
+
+
+def version() -> str:
+    """What is known of the builds. Raises PackageNotFoundError when there is none."""
+    if not builds():
+        raise importlib.metadata.PackageNotFoundError("flash_attn_3")
+    known = []
+    for name in DISTRIBUTIONS:
+        try:
+            known.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(known) or f"builds {' and '.join(builds())}"
+
+
+def _call(operator: object, **given: object) -> object:
+    """The operator with what is given by name, and None, False or zero for the rest, by which its front end
+    says that a feature is not used."""
+    arguments = []
+    for argument in operator.default._schema.arguments:
+        if argument.name in given:
+            arguments.append(given.pop(argument.name))
+        elif argument.has_default_value():
+            arguments.append(argument.default_value)
+        else:
+            kind = str(argument.type)
+            unused = {"bool": False, "int": 0, "float": 0.0}
+            arguments.append(None if kind.startswith("Optional") else unused[kind])
+    if given:
+        raise TypeError(f"the operator has no argument {', '.join(given)}")
+    return functools.partial(operator.default, *arguments)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """A call of the fastest build's forward pass that returns (o, lse (batch, heads, seqlen))."""
+    options = {"is_causal": causal, "num_splits": 1, "window_size_left": -1, "window_size_right": -1}
+    calls = [_call(build.fwd, q=q, k=k, v=v, **options) for build in builds().values()]
+    return fastest([lambda call=call: call()[:2] for call in calls])
+
+
+def backward(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """A call of the backward pass that returns (dq, dk, dv); the forward one runs here. Raises RuntimeError
+    when no build has one."""
+    able = [build for build in builds().values() if hasattr(build, "bwd")]
+    if not able:
+        raise RuntimeError("no build of FlashAttention-3 here has a backward pass")
+    o, lse = forward(q, k, v, causal)()
+    inputs = {"dout": do, "q": q, "k": k, "v": v, "out": o, "softmax_lse": lse}
+    options = {"is_causal": causal, "window_size_left": -1, "window_size_right": -1}
+    calls = [_call(build.bwd, **inputs, **options) for build in able]
+    return fastest([lambda call=call: call()[:3] for call in calls])
+
+
+def fastest(calls: list[Callable[[], object]]) -> Callable[[], object]:
+    """The one of several calls that takes the least time, of those that run at all. Raises what the last of
+    them raised when none does."""
+    best, least, reason = None, float("inf"), None
+    for call in calls:
+        try:
+            call()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(TIMED):
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            if start.elapsed_time(end) < least:
+                best, least = call, start.elapsed_time(end)
+        except RuntimeError as error:
+            reason = error
+    if best is None:
+        raise reason or RuntimeError("there is no build of FlashAttention-3 here")
+    return best

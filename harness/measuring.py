@@ -1,0 +1,208 @@
+"""Check, time, check again: one row for each stage and peer on a problem, and the file it is kept in.
+
+A stage is judged before it is timed, and once more afterwards: outputs and scratch are filled with NaN and
+the very call that was timed is made again. What fails either has no time. Rows join their file problem by
+problem, so that what was measured survives whatever comes later.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness import machine_code, peers, reference, results, timing
+from harness.inputs import poison, random_inputs
+from hopper_attention.checks import check_memory
+from hopper_attention.kernels import ladder
+from hopper_attention.kernels.contract import Problem
+from hopper_attention.launch import compile_kernel
+
+SUSTAINED_FROM = 16384  # sequence length from which the power cap, not the burst, is what a user sees
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A kernel file with options, under the name its rows carry: a stage, or a variant of one."""
+
+    name: str
+    stage_id: str
+    options: dict[str, Any] = field(hash=False)
+
+    @classmethod
+    def stage(cls, stage_id: str) -> "Contender":
+        return cls(stage_id, stage_id, ladder.load(stage_id)[0].options)
+
+    @property
+    def is_stage(self) -> bool:
+        return self.name == self.stage_id
+
+
+def stages_for(problem: Problem, stage_ids: list[str]) -> list[str]:
+    """Those of the stages that compute the problem's direction."""
+    return [stage_id for stage_id in stage_ids if ladder.load(stage_id)[0].direction == problem.direction]
+
+
+def out_of_memory(error: torch.OutOfMemoryError) -> str:
+    """ "OOM: …" with what the GPU would have had to hold, as far as the allocator's message tells."""
+    gib = [float(x) for x in re.findall(r"(\d+\.\d+) GiB", str(error))]  # asked, capacity, free, ...
+    if len(gib) < 3:
+        return "OOM: " + str(error).partition(". ")[0]
+    asked, capacity, free = gib[:3]
+    return f"OOM: needs at least {capacity - free + asked:.1f} GiB, the GPU has {capacity:.1f}"
+
+
+def ready(contender: Contender, expected: reference.Expected, problem: Problem) -> tuple:
+    """(kernel file, compiled, tensors) of a contender, for what `expected` says it reads. Raises MemoryError
+    where its scratch does not fit."""
+    _, file = ladder.load(contender.stage_id)
+    check_memory(contender.stage_id, problem, expected.q.device)
+    compiled = compile_kernel(contender.stage_id, problem, **contender.options)
+    return file, compiled, expected.allocate(file, problem, **contender.options)
+
+
+def host_microseconds(contender: Contender, problem: Problem) -> float:
+    """Host time of one `run_kernel`, on a problem so small that the GPU is done before the host."""
+    problem = problem.with_(batch=1, heads=1, kv_heads=1, seqlen_q=64, seqlen_kv=64)
+    q, k, v, *do = random_inputs(problem)
+    small = reference.Expected(q, k, v, problem.causal, *do)
+    file, compiled, tensors = ready(contender, small, problem)
+    return timing.host_microseconds(lambda: file.run_kernel(compiled, tensors))
+
+
+@dataclass
+class Bench:
+    """Contenders beside peers, problem by problem, in one environment.
+
+    With `check_all` every row is judged before and after it is timed, else the first of each kernel compiled.
+    """
+
+    contenders: list[Contender]
+    peers: list[str]
+    check_all: bool
+    environment: dict[str, Any]
+    checked: set[tuple] = field(default_factory=set)
+
+    def measure(self, problem: Problem) -> list[results.Row]:
+        """One row per peer, and per contender of the problem's direction, timed in one interleaved run."""
+        return list(_One(self, problem).rows())
+
+
+class _One:
+    """One problem of a `Bench`."""
+
+    def __init__(self, bench: Bench, problem: Problem):
+        self.bench, self.problem = bench, problem
+        self.inputs = random_inputs(problem)
+        q, k, v, *do = self.inputs
+        self.expected = reference.Expected(q, k, v, problem.causal, *do)
+        self.calls: dict[str, Callable[[], object]] = {}
+        self.judges: dict[str, Callable[[], reference.Verdict]] = {}
+        self.known: dict[str, dict[str, Any]] = {}  # of a row, before its time
+
+    def rows(self) -> Iterator[results.Row]:
+        # PyTorch's math path also materialises S. It goes first and alone, so that no stage's scratch is what
+        # it lacks.
+        if "math" in self.bench.peers:
+            yield from self.prepare_peer("math")
+            yield from self.timed()
+        for contender in self.bench.contenders:
+            if ladder.load(contender.stage_id)[0].direction == self.problem.direction:
+                yield from self.prepare(contender)
+        for name in self.bench.peers:
+            if name != "math":
+                yield from self.prepare_peer(name)
+        yield from self.timed()
+
+    def prepare_peer(self, name: str) -> Iterator[results.Row]:
+        """Build a peer's call and run it once, so that one that cannot run does not stop the others."""
+        try:
+            call = peers.PEERS[name].build(self.problem, *self.inputs)
+            call()
+            torch.cuda.synchronize()
+            self.calls[name] = call
+        except torch.OutOfMemoryError as error:
+            yield results.Row.on(self.problem, name, error=out_of_memory(error))
+        except Exception as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            yield results.Row.on(self.problem, name, error=f"unsupported: {reason:.100}")
+
+    def prepare(self, contender: Contender) -> Iterator[results.Row]:
+        """Compile, allocate and judge a contender; a row only if it will have no time."""
+        bench, problem, name = self.bench, self.problem, contender.name
+        try:
+            file, compiled, tensors = ready(contender, self.expected, problem)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            text = f"OOM: {error}" if isinstance(error, MemoryError) else out_of_memory(error)
+            yield results.Row.on(problem, name, error=text)
+            return
+        call = lambda: file.run_kernel(compiled, tensors)
+        stage, _ = ladder.load(contender.stage_id)
+        rounding = reference.rounding_of(stage, file, problem, **contender.options)
+
+        def judge() -> reference.Verdict:
+            poison(tensors)
+            call()
+            return self.expected.judge(tensors.outputs, rounding)
+
+        known = {"cubin_sha256": machine_code.identity(compiled)}
+        kernel = (name, problem.head_dim, problem.causal, problem.dtype, problem.top_left)
+        if bench.check_all or kernel not in bench.checked:
+            verdict = judge()
+            if not verdict.passed:
+                yield self.failed(name, verdict)
+                return
+            bench.checked.add(kernel)
+            self.judges[name] = judge
+            known |= {"check": "pass", "max_error": verdict.max_error}
+        if contender.is_stage and name not in bench.environment["host_us"]:
+            bench.environment["host_us"][name] = round(host_microseconds(contender, problem), 2)
+        self.calls[name], self.known[name] = call, known
+
+    def failed(self, name: str, verdict: reference.Verdict, when: str = "") -> results.Row:
+        return results.Row.on(self.problem, name, check="fail", error=when + "; ".join(verdict.failures))
+
+    def timed(self) -> Iterator[results.Row]:
+        """Rows of the calls prepared so far, which take turns; who was judged before is judged again."""
+        try:
+            times = timing.interleaved(self.calls)
+        except torch.OutOfMemoryError as error:
+            for name in self.calls:
+                yield results.Row.on(self.problem, name, error=out_of_memory(error))
+            times = {}
+        for name, time in times.items():
+            steady = None
+            if self.problem.seqlen_q >= SUSTAINED_FROM:
+                steady = timing.sustained(self.calls[name], time.ms_median)
+            known = self.known.get(name, {})
+            if name in self.judges:
+                verdict = self.judges[name]()
+                if not verdict.passed:
+                    yield self.failed(name, verdict, "after the timing: ")
+                    continue
+                known["max_error"] = max(known["max_error"], verdict.max_error)
+            yield results.Row.timed(self.problem, name, time, steady, **known)
+        self.calls.clear()
+        torch.cuda.empty_cache()
+
+
+class Saved:
+    """The file of a stage's rows, which grows problem by problem."""
+
+    def __init__(self, stage: str, path: Path, environment: dict[str, Any]):
+        """Raises ValueError or OSError when rows of this environment could not be kept there: it says so now,
+        not after they were measured."""
+        self.stage, self.path, self.environment = stage, path, environment
+        self._merged([])
+        results.probe(path)
+
+    def add(self, rows: list[results.Row], **environment: Any) -> None:
+        """Merge rows into the file; those of a failed check are left out."""
+        self.environment |= environment
+        self._merged([row for row in rows if row.check != "fail"]).save(self.path)
+
+    def _merged(self, rows: list[results.Row]) -> results.Results:
+        new = results.Results(self.stage, self.environment, rows)
+        return results.merge(results.load(self.path), new) if self.path.exists() else new

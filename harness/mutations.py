@@ -1,0 +1,238 @@
+"""Ways of being wrong, applied to models of the kernels: the pass rule must catch each on every shape."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from hopper_attention.kernels.contract import Problem
+
+from .inputs import random_inputs
+from .reference import (
+    BLOCK_ROWS,
+    Expected,
+    Gradients,
+    cancellation,
+    gradients_of,
+    judge,
+    judge_gradients,
+    reference,
+    yardstick,
+)
+
+
+def _drop(keys: Callable[[int], tuple[int, int]]):
+    """Hide keys [first, last) from every row."""
+
+    def hide(scores, rows, columns, n, causal):
+        first, last = keys(n)
+        scores[..., (columns >= first) & (columns < last)] = -math.inf
+
+    return hide
+
+
+def _mask_gt(scores, rows, columns, n, causal):
+    """The mask's `>` written `>=`: the diagonal, or without a causal mask the last key, is hidden."""
+    scores.masked_fill_(columns >= rows[:, None] if causal else (columns >= n - 1)[None], -math.inf)
+
+
+SCORE_MUTATIONS = {
+    "drop a key": _drop(lambda n: (n // 2, n // 2 + 1)),
+    "drop a late key": _drop(lambda n: (n - 8, n - 7)),  # causal: only the last 8 rows see it
+    "drop a tile": _drop(lambda n: (n // 2, n // 2 + 64)),
+    "mask > for >=": _mask_gt,
+}
+STEP_MUTATIONS = ("skip a rescale", "scale twice", "omit the final normalisation")
+
+
+def _swap_halves(o):
+    o.copy_(o.roll(o.shape[-1] // 2, -1))
+
+
+def _one_nan(o):
+    o[..., o.shape[-2] // 2, 5] = math.nan
+
+
+def _unwritten_row(o):
+    o[..., o.shape[-2] // 3, :] = math.nan
+
+
+def _stale_row(o):
+    o[..., -1, :] = o[..., -2, :].clone()
+
+
+OUTPUT_MUTATIONS = {
+    "swap head-dim halves": _swap_halves,
+    "one NaN": _one_nan,
+    "one unwritten row": _unwritten_row,
+    "one row holding its neighbour's result": _stale_row,
+}
+MUTATIONS = (*SCORE_MUTATIONS, *STEP_MUTATIONS, *OUTPUT_MUTATIONS)
+
+
+def tiled_model(q, k, v, causal: bool, rows: torch.Tensor, mutation: str | None = None, tile: int = 64):
+    """FlashAttention-2's forward in fp32 torch on the query rows `rows`, with one of `MUTATIONS` applied."""
+    n, scale = k.shape[2], 1.0 / math.sqrt(q.shape[-1])
+    if mutation == "scale twice":
+        scale *= scale
+    q = q[:, :, rows].float()
+    o = torch.zeros_like(q)
+    row_max = torch.full((*q.shape[:-1], 1), -math.inf, device=q.device)
+    row_sum = torch.zeros_like(row_max)
+    for start in range(0, n, tile):
+        columns = torch.arange(start, min(start + tile, n), device=q.device)
+        scores = q @ k[:, :, columns].float().transpose(-1, -2) * scale
+        if causal:
+            scores.masked_fill_(columns > rows[:, None], -math.inf)
+        if mutation in SCORE_MUTATIONS:
+            SCORE_MUTATIONS[mutation](scores, rows, columns, n, causal)
+        new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
+        safe_max = new_max.masked_fill(new_max == -math.inf, 0.0)  # a row that has seen no key yet
+        rescale = (row_max - safe_max).exp()
+        p = (scores - safe_max).exp()
+        row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
+        o = (o if mutation == "skip a rescale" and start == tile else o * rescale) + p @ v[
+            :, :, columns
+        ].float()
+        row_max = new_max
+    if mutation != "omit the final normalisation":
+        o = o / row_sum
+    o = o.to(torch.bfloat16)
+    if mutation in OUTPUT_MUTATIONS:
+        OUTPUT_MUTATIONS[mutation](o)
+    return o
+
+
+PAIR_MUTATIONS = (  # of the last tile of queries and a tile of keys in the middle
+    "drop a pair of tiles",
+    "add a tile of dQ twice",
+    "lose a tile of dQ",
+    "transpose a tile of dS",
+)
+FORMULA_MUTATIONS = (
+    "forget D",
+    "forget the scale on dQ",
+    "scale dK twice",
+    "LSE of the row before",
+    "D of the row before",
+)
+GRADIENT_MUTATIONS = (
+    *SCORE_MUTATIONS,
+    *PAIR_MUTATIONS,
+    *FORMULA_MUTATIONS,
+    *(f"{mutation}, {name}" for mutation in OUTPUT_MUTATIONS for name in ("dq", "dk", "dv")),
+)
+
+
+def tiled_gradients(
+    q, k, v, o, lse, do, causal: bool, rows, columns, mutation: str | None = None, tile: int = 64
+) -> Gradients:
+    """FlashAttention-2's backward in fp32 torch, with one of `GRADIENT_MUTATIONS` applied but those of
+    outputs; `rows` and `columns` as in `gradients_of`, whole tiles of the latter."""
+    n, scale = k.shape[2], 1.0 / math.sqrt(q.shape[-1])
+    if mutation in ("LSE of the row before", "D of the row before"):
+        shifted = lambda x: torch.cat([x[:, :, :1], x[:, :, :-1]], 2)
+        lse = shifted(lse) if mutation.startswith("LSE") else lse
+    queries, d_out = q[:, :, rows].float(), do[:, :, rows].float()
+    delta = (do.float() * o.float()).sum(-1, keepdim=True)
+    if mutation == "D of the row before":
+        delta = shifted(delta)
+    delta = delta[:, :, rows].mul_(mutation != "forget D")
+    shift = lse[:, :, rows, None].float()
+    late = rows >= q.shape[2] - tile
+    dq, dk, dv = torch.zeros_like(queries), [], []
+    for keys in columns.split(tile):
+        key_tile, value_tile = k[:, :, keys].float(), v[:, :, keys].float()
+        scores = queries @ key_tile.mT * scale
+        if causal:
+            scores.masked_fill_(keys > rows[:, None], -math.inf)
+        if mutation in SCORE_MUTATIONS:
+            SCORE_MUTATIONS[mutation](scores, rows, keys, n, causal)
+        in_the_middle = int(keys[0]) == n // 2
+        if mutation == "drop a pair of tiles" and in_the_middle:
+            scores[:, :, late] = -math.inf
+        p = (scores - shift).exp()
+        ds = p * (d_out @ value_tile.mT - delta)
+        dq_tile = ds @ key_tile
+        if mutation in ("add a tile of dQ twice", "lose a tile of dQ") and in_the_middle:
+            dq_tile[:, :, late] *= 2.0 if mutation.startswith("add") else 0.0
+        dq += dq_tile
+        if mutation == "transpose a tile of dS" and in_the_middle and late.any():
+            ds[:, :, late] = ds[:, :, late].mT
+        dk.append(ds.mT @ queries)
+        dv.append(p.mT @ d_out)
+    dq *= 1.0 if mutation == "forget the scale on dQ" else scale
+    dk = torch.cat(dk, 2) * (scale * scale if mutation == "scale dK twice" else scale)
+    return tuple(x.to(q.dtype) for x in (dq, dk, torch.cat(dv, 2)))
+
+
+def sampled_rows(n: int, device: str, blocks: int = 12) -> torch.Tensor:
+    """Query rows that stand for all: whole blocks of 64, evenly spread, the first and the last among them."""
+    starts = torch.linspace(0, n // BLOCK_ROWS - 1, min(blocks, n // BLOCK_ROWS)).long() * BLOCK_ROWS
+    return (starts[:, None] + torch.arange(BLOCK_ROWS)).flatten().to(device)
+
+
+def survivors(problem: Problem, device: str, all_rows: bool, seed: int = 0) -> list[str]:
+    """The mutations that the rule misses on one head of `problem`'s shape, and "none" if it fails the honest
+    model."""
+    n = problem.seqlen_q
+    one_head = problem.with_(batch=1, heads=1, kv_heads=1)
+    if problem.direction == "bwd":
+        return _surviving_gradients(one_head, random_inputs(one_head, device, seed), all_rows)
+    q, k, v = random_inputs(one_head, device, seed)
+    rows = torch.arange(n, device=device) if all_rows else sampled_rows(n, device)
+    ref, _ = reference(q, k, v, problem.causal, rows)
+    yard = yardstick(q, k, v, problem.causal, False, rows)
+    missed = []
+    for mutation in (None, *MUTATIONS):
+        verdict = judge(tiled_model(q, k, v, problem.causal, rows, mutation), ref, yard)
+        if verdict.passed != (mutation is None):
+            missed.append(f"{mutation}: " + ("; ".join(verdict.failures) or "passed the rule"))
+    return missed
+
+
+def _surviving_gradients(problem: Problem, inputs: tuple[torch.Tensor, ...], all_rows: bool) -> list[str]:
+    """`survivors` of a backward problem: dQ of some queries and all keys, dK and dV of some keys and all
+    queries."""
+    q, k, v, do = inputs
+    n, causal = problem.seqlen_q, problem.causal
+    every = torch.arange(n, device=q.device)
+    some = every
+    if not all_rows:  # the tile in the middle is where keys and tiles are dropped
+        middle = torch.arange(n // 2, n // 2 + BLOCK_ROWS, device=q.device)
+        some = torch.cat([sampled_rows(n, q.device, blocks=4), middle]).unique()
+    expected = Expected(q, k, v, causal, do)
+    floors = cancellation(q, k, v, do)
+
+    def on_sample(compute: Callable[..., Gradients]) -> Gradients:
+        if all_rows:
+            return compute(every, every)
+        return compute(some, every)[0], *compute(every, some)[1:]
+
+    exact = lambda rows, columns: gradients_of(
+        q, k, v, *expected.forward, do, causal, torch.float64, False, rows, columns
+    )
+    rounded = lambda rows, columns: gradients_of(
+        q, k, v, *expected.saved, do, causal, torch.float32, False, rows, columns
+    )
+    ref, yard = on_sample(exact), tuple(x.to(q.dtype) for x in on_sample(rounded))
+
+    def model(mutation: str | None) -> dict[str, torch.Tensor]:
+        tiled = lambda rows, columns: tiled_gradients(
+            q, k, v, *expected.saved, do, causal, rows, columns, mutation
+        )
+        return dict(zip(("dq", "dk", "dv"), on_sample(tiled)))
+
+    missed, honest = [], model(None)
+    for mutation in (None, *GRADIENT_MUTATIONS):
+        name, _, output = (mutation or "").partition(", ")
+        if output or mutation is None:
+            found = {key: x.clone() for key, x in honest.items()}
+        else:
+            found = model(mutation)
+        if output:
+            OUTPUT_MUTATIONS[name](found[output])
+        verdict = judge_gradients(found, ref, yard, floors)
+        if verdict.passed != (mutation is None):
+            missed.append(f"{mutation}: " + ("; ".join(verdict.failures) or "passed the rule"))
+    return missed

@@ -1,0 +1,141 @@
+"""Compiled kernels on disk: what names an entry, who may write it, and how two processes share it.
+
+Standard library only. What is loaded from here runs in the caller's process, so a folder is used only if its
+owner is the user and nobody else can write it; there is no fallback to a shared place. An entry is the object
+file that the DSL's runtime loads, the cubin inside it and a description, each written whole or not at all.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+VARIABLE = "HOPPER_ATTENTION_CACHE"  # names the folder; empty: no cache
+COMPILER = "nvidia-cutlass-dsl"  # and its libraries, nvidia-cutlass-dsl-libs-…
+KERNELS = Path(__file__).resolve().parent / "kernels"
+
+
+class Entry(NamedTuple):
+    """A compiled kernel as the cache keeps it."""
+
+    object_file: Path
+    cubin: bytes
+    description: dict[str, Any]
+
+
+def folder() -> Path | None:
+    """The user's own folder of compiled kernels, created if need be; None where there can be none.
+
+    `HOPPER_ATTENTION_CACHE`, or hopper_attention in `XDG_CACHE_HOME`, by default ~/.cache.
+    """
+    named = os.environ.get(VARIABLE)
+    if named == "":
+        return None
+    try:
+        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hopper_attention")
+        path = Path(named) if named else default
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return path if is_private(path) else None
+    except (OSError, RuntimeError):  # a read-only disk, or a user without a home: compiling still works
+        return None
+
+
+def is_private(path: Path) -> bool:
+    """Whether `path` is a folder of the user's own, not a link, that nobody else can write."""
+    found = path.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def compiler_versions() -> dict[str, str]:
+    """Every installed distribution of the DSL by its name: they can be upgraded one without the other. Of two
+    copies the first on the path counts, which is the one that Python imports."""
+    found: dict[str, str] = {}
+    for x in importlib.metadata.distributions():
+        name = (x.metadata["Name"] or "").lower().replace("_", "-")
+        if name.startswith(COMPILER):
+            found.setdefault(name, x.version or "unknown")
+    return dict(sorted(found.items()))
+
+
+def compiler() -> dict[str, list[str]]:
+    """What of the DSL the machine code follows from: all versions among its distributions, and the CUDA that
+    its libraries are for, of several the newest."""
+    found = compiler_versions()
+    cuda = [name.rpartition("-cu")[2] for name in found if "-libs-cu" in name]
+    return {"versions": sorted(set(found.values())), "cuda": sorted(cuda)[-1:]}
+
+
+def sources() -> str:
+    """The sha256 of every kernel source, path and bytes."""
+    digest = hashlib.sha256()
+    for path in sorted(KERNELS.rglob("*.py")):
+        digest.update(f"{path.relative_to(KERNELS)}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def key_of(**what: str | int | bool) -> str:
+    """The name of the entry for `what` is compiled, of these sources by this compiler."""
+    everything = {"what": what, "sources": sources(), "compiler": compiler()}
+    return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def alone(key: str) -> Iterator[None]:
+    """While this runs, no other process is inside for the same key: one compiles, the others then load."""
+    if (path := folder()) is None:
+        yield
+        return
+    with open(path / f"{key}.lock", "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file gives the lock back, as does the end of a process that was killed
+
+
+def load(key: str) -> Entry | None:
+    """The entry of this name; None for one that is not there or not whole."""
+    if (path := folder()) is None:
+        return None
+    try:
+        description = json.loads((path / f"{key}.json").read_text())
+        cubin, object_file = (path / f"{key}.cubin").read_bytes(), path / f"{key}.o"
+        digests = {"cubin": _sha256(cubin), "object": _sha256(object_file.read_bytes())}
+    except (OSError, ValueError):
+        return None
+    return Entry(object_file, cubin, description) if description.pop("sha256", None) == digests else None
+
+
+def store(key: str, object_file: Path, cubin: bytes, **description: Any) -> None:
+    """Keep a compiled kernel. The description comes last: without it there is no entry."""
+    if (path := folder()) is None:
+        return
+    machine_code = object_file.read_bytes()
+    description["sha256"] = {"cubin": _sha256(cubin), "object": _sha256(machine_code)}
+    text = json.dumps(description, sort_keys=True).encode()
+    with contextlib.suppress(OSError):  # a full disk costs the next process a compile, and this one nothing
+        for suffix, content in ((".o", machine_code), (".cubin", cubin), (".json", text)):
+            _write(path / f"{key}{suffix}", content)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace a file in one step: a reader finds the old content or the new."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,121 @@
+"""What the public calls refuse, before anything is compiled, allocated or launched."""
+
+import math
+
+import torch
+
+from .kernels import ladder
+from .kernels.contract import DTYPES, Problem
+
+VECTOR_BYTES = 16  # every stage reads rows in 16-byte accesses or by TMA, which asks for the same
+
+
+def problem_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, top_left: bool = False
+) -> Problem:
+    """The `Problem` of tensors (batch, heads, seqlen, head_dim).
+
+    Raises TypeError for what is not a tensor or has another dtype, ValueError for shapes that do not belong
+    together, and as `Problem` does for `top_left`.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), not {x.dim()}")
+        if str(x.dtype).removeprefix("torch.") not in DTYPES:
+            raise TypeError(
+                f"{name} must be {' or '.join(DTYPES)}, not {str(x.dtype).removeprefix('torch.')}"
+            )
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device, not {q.device}, {k.device} and {v.device}")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape, not {tuple(k.shape)} and {tuple(v.shape)}")
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch and head_dim")
+    if q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
+        raise ValueError(
+            f"the {q.shape[1]} query heads must be a multiple of the {k.shape[1]} key/value heads"
+        )
+    return Problem(
+        batch=q.shape[0],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        seqlen_q=q.shape[2],
+        seqlen_kv=k.shape[2],
+        head_dim=q.shape[3],
+        causal=bool(causal),
+        dtype=str(q.dtype).removeprefix("torch."),
+        top_left=top_left,
+    )
+
+
+def check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+
+
+def check_like(name: str, x: object, like_name: str, like: torch.Tensor) -> None:
+    """Raise unless `x` is a tensor of the shape, dtype and device of `like`."""
+    check_tensor(name, x)
+    if (x.shape, x.dtype, x.device) != (like.shape, like.dtype, like.device):
+        raise ValueError(
+            f"{name} must be like {like_name}: {tuple(like.shape)} {like.dtype} on {like.device}, "
+            f"not {tuple(x.shape)} {x.dtype} on {x.device}"
+        )
+
+
+def check_layout(name: str, x: torch.Tensor, written: bool = False) -> None:
+    """Raise ValueError unless the rows of `x` are contiguous and 16-byte aligned, and, if `written`, no two
+    elements share memory."""
+    vector = VECTOR_BYTES // x.element_size()
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(
+            f"{name} must be contiguous in its last dimension, its stride there is {x.stride(-1)}"
+        )
+    if bad := [stride for stride in x.stride()[:-1] if stride % vector]:
+        raise ValueError(
+            f"{name} has stride {bad[0]}: strides must be multiples of {vector} elements (16 bytes)"
+        )
+    if x.data_ptr() % VECTOR_BYTES:
+        raise ValueError(
+            f"{name} starts {x.data_ptr() % VECTOR_BYTES} bytes past a 16-byte boundary: align it"
+        )
+    reach = 1  # elements spanned by the dimensions of smaller stride
+    for stride, extent in sorted(zip(x.stride(), x.shape)) if written else ():
+        if extent > 1 and stride < reach:
+            raise ValueError(f"{name} is written and must not overlap itself, as with stride {stride} here")
+        reach = max(reach, stride * (extent - 1) + 1)
+
+
+def refuse(stage_id: str, problem: Problem) -> None:
+    """Raise ValueError with the stage's reason when it does not support `problem`."""
+    _, module = ladder.load(stage_id)
+    if reason := module.supports(problem):
+        raise ValueError(f"{stage_id} {reason}")
+
+
+def check_device(stage: str, q: torch.Tensor) -> None:
+    if not q.is_cuda:
+        raise ValueError(f"q, k and v must be on a CUDA device, not {q.device}")
+    if torch.cuda.get_device_capability(q.device) != (9, 0):
+        raise ValueError(
+            f"{stage} is machine code for sm_90a (Hopper); {torch.cuda.get_device_name(q.device)} is not"
+        )
+
+
+def workspace_bytes(spec: dict[str, tuple[tuple[int, ...], str]]) -> int:
+    return sum(math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in spec.values())
+
+
+def check_memory(stage: str, problem: Problem, device: torch.device) -> None:
+    """Raise MemoryError when the stage's scratch does not fit."""
+    found, module = ladder.load(stage)
+    needed = workspace_bytes(module.workspace(problem, **found.options))
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if needed > free:
+        raise MemoryError(
+            f"{stage} needs {needed / 1e9:.1f} GB of scratch for {problem}, {free / 1e9:.1f} GB are free"
+        )

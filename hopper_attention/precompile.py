@@ -1,0 +1,67 @@
+"""Fill the cache of compiled kernels ahead of the first call.
+
+    python -m hopper_attention.precompile             the kernels of `attention` and its backward pass
+    python -m hopper_attention.precompile k2 bwd3     of other stages; `all` for the ladder
+
+Needs no GPU. One process a core, each compiles what no other is compiling.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+from . import cache
+from .kernels import ladder
+from .kernels.contract import Problem
+from .launch import BACKWARD, FORWARD, compile_kernel, reachable
+
+Job = tuple[str, Problem, dict[str, Any]]  # stage, what is compiled, options of its kernel file
+
+
+def jobs_of(stage_id: str) -> list[Job]:
+    """Every kernel of a stage that a call can reach."""
+    options = ladder.load(stage_id)[0].options
+    return [(stage_id, problem, options) for problem in reachable(stage_id)]
+
+
+def fill(jobs: Iterable[Job], workers: int | None = None) -> int:
+    """Compile what the cache lacks; how many jobs there were. Raises what a compile raises, and RuntimeError
+    where nothing can be kept."""
+    if cache.folder() is None:
+        raise RuntimeError(f"there is no folder to keep compiled kernels in; name one in {cache.VARIABLE}")
+    jobs = list(jobs)
+    workers = min(workers or len(os.sched_getaffinity(0)), len(jobs)) or 1
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile, jobs))
+    return len(jobs)
+
+
+def _compile(job: Job) -> None:
+    stage_id, problem, options = job
+    compile_kernel(stage_id, problem, **options)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m hopper_attention.precompile", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("stages", nargs="*", default=[FORWARD, BACKWARD], help="stage ids, or `all`")
+    parser.add_argument("--workers", type=int, help="processes; by default one a core")
+    args = parser.parse_args(arguments)
+    try:
+        stages = list(ladder.LADDER) if args.stages == ["all"] else args.stages
+        jobs = [job for stage_id in stages for job in jobs_of(stage_id)]
+        count = fill(jobs, args.workers)
+    except (ValueError, RuntimeError) as error:
+        print(f"hopper_attention.precompile: {error}", file=sys.stderr)
+        return 2
+    print(f"{count} kernels of {', '.join(stages)} in {cache.folder()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""What a kernel file and its callers say to each other: the problem, the tensors, the stages, the functions.
+
+This module imports nothing of the project, and the kernel files nothing but it and `device/`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+DTYPES = ("bfloat16", "float16")
+BYTES_PER_ELEMENT = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention problem. Tensors are (batch, heads, seqlen, head_dim) with a unit last stride.
+
+    A causal mask is aligned at the bottom right: query i sees keys up to i + seqlen_kv − seqlen_q. With
+    `top_left` it is aligned there: query i sees keys up to i. At equal lengths the two are the same mask.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_kv: int
+    head_dim: int
+    causal: bool
+    dtype: str = "bfloat16"
+    direction: str = "fwd"  # or "bwd"
+    top_left: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.top_left, bool):
+            raise TypeError(f"top_left must be True or False, not {self.top_left!r}")
+        if self.top_left and not self.causal:
+            raise ValueError("top_left aligns a causal mask, and there is none: causal is False")
+
+    @staticmethod
+    def square(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool, **rest: Any) -> "Problem":
+        """A self-attention problem: as many keys as queries, as many key heads as query heads."""
+        return Problem(batch, heads, heads, seqlen, seqlen, head_dim, causal, **rest)
+
+    @property
+    def not_blind(self) -> tuple[int, int]:
+        """How many queries see a key, and how many keys a query sees: at unequal lengths a causal mask may
+        leave some out."""
+        both = min(self.seqlen_q, self.seqlen_kv)
+        if not self.causal:
+            return self.seqlen_q, self.seqlen_kv
+        return (self.seqlen_q, both) if self.top_left else (both, self.seqlen_kv)
+
+    @property
+    def flops(self) -> float:
+        """4·B·H·Nq·Nkv·d, of a causal mask only what lies on its side of the diagonal, which at equal lengths
+        is half; × 2.5 for the backward pass (FlashAttention's convention)."""
+        queries, keys = self.not_blind
+        pairs = queries * keys - (min(queries, keys) ** 2 / 2 if self.causal else 0)
+        forward = 4.0 * self.batch * self.heads * pairs * self.head_dim
+        return forward * (2.5 if self.direction == "bwd" else 1.0)
+
+    @property
+    def min_bytes(self) -> int:
+        """Bytes of device memory that must move: every input that counts read once, every output written
+        once."""
+        queries, keys = self.not_blind
+        row = self.head_dim * BYTES_PER_ELEMENT
+        q, kv = (heads * self.batch * row for heads in (self.heads, 2 * self.kv_heads))  # of one position
+        lse = 4 * self.batch * self.heads
+        if self.direction == "bwd":  # read q, o, dO, lse, k, v; write dq, dk, dv
+            return queries * (3 * q + lse) + keys * kv + self.seqlen_q * q + self.seqlen_kv * kv
+        return queries * q + keys * kv + self.seqlen_q * (q + lse)
+
+    def with_(self, **changes: Any) -> "Problem":
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        causal = ("causal top-left" if self.top_left else "causal") if self.causal else "full"
+        heads = f"h{self.heads}" if self.heads == self.kv_heads else f"h{self.heads}:{self.kv_heads}"
+        n = f"n{self.seqlen_q}" if self.seqlen_q == self.seqlen_kv else f"n{self.seqlen_q}:{self.seqlen_kv}"
+        return f"b{self.batch} {heads} {n} d{self.head_dim} {causal} {self.dtype}"
+
+
+@dataclass
+class Tensors:
+    """What `run_kernel` reads and writes.
+
+    q, o, do, dq are (B, H, Nq, d), k, v, dk, dv (B, Hkv, Nkv, d), all of one 16-bit type; lse is fp32 (B, H,
+    Nq), natural logarithms. A forward stage writes o and lse. A backward stage reads them, and do, and writes
+    dq, dk, dv; a row that sees no key comes with o = 0 and lse = −∞ and has gradient zero.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    o: torch.Tensor
+    lse: torch.Tensor
+    workspace: dict[str, torch.Tensor] = field(default_factory=dict)
+    do: torch.Tensor | None = None
+    dq: torch.Tensor | None = None
+    dk: torch.Tensor | None = None
+    dv: torch.Tensor | None = None
+
+    @property
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """What the kernel writes, by name: o and lse, or dq, dk and dv."""
+        names = ("o", "lse") if self.do is None else ("dq", "dk", "dv")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rung of the ladder: identity, what it adds, and what a judge of it must know.
+
+    `options` are the keyword arguments of the kernel file's functions that make this stage; the same file may
+    serve several stages, and an ablation is the same call with other options.
+    """
+
+    id: str
+    title: str
+    adds: str
+    before: str | None
+    direction: str = "fwd"  # or "bwd"
+    model: str = "flash_attention_2"  # the function of harness.models that follows this kernel's algorithm
+    # Whether P, and in a backward stage dS, are rounded to the input type before their products, as the
+    # yardstick then does.
+    rounds_p: bool = False
+    atomics: bool = False  # float atomics: the order of additions, and so the last bits, differ between runs
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Work:
+    """How often one kernel runs its main loop on a problem: the link from machine code to a hardware bound.
+
+    What one pass of the loop costs is read from the disassembly, which does not know how often a loop inside
+    the main loop runs: `trips` names that for each innermost loop, in program order. `ffma` is the number of
+    products a thread forms on CUDA cores in one pass; the disassembly must show as many, or `trips` is wrong.
+    """
+
+    kernel: str  # substring of the kernel's symbol
+    unit: str  # what one pass computes, in words
+    threads: int  # of a CTA
+    ctas: int  # of the launch
+    passes: int  # of the main loop, over all CTAs
+    trips: tuple[float, ...]  # a mean where passes differ
+    ffma: int
+    hbm_bytes: float  # least device-memory traffic of one pass
+    smem_bytes: int = 0  # dynamic shared memory of a CTA
+    tensor_flops: float = 0  # of a CTA on tensor cores in one pass
+
+
+Compiled = Callable[..., None]
+"""A kernel compiled by `device.compiling.compile_for_torch`: called with torch tensors, it enqueues on
+PyTorch's current stream; `__cubin__` is its machine code."""
+
+Scratch = dict[str, tuple[tuple[int, ...], str]]
+"""Scratch tensors by name: shape, and dtype as torch names it. Integers, which are counters and semaphores,
+and names that begin with "zero_", into which a kernel accumulates, start at zero, and every launch leaves
+them at zero for the next one. The rest may hold anything."""
+
+
+class KernelFile(Protocol):
+    """The functions of a kernel file. `options` are a stage's, or those of an ablation's variant."""
+
+    STAGES: tuple[Stage, ...]
+
+    def supports(self, problem: Problem) -> str | None:
+        """Why the file's stages refuse the problem, the other direction included, or None.
+
+        Raised after the stage's id as a ValueError before anything is launched. A stage that takes unequal
+        lengths computes both alignments of a causal mask (`Problem.top_left`) or refuses one; at equal
+        lengths they are one mask, and need no telling apart.
+        """
+
+    def workspace(self, problem: Problem, **options: Any) -> Scratch:
+        """Scratch that the caller allocates; two launches at once must not share it."""
+
+    def compile_kernel(self, problem: Problem, **options: Any) -> Compiled:
+        """Needs no tensors and no GPU. Head_dim, mask and dtype are compiled in; batch, heads and lengths
+        stay dynamic."""
+
+    def work(self, problem: Problem, **options: Any) -> list[Work]:
+        """What the launch does, kernel by kernel."""
+
+    def run_kernel(self, compiled: Compiled, tensors: Tensors) -> None:
+        """Enqueue on PyTorch's current stream and write `tensors.outputs` in place.
+
+        No allocation and no synchronisation, so that a CUDA graph can capture it. Nothing is launched for
+        empty outputs.
+        """
+
+
+class HasVariants(KernelFile, Protocol):
+    """A kernel file with an ablation, `python -m harness.ablation`."""
+
+    VARIANTS: dict[str, dict[str, Any]]
+    """Options by label, timed side by side."""
+
+    def variants_for(self, problem: Problem) -> list[str]:
+        """The labels that are candidates on a problem. Optional: without it all are."""
+
+
+class RoundsLazily(KernelFile, Protocol):
+    """A forward file whose P is rounded relative to a maximum that may be behind the row's."""
+
+    def lazy_maximum(self, problem: Problem, **options: Any) -> tuple[int, int, float]:
+        """(tile_kv, parts, growth): tiles of so many keys, in so many parts, a maximum up to so many powers
+        of two behind."""

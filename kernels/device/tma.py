@@ -1,0 +1,99 @@
+"""Tiles that the TMA moves, with its 128-byte swizzle, and the rings of barriers they arrive through."""
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync, PipelineUserType
+
+from .constants import VECTOR
+
+PRODUCER, CONSUMER = PRODUCER_CONSUMER = PipelineUserType.Producer, PipelineUserType.Consumer
+SWIZZLE_COLUMNS = 64  # 16-bit elements in the 128 bytes that the swizzle permutes
+SWIZZLE_BYTES = 1024  # the 128-byte swizzle repeats every 8 rows of 128 bytes: regions start on its period
+
+
+def swizzled_tiles(dtype: object, rows: int, head_dim: int, stages: int) -> cute.ComposedLayout:
+    """(row, head_dim, stage) in shared memory as the TMA's 128-byte swizzle lays it out: 64 columns a
+    block."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)  # 8 rows × 64
+    return cute.tile_to_shape(atom, (rows, head_dim, stages), order=(0, 1, 2))
+
+
+def swizzled_chunks(rows: int, head_dim: int, stages: int) -> cute.Layout:
+    """(row, chunk, element, stage) of `swizzled_tiles`: what `swizzle(row, chunk)` addresses by hand."""
+    chunks, blocks = SWIZZLE_COLUMNS // VECTOR, head_dim // SWIZZLE_COLUMNS
+    shape = (rows, (chunks, blocks), VECTOR, stages)
+    chunk_stride = (VECTOR, rows * SWIZZLE_COLUMNS)
+    return cute.make_layout(shape, stride=(SWIZZLE_COLUMNS, chunk_stride, 1, rows * head_dim))
+
+
+def allocate_tiles(smem: object, dtype: object, rows: int, head_dim: int, stages: int) -> cute.Tensor:
+    """(row, head_dim, stage): shared memory for `stages` tiles as the TMA writes and WGMMA reads them."""
+    layout = swizzled_tiles(dtype, rows, head_dim, stages)
+    return smem.allocate_tensor(dtype, layout.outer, SWIZZLE_BYTES, layout.inner)
+
+
+def row_slices(sX: cute.Tensor, count: int) -> cute.Tensor:
+    """(row, column, tile) of shared memory as (row, column, slice), each slice `count` rows of a tile."""
+    rows, columns, tiles = (cute.size(sX, mode=[i]) for i in range(3))
+    slices = cute.make_layout((rows // count, tiles), stride=(count, rows * columns))
+    layout = cute.make_layout((count, columns, slices.shape), stride=(1, rows, slices.stride))
+    return cute.composition(sX, layout)
+
+
+def load_atom(mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """The TMA descriptor that loads tiles of `rows` rows of mX (batch, heads, seqlen, head_dim), and mX as
+    the descriptor sees it: (seqlen, head_dim, heads, batch)."""
+    return _tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, rows)
+
+
+def store_atom(mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """`load_atom`'s counterpart: the descriptor that stores tiles of `rows` rows; rows past the end stay
+    unwritten."""
+    return _tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, rows)
+
+
+def _tma_atom(op: object, mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
+    head_dim = mX.shape[3]
+    one_tile = cute.slice_(swizzled_tiles(mX.element_type, rows, head_dim, 1), (None, None, 0))
+    mX = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[2, 3, 1, 0]))
+    return cpasync.make_tiled_tma_atom(op, mX, one_tile, (rows, head_dim))
+
+
+@cute.jit
+def partition_tma(atom, mX: cute.Tensor, sX: cute.Tensor):
+    """(TMA, block) of mX (seqlen, head_dim) in global memory and (TMA, stage) of sX in shared memory: what
+    one copy moves."""
+    rows, head_dim, _ = sX.shape
+    gX = cute.local_tile(mX, (cute.size(rows), cute.size(head_dim)), (None, 0))  # (row, head_dim, block)
+    parts = (cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
+    tXsX, tXgX = cpasync.tma_partition(atom, 0, cute.make_layout(1), *parts)
+    return tXgX, tXsX
+
+
+def tma_rings(
+    smem: object, *rings: tuple[int, int, int], lane: Int32 | None = None
+) -> list[PipelineTmaAsync]:
+    """A ring for each (stages, bytes of a stage, warps that release it), its barriers in shared memory. They
+    wait for `pipeline_init_arrive` and `pipeline_init_wait`. Each release asks for the lane; given `lane`,
+    that is not read anew."""
+    return [
+        PipelineTmaAsync.create(
+            num_stages=stages,
+            tx_count=tx_count,
+            barrier_storage=smem.allocate_array(Int64, 2 * stages),
+            producer_group=CooperativeGroup(Agent.Thread),
+            consumer_group=CooperativeGroup(Agent.Thread, warps),
+            tidx=lane,
+            defer_sync=True,
+        )
+        for stages, tx_count, warps in rings
+    ]
+
+
+@cute.jit
+def put(ring, state, atom, source: cute.Tensor, destination: cute.Tensor):
+    """One warp: wait until the consumers have left the stage of `state`, expect its bytes, start the copy of
+    `source` (TMA,) into that stage of `destination` (TMA, stage)."""
+    ring.producer_acquire(state)
+    cute.copy(atom, source, destination[None, state.index], tma_bar_ptr=ring.producer_get_barrier(state))

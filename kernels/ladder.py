@@ -1,0 +1,45 @@
+"""The ladder, in order: each stage's id and the file that holds it. The only list of stages."""
+
+import importlib
+from typing import cast
+
+from .contract import KernelFile, Stage
+
+LADDER: dict[str, str] = {
+    "k1": "k1",
+    "fa1": "fa1",
+    "k2": "k2",
+    "k3_1": "k3",
+    "k3_2": "k3",
+    "k3_3": "k3",
+    "k4_qk": "k4_qk",
+    "k4": "k4",
+    "k5": "k5",
+    "k6_1": "k6_1",
+    "k6_2": "k6_2",
+    "k6": "k6",
+    "bwd1": "bwd1",
+    "bwd2": "bwd2",
+    "bwd3": "bwd3",
+    "bwd4": "bwd4",
+    "bwd4_det": "bwd4",
+}
+
+
+def load(stage_id: str) -> tuple[Stage, KernelFile]:
+    """The `Stage` and the kernel file of a stage.
+
+    Raises ValueError for an id the ladder does not have, ModuleNotFoundError where there is no compiler.
+    """
+    if stage_id not in LADDER:
+        raise ValueError(f"unknown stage {stage_id!r}; the ladder has {', '.join(LADDER)}")
+    try:
+        file = cast(KernelFile, importlib.import_module(f".{LADDER[stage_id]}", __package__))
+    except ModuleNotFoundError as error:
+        if error.name != "cutlass":
+            raise
+        raise ModuleNotFoundError(
+            "the kernels are compiled by NVIDIA's CuTe DSL: pip install 'nvidia-cutlass-dsl[cu13]'",
+            name=error.name,
+        ) from None
+    return next(stage for stage in file.STAGES if stage.id == stage_id), file

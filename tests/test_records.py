@@ -1,0 +1,194 @@
+"""Every kernel that a user can reach has passed on a GPU: the committed records, and what makes one stale."""
+
+import json
+import random
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness import cases, provenance, records
+from harness.results import repository
+from hopper_attention import cache
+from hopper_attention.kernels import ladder
+from hopper_attention.kernels.contract import Problem
+from hopper_attention.launch import compiled_for, reachable
+
+STAGES = list(ladder.LADDER)
+SAMPLE = 6  # kernels beside the plain ones that a run of the tests recompiles
+ENVIRONMENT = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2", "cutlass_dsl": "4"}
+
+
+def commit() -> str:
+    """What names the sample: another commit has another one."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository(), capture_output=True, text=True)
+    return done.stdout.strip() or "no commit"
+
+
+def made_up(stage_id: str, **changes: object) -> records.Record:
+    kernels = tuple(
+        records.Checked(kernel, "a" * 64, tuple(cases.forms_of(stage_id, kernel)))
+        for kernel in reachable(stage_id)
+    )
+    record = records.Record(
+        stage_id, ENVIRONMENT, provenance.digest(stage_id), 100, tuple(cases.chosen(stage_id)), kernels
+    )
+    return replace(record, **changes)
+
+
+# What is committed
+
+
+@pytest.mark.parametrize("stage_id", STAGES)
+def test_every_kernel_has_a_record_of_todays_sources(stage_id: str) -> None:
+    found = records.committed()[stage_id]
+    assert found, f"{stage_id} has passed on no GPU"
+    assert [records.stale(record) for record in found] == [None] * len(found)
+
+
+def test_a_sample_of_the_records_is_of_todays_machine_code() -> None:
+    """The plain cases are recompiled by other tests; of the rest some, other ones for each commit."""
+    others = [
+        (record, x.kernel)
+        for found in records.committed().values()
+        for record in found
+        for x in record.kernels
+        if (x.kernel.dtype, x.kernel.head_dim, x.kernel.top_left)
+        not in (("bfloat16", d, False) for d in (64, 128))
+    ]
+    for record, kernel in random.Random(commit()).sample(others, SAMPLE):
+        assert records.changed(record, [kernel]) == []
+
+
+# The closed list
+
+
+@pytest.mark.parametrize(("stage_id", "kernels"), [("k2", 4), ("k6", 18), ("bwd3", 4), ("bwd4_det", 18)])
+def test_what_can_be_reached(stage_id: str, kernels: int) -> None:
+    found = reachable(stage_id)
+    assert len(found) == len(set(found)) == kernels
+    for kernel in found:
+        assert (
+            compiled_for(stage_id, kernel.with_(batch=3, heads=2, kv_heads=2, seqlen_q=65, seqlen_kv=65))
+            == kernel
+        )
+    forms = {name for kernel in found for name in cases.forms_of(stage_id, kernel)}
+    assert forms == (set(cases.FORMS) if kernels == 18 else {"MHA", "more tiles than SMs"})
+
+
+@pytest.mark.parametrize("stage_id", STAGES)
+def test_nothing_else_can_be_reached(stage_id: str) -> None:
+    """Whatever problem a stage takes, what is compiled for it is on the list."""
+    direction, chance = ladder.load(stage_id)[0].direction, random.Random(stage_id)
+    supports, listed = ladder.load(stage_id)[1].supports, set(reachable(stage_id))
+    taken = 0
+    for _ in range(400):
+        causal = chance.random() < 0.7
+        problem = Problem(
+            *(chance.choice((1, 2, 7)), 12, chance.choice((12, 4, 1))),
+            *(chance.choice((1, 64, 203)) for _ in range(2)),
+            head_dim=chance.choice((32, 64, 96, 128, 192, 256)),
+            causal=causal,
+            dtype=chance.choice(("bfloat16", "float16")),
+            direction=direction,
+            top_left=causal and chance.random() < 0.5,
+        )
+        if supports(problem) is None:
+            taken += 1
+            assert compiled_for(stage_id, problem) in listed
+    assert taken
+
+
+# A record that lacks something, or is of other sources
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    record = made_up("k6")
+    path = record.save(tmp_path / "k6.json")
+    assert records.load(path) == record
+    assert records.stale(record) is None
+
+
+def test_records_that_lack_something_are_neither_written_nor_read(tmp_path: Path) -> None:
+    whole = made_up("k6")
+    path = whole.save(tmp_path / "k6.json")
+    fewer_forms = replace(whole.kernels[3], forms=whole.kernels[3].forms[1:])
+    lacking = {
+        "MHA of .* d64 ": replace(whole, kernels=(*whole.kernels[:3], fewer_forms, *whole.kernels[4:])),
+        "MHA of .* d256 ": replace(whole, kernels=whole.kernels[:-1]),
+        "the cases needle": replace(whole, cases=tuple(x for x in whole.cases if x != "needle")),
+        "repeats": replace(whole, repeats=0),
+        "the environment's driver": replace(whole, environment={**ENVIRONMENT, "driver": None}),
+    }
+    for words, record in lacking.items():
+        with pytest.raises(ValueError, match=f"the record of k6 lacks .*{words}"):
+            record.save(tmp_path / "k6.json")
+    assert records.load(path) == whole
+    data = json.loads(path.read_text())
+    data["kernels"][3]["forms"].pop()
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"k6\.json: lacks more tiles than SMs"):
+        records.load(path)
+    for text in ("[]", "{", '{"schema": 7}', '{"schema": 1}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"k6\.json: "):
+            records.load(path)
+
+
+def edit(source: str, file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, old: str, new: str) -> None:
+    """`kernels/` with one word of a file replaced, in place of the real one."""
+    copy = tmp_path / f"kernels {len(list(tmp_path.iterdir()))}"
+    for path in Path(source).rglob("*.py"):
+        target = copy / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    text = (copy / file).read_text()
+    assert old in text
+    (copy / file).write_text(text.replace(old, new))
+    monkeypatch.setattr(cache, "KERNELS", copy)
+
+
+def test_the_digest_follows_what_determines_the_machine_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, before = str(cache.KERNELS), provenance.digest("k6")
+    assert provenance.digest("k2") != before != provenance.digest("bwd4")
+    assert provenance.digest("bwd4") != provenance.digest("bwd4_det")  # one file, other options
+    edit(source, "k6.py", monkeypatch, tmp_path, "GROWTH = 8.0", "GROWTH = 7.0")
+    assert provenance.digest("k6") != before
+    edit(source, "device/tma.py", monkeypatch, tmp_path, "SWIZZLE_BYTES = 1024", "SWIZZLE_BYTES = 2048")
+    assert provenance.digest("k6") != before
+    edit(source, "k6.py", monkeypatch, tmp_path, '"""K6: the production forward.', '"""K6: another word.')
+    assert provenance.digest("k6") == before  # what is no code
+    edit(source, "k2.py", monkeypatch, tmp_path, "TILE = 64", "TILE = 32")
+    assert provenance.digest("k6") == before  # what it does not import
+    monkeypatch.setattr(cache, "KERNELS", Path(source))
+    monkeypatch.setattr(cache, "compiler", lambda: {"versions": ["9.9"]})
+    assert provenance.digest("k6") != before
+
+
+def test_a_stale_digest_and_other_machine_code_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = made_up("k2", digest="0" * 64)
+    assert "k2: its sources, options or compiler are not those of NVIDIA H200's record" in records.stale(
+        record
+    )
+    monkeypatch.setattr(records, "committed", lambda: {"k2": [record], "k1": []})
+    assert records.main([]) == 1
+    out = capsys.readouterr().out
+    assert "k1: no record" in out and "--renew" in out
+    # By hand, a digest looks current; compiling tells.
+    by_hand = replace(record, digest=provenance.digest("k2"))
+    assert records.stale(by_hand) is None
+    assert len(records.changed(by_hand)) == 4
+    # Renewing compiles, and writes nothing where the machine code is another.
+    monkeypatch.setattr(records.Record, "path", tmp_path / "k2.json")
+    monkeypatch.setattr(records, "committed", lambda: {"k2": [record]})
+    assert records.main(["--renew"]) == 1
+    assert capsys.readouterr().out.count("aaaaaaaaaaaa passed, the source compiles to ") == 4
+    assert not (tmp_path / "k2.json").exists()
+    monkeypatch.setattr(records.machine_code, "identity", lambda compiled: "a" * 64)
+    assert records.main(["--renew"]) == 0
+    assert records.load(tmp_path / "k2.json") == by_hand
