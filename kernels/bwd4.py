@@ -47,6 +47,7 @@ from .device.key_tiles import (
     pass_turn,
     work_of,
 )
+from .device.masks import Mask, mask_of
 from .device.tile_order import fetch, hear, message_ring, tell
 from .device.tma import (
     CONSUMER,
@@ -117,10 +118,8 @@ class Backward(Tiles):
     """The CTA: two consumers of 64 keys each, then a warpgroup of which one warp loads, two add dQ
     to its sum and one writes the zeros it is added to."""
 
-    def __init__(
-        self, head_dim: int, causal: bool, top_left: bool, dtype: type, deterministic: bool, config: Config
-    ):
-        super().__init__(head_dim, causal, top_left, dtype, deterministic, config.tile_q, TILE_KV)
+    def __init__(self, head_dim: int, mask: Mask, dtype: type, deterministic: bool, config: Config):
+        super().__init__(head_dim, mask, dtype, deterministic, config.tile_q, TILE_KV)
         self.stages, self.k_stages = config.stages, config.k_stages
         self.early_dV, self.keep_V = config.early_dV, config.keep_V
         self.columns = head_dim // 64  # blocks of 64 columns: what the swizzle permutes
@@ -511,13 +510,12 @@ class FlashAttentionBackward:
     def __init__(
         self,
         head_dim: int,
-        causal: bool,
+        mask: Mask,
         dtype: str,
         deterministic: bool = False,
         config: Config | None = None,
-        top_left: bool = False,
     ):
-        options = head_dim, causal, top_left, ELEMENTS[dtype], deterministic
+        options = head_dim, mask, ELEMENTS[dtype], deterministic
         self.main = Backward(*options, config or CONFIGS[head_dim])
         self.preprocess = Preprocess(head_dim)
         self.postprocess = Postprocess(head_dim, self.main if deterministic else None)
@@ -566,8 +564,7 @@ class FlashAttentionBackward:
 def kernel_for(problem: Problem, **options: object) -> FlashAttentionBackward | WideFlashAttentionBackward:
     """The kernels of the problem's head_dim, mask and type."""
     of_head_dim = WideFlashAttentionBackward if problem.head_dim == 256 else FlashAttentionBackward
-    mask = {"causal": problem.causal, "top_left": problem.top_left}
-    return of_head_dim(problem.head_dim, dtype=problem.dtype, **mask, **options)
+    return of_head_dim(problem.head_dim, mask_of(problem), problem.dtype, **options)
 
 
 def supports(problem: Problem) -> str | None:

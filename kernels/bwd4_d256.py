@@ -30,6 +30,7 @@ from .device.backward_ends import Preprocess, fake_scratch, scratch_shapes
 from .device.compiling import ELEMENTS
 from .device.constants import LOG2_E, WARP, WARPGROUP
 from .device.key_tiles import CONSUMERS, REGISTERS, ROWS, SECTION_BYTES, SMS, THREADS, Tiles, work_of
+from .device.masks import Mask
 from .device.query_tiles import QueryTiles
 from .device.tile_order import fetch, hear, message_ring, tell
 from .device.tma import (
@@ -62,8 +63,8 @@ class KeyGradients(Tiles):
 
     column_bytes = 4  # of a query's column in Q and dO: there is no sum
 
-    def __init__(self, head_dim: int, causal: bool, top_left: bool, dtype: type):
-        super().__init__(head_dim, causal, top_left, dtype, False, tile_q=ROWS, tile_kv=ROWS)
+    def __init__(self, head_dim: int, mask: Mask, dtype: type):
+        super().__init__(head_dim, mask, dtype, False, tile_q=ROWS, tile_kv=ROWS)
 
     @property
     def smem_bytes(self) -> int:
@@ -288,8 +289,8 @@ class QueryGradient(QueryTiles):
 
     registers = (40, 232)  # the producer of a causal mask needs more than 24
 
-    def __init__(self, head_dim: int, causal: bool, top_left: bool, dtype: type):
-        super().__init__(head_dim, causal, top_left, ROWS * CONSUMERS, ROWS)
+    def __init__(self, head_dim: int, mask: Mask, dtype: type):
+        super().__init__(head_dim, mask, ROWS * CONSUMERS, ROWS)
         self.dtype = dtype
         self.scale = 1.0 / math.sqrt(head_dim)
         self.scale_log2 = self.scale * LOG2_E
@@ -534,10 +535,8 @@ class QueryGradient(QueryTiles):
 class WideFlashAttentionBackward:
     """Preprocess, dK and dV, dQ. Deterministic either way."""
 
-    def __init__(
-        self, head_dim: int, causal: bool, dtype: str, deterministic: bool = True, top_left: bool = False
-    ):
-        options = head_dim, causal, top_left, ELEMENTS[dtype]
+    def __init__(self, head_dim: int, mask: Mask, dtype: str, deterministic: bool = True):
+        options = head_dim, mask, ELEMENTS[dtype]
         self.preprocess = Preprocess(head_dim)
         self.main, self.queries = KeyGradients(*options), QueryGradient(*options)
 

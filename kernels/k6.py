@@ -34,6 +34,7 @@ from .contract import Problem, Stage, Tensors, Work
 from .device.arithmetic import largest_positive, store_if
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, ROWS_MAX, WARP, WARPGROUP
+from .device.masks import Mask, mask_of
 from .device.query_tiles import ROWS, QueryTiles
 from .device.tile_order import fetch, hear, message_ring, tell
 from .device.tma import (
@@ -108,11 +109,9 @@ SMEM_MAX = 232448  # bytes a CTA may have on Hopper; 1 KiB of it is left to the 
 class FlashAttentionForward(QueryTiles):
     """The CTA: `consumers` warpgroups, then a warpgroup of which one warp loads."""
 
-    def __init__(
-        self, head_dim: int, causal: bool, dtype: str, config: Config | None = None, top_left: bool = False
-    ):
+    def __init__(self, head_dim: int, mask: Mask, dtype: str, config: Config | None = None):
         config = config or CONFIGS[head_dim]
-        super().__init__(head_dim, causal, top_left, ROWS * config.consumers, config.tile_kv)
+        super().__init__(head_dim, mask, ROWS * config.consumers, config.tile_kv)
         self.dtype, self.config = ELEMENTS[dtype], config
         self.consumers, self.stages = config.consumers, config.stages
         self.threads = WARPGROUP * (self.consumers + 1)
@@ -296,7 +295,7 @@ class FlashAttentionForward(QueryTiles):
                         v_get = skip(v_ring, v_get, 1)
                         k_get = skip(k_ring, k_get, 1)
                     hidden = Int32(0)
-                if const_expr(not self.causal):
+                if const_expr(not self.mask.hides):
                     hidden = 0  # others have none anyway, which the compiler does not know
 
                 if const_expr(not self.o_over_q):
@@ -530,7 +529,7 @@ def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int,
 
 def kernel_for(problem: Problem, config: Config | None = None) -> FlashAttentionForward:
     """The kernel of the problem's head_dim, mask and type."""
-    return FlashAttentionForward(problem.head_dim, problem.causal, problem.dtype, config, problem.top_left)
+    return FlashAttentionForward(problem.head_dim, mask_of(problem), problem.dtype, config)
 
 
 def work(problem: Problem, config: Config | None = None) -> list[Work]:

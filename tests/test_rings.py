@@ -11,9 +11,11 @@ from collections.abc import Generator, Iterator
 import pytest
 
 from harness.sweep import HEAD_DIMS
-from hopper_attention.kernels import k6
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.kernels.device.query_tiles import ROWS
+from tests.plain import kernels
+
+k6 = kernels("k6")
+Causal, ROWS = kernels("device.masks").Causal, kernels("device.query_tiles").ROWS
 
 LENGTHS = (
     (64, 64),
@@ -104,8 +106,7 @@ class Cta:
             at_k += 1
             first_row = q_block * kernel.tile_q + index * ROWS
             past_the_end = first_row >= self.lengths[0]
-            # `own_blocks`, whose branch the DSL would trace once it has compiled it in this process
-            own = 1 if past_the_end else int(kernel.kv_blocks(first_row + ROWS, *self.lengths))
+            own = int(kernel.own_blocks(first_row, *self.lengths))
             visible = int(kernel.visible_blocks(first_row, own, *self.lengths))
             if kernel.o_over_q and kernel.q_stages == 2 and tile > 0:
                 q.leave(tile - 1)
@@ -173,15 +174,6 @@ class Cta:
         )
 
 
-@pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arithmetic of tiles on Python's integers."""
-    for name in ("kv_blocks", "visible_blocks"):
-        monkeypatch.setattr(
-            k6.FlashAttentionForward, name, getattr(k6.FlashAttentionForward, name).__wrapped__
-        )
-
-
 def ctas(kernel: k6.FlashAttentionForward) -> Iterator[Cta]:
     for number, (seqlen_q, seqlen_kv) in enumerate(LENGTHS):
         q_blocks = range(-(-seqlen_q // kernel.tile_q))
@@ -190,7 +182,6 @@ def ctas(kernel: k6.FlashAttentionForward) -> Iterator[Cta]:
 
 @pytest.mark.parametrize(("causal", "top_left"), MASKS)
 @pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 256])
-@pytest.mark.usefixtures("plain")
 def test_nobody_waits_forever(head_dim: int, causal: bool, top_left: bool) -> None:
     mask = Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)
     for chosen in [{}, *(k6.VARIANTS[label] for label in k6.variants_for(mask))]:
@@ -199,18 +190,17 @@ def test_nobody_waits_forever(head_dim: int, causal: bool, top_left: bool) -> No
             assert cta.run(seed), f"{cta.lengths}: they wait for each other"
 
 
-@pytest.mark.usefixtures("plain")
 def test_a_wait_that_has_no_end_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = k6.FlashAttentionForward(128, True, "bfloat16")
+    kernel = k6.FlashAttentionForward(128, Causal(), "bfloat16")
     monkeypatch.setattr(kernel, "stages", 2)  # too few for the keys that only others see
     assert not all(cta.run(seed) for seed, cta in enumerate(ctas(kernel)))
 
 
 def test_too_few_stages_are_refused() -> None:
     with pytest.raises(AssertionError):
-        k6.FlashAttentionForward(128, True, "bfloat16", k6.Config(3, 64, 2, (32, 160)))
+        k6.FlashAttentionForward(128, Causal(), "bfloat16", k6.Config(3, 64, 2, (32, 160)))
 
 
 def test_parts_that_leave_keys_over_are_refused() -> None:
     with pytest.raises(AssertionError, match="groups of 8 columns"):
-        k6.FlashAttentionForward(128, True, "bfloat16", k6.Config(3, 80, 3, (32, 160), parts=4))
+        k6.FlashAttentionForward(128, Causal(), "bfloat16", k6.Config(3, 80, 3, (32, 160), parts=4))

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from harness.sweep import HEAD_DIMS
-from hopper_attention.kernels import bwd4, k6
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.kernels.device import key_tiles, tile_order
-from hopper_attention.kernels.device.query_tiles import ROWS, QueryTiles
+from tests.plain import kernels
+
+k6, bwd4 = kernels("k6"), kernels("bwd4")
+ROWS, CONSUMERS = kernels("device.query_tiles").ROWS, kernels("device.key_tiles").CONSUMERS
 
 # Beside the ends of tiles of 64 to 256; differences of 62 and 126, where a tile hides a single pair.
 LENGTHS = (1, 63, 64, 65, 128, 129, 203, 256, 257, 265, 514, 640)
@@ -37,17 +38,16 @@ def keys_seen(problem: Problem, query: int) -> int:
     return min(problem.seqlen_kv, max(0, last + 1))
 
 
-def visits_of(kernel: QueryTiles, problem: Problem) -> int:
+def visits_of(kernel: object, problem: Problem) -> int:
     """How many tiles of keys the consumers of `kernel` multiply; that they are those which are seen."""
     lengths = problem.seqlen_q, problem.seqlen_kv
-    kv_blocks = QueryTiles.kv_blocks.__wrapped__
     visits = 0
     for rows in range(ROWS, problem.seqlen_q + ROWS, ROWS):
         seen = keys_seen(problem, rows - 1)  # of rows past the end too, as if queries went on
-        assert kv_blocks(kernel, rows, *lengths) == max(1, math.ceil(seen / kernel.tile_kv))
-        visits += kv_blocks(kernel, rows, *lengths)
+        assert kernel.kv_blocks(rows, *lengths) == max(1, math.ceil(seen / kernel.tile_kv))
+        visits += kernel.kv_blocks(rows, *lengths)
     for query in range(problem.seqlen_q if problem.causal else 0):
-        last_key = min(problem.seqlen_kv - 1, kernel.diagonal(query, *lengths))
+        last_key = min(problem.seqlen_kv - 1, kernel.mask.last_key(query, *lengths))
         assert max(0, last_key + 1) == keys_seen(problem, query)
     return visits + -math.ceil(problem.seqlen_q / ROWS) % (kernel.tile_q // ROWS)  # past the end, one
 
@@ -67,7 +67,7 @@ def test_dq_of_heads_of_256_comes_from_the_tiles_that_are_seen(causal: bool, top
     kernel = bwd4.kernel_for(Problem.square(1, 1, 1, 256, causal, top_left=top_left)).queries
     for problem in problems(256, causal, top_left, "bwd"):
         work = bwd4.work(problem)[1]
-        consumers = work.passes * key_tiles.CONSUMERS
+        consumers = work.passes * CONSUMERS
         visits = visits_of(kernel, problem)
         assert math.isclose((sum(work.trips) + 1) * consumers, visits), "work counts other tiles"
 
@@ -75,13 +75,13 @@ def test_dq_of_heads_of_256_comes_from_the_tiles_that_are_seen(causal: bool, top
 @every_mask_and_256
 def test_bwd4_visits_the_tiles_that_see(head_dim: int, causal: bool, top_left: bool) -> None:
     kernel = bwd4.kernel_for(Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)).main
-    q_tiles, tile_q = key_tiles.Tiles.q_tiles.__wrapped__, kernel.tile_q
+    tile_q = kernel.tile_q
     for problem in problems(head_dim, causal, top_left, "bwd"):
         lengths = problem.seqlen_q, problem.seqlen_kv
         visited = masked_visits = 0
         for kv_block in range(math.ceil(problem.seqlen_kv / kernel.tile_kv)):
             keys = range(kv_block * kernel.tile_kv, (kv_block + 1) * kernel.tile_kv)
-            first, masked, last = q_tiles(kernel, kv_block, *lengths)
+            first, masked, last = map(int, kernel.q_tiles(kv_block, *lengths))
             assert 0 <= first <= last == math.ceil(problem.seqlen_q / tile_q)
             for query in range(problem.seqlen_q):
                 seen, tile = keys_seen(problem, query), query // tile_q
@@ -98,30 +98,26 @@ def test_bwd4_visits_the_tiles_that_see(head_dim: int, causal: bool, top_left: b
 
 
 @every_mask
-def test_bwd4_det_has_a_turn_for_every_visit(
-    monkeypatch: pytest.MonkeyPatch, head_dim: int, causal: bool, top_left: bool
-) -> None:
+def test_bwd4_det_has_a_turn_for_every_visit(head_dim: int, causal: bool, top_left: bool) -> None:
     """At each sum of a tile of queries the turns are 0, 1, …, in the order the tiles of keys are fetched, and
     the last one leaves the counter at zero: a gap would have a CTA wait forever. The postprocess reads the
     sums that were written, and no other."""
     mask = Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)
     kernel = bwd4.kernel_for(mask, deterministic=True).main
-    plain = {name: getattr(key_tiles.Tiles, name).__wrapped__ for name in ("q_tiles", "turn_of", "turns_at")}
-    monkeypatch.setattr(key_tiles.Tiles, "turns_at", plain["turns_at"])
     for problem in problems(head_dim, causal, top_left, "bwd"):
         lengths = problem.seqlen_q, problem.seqlen_kv
         turns = defaultdict(list)
         kv_blocks = range(math.ceil(problem.seqlen_kv / kernel.tile_kv))
         for kv_block in reversed(kv_blocks) if causal else kv_blocks:  # as `locate` hands them out
-            first, _, last = plain["q_tiles"](kernel, kv_block, *lengths)
+            first, _, last = map(int, kernel.q_tiles(kv_block, *lengths))
             for tile in range(first, last):
-                place, *turn = plain["turn_of"](kernel, kv_block, tile, *lengths)
+                place, *turn = kernel.turn_of(kv_block, tile, *lengths)
                 turns[tile, place].append(tuple(turn))
         for found in turns.values():
             assert found == [(turn, turn == len(found) - 1) for turn in range(len(found))]
         written = set()
         for tile in range(math.ceil(problem.seqlen_q / kernel.tile_q)):
-            came = plain["turns_at"](kernel, tile, *lengths)
+            came = kernel.turns_at(tile, *lengths)
             written |= {(tile, place) for place in range(kernel.sums) if came > place}
             blind = keys_seen(problem, (tile + 1) * kernel.tile_q - 1) == 0
             assert (came == 0) == blind
@@ -141,7 +137,6 @@ def test_bwd4_det_has_a_turn_for_every_visit(
     ],
 )
 def test_zeros_are_written_before_anyone_waits(
-    monkeypatch: pytest.MonkeyPatch,
     head_dim: int,
     causal: bool,
     top_left: bool,
@@ -157,23 +152,17 @@ def test_zeros_are_written_before_anyone_waits(
     no zeros; a section's heads would have been zeroed while the section before them is.)"""
     mask = Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)
     kernel = bwd4.kernel_for(mask, deterministic=deterministic).main
-    plain = {name: getattr(tile_order, name).__wrapped__ for name in ("final_section", "in_sections")}
-    monkeypatch.setattr(tile_order, "final_section", plain["final_section"])
-    for name, function in plain.items():
-        monkeypatch.setattr(key_tiles, name, function)
-    for name in ("section", "final"):
-        monkeypatch.setattr(key_tiles.Tiles, name, getattr(key_tiles.Tiles, name).__wrapped__)
     mQ = SimpleNamespace(shape=(seqlen_q, head_dim, kv_heads * group, batch))
     mK = SimpleNamespace(shape=(seqlen_kv, head_dim, kv_heads, batch))
     kv_blocks, heads = math.ceil(seqlen_kv / kernel.tile_kv), batch * kv_heads
-    first, last = key_tiles.Tiles.left_to_zero.__wrapped__(kernel, mQ, mK)
+    first, last = kernel.left_to_zero(mQ, mK)
     shares = defaultdict(set)
     for head in range(heads):
         if head < first or head >= last:  # the preprocess's
             shares[head] = set(range(kv_blocks))
     seen = set()
     for tile in range(kv_blocks * heads):
-        kv_block, kv_head, at = key_tiles.Tiles.locate.__wrapped__(kernel, tile, mQ, mK)
+        kv_block, kv_head, at = kernel.locate(tile, mQ, mK)
         head = at * kv_heads + kv_head
         assert shares[head] == set(range(kv_blocks)), "waits for zeros of a tile that may not have begun"
         if head + first < last:

@@ -18,7 +18,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..contract import Problem, Work
 from .constants import LOG2_E, WARP, WARPGROUP
-from .tile_order import final_section, hear, in_sections
+from .masks import Mask
+from .tile_order import ByHead, BySection, final_section, hear
 
 ROWS = 64  # keys of a consumer, queries of a block: the M of a WGMMA
 CONSUMERS = 2  # warpgroups that multiply
@@ -39,41 +40,38 @@ class Tiles:
     def __init__(
         self,
         head_dim: int,
-        causal: bool,
-        top_left: bool,
+        mask: Mask,
         dtype: type,
         deterministic: bool,
         tile_q: int,
         tile_kv: int,
     ):
-        self.head_dim, self.causal, self.dtype, self.deterministic = head_dim, causal, dtype, deterministic
-        self.top_left = top_left  # where a causal mask is aligned
+        self.head_dim, self.mask, self.dtype, self.deterministic = head_dim, mask, dtype, deterministic
         self.tile_q, self.tile_kv = tile_q, tile_kv
         self.blocks = tile_q // ROWS  # of 64 queries
         # Deterministic, as many CTAs as a section has tiles: then each goes from its tile to that of the same
         # keys and a later head, and stays as far behind the CTA it waits for as it was. With one CTA more
         # all of them fall behind. (At 128 queries a step it gained nothing.)
-        self.in_waves = deterministic and not causal and self.blocks == 1
+        self.in_waves = deterministic and not mask.hides and self.blocks == 1
         # Deterministic, every other tile of keys has a sum of its own, which halves the chain of those that
         # wait for each other. (With a mask the second sum cost more in L2 than it saved.)
-        self.sums = 2 if deterministic and not causal else 1
+        self.sums = 2 if deterministic and not mask.hides else 1
+        # With a mask the tile that is seen by most comes first, or as `turn_of` wants it last; deterministic,
+        # heads take turns.
+        by_section = mask.hides or deterministic
+        self.order = BySection(backwards=mask.hides and deterministic) if by_section else ByHead()
         self.scale = 1.0 / math.sqrt(head_dim)
         self.scale_log2 = self.scale * LOG2_E
 
     # ---- which tiles --------------------------------------------------------------------------------------
-
-    def offset(self, seqlen_q, seqlen_kv):
-        """Of a causal mask's diagonal: query i sees keys up to i + offset."""
-        return 0 if self.top_left else seqlen_kv - seqlen_q
 
     @cute.jit
     def q_tiles(self, kv_block, seqlen_q, seqlen_kv):
         """(first, masked, last): the tiles of queries that see some of the keys, from `masked` on all."""
         last = cute.ceil_div(seqlen_q, self.tile_q)
         first, masked = Int32(0), Int32(0)
-        if const_expr(self.causal):
-            # the first that sees the first key
-            query = kv_block * self.tile_kv - self.offset(seqlen_q, seqlen_kv)
+        if const_expr(self.mask.hides):
+            query = self.mask.first_query(kv_block * self.tile_kv, seqlen_q, seqlen_kv)
             first = cutlass.min(last, cutlass.max(0, query) // self.tile_q)
             all_seen = cutlass.max(0, query + self.tile_kv - 1)  # from this query on
             masked = cutlass.min(last, cute.ceil_div(all_seen, self.tile_q))
@@ -87,7 +85,7 @@ class Tiles:
         is."""
         heads, kv_blocks = mK.shape[2] * mK.shape[3], cute.ceil_div(mK.shape[0], self.tile_kv)
         section = TILES_AHEAD // kv_blocks
-        if const_expr(self.causal):
+        if const_expr(self.mask.hides):
             head_bytes = mQ.shape[0] * (self.column_bytes * self.head_dim) * (mQ.shape[2] // mK.shape[2])
             section = SECTION_BYTES // head_bytes
             if const_expr(self.deterministic):  # the more CTAs work on a head, the more wait for their turn
@@ -100,7 +98,7 @@ class Tiles:
     def final(self, heads, section):
         """The head from which on the rest are one section."""
         final = heads // section * section
-        if const_expr(self.causal or (self.deterministic and not self.in_waves)):
+        if const_expr(self.mask.hides or (self.deterministic and not self.in_waves)):
             final = final_section(heads, section)
         return final
 
@@ -118,14 +116,11 @@ class Tiles:
     def locate(self, tile, mQ, mK):
         """(kv_block, kv_head, batch) of the tile-th tile in the order they are fetched."""
         heads, kv_blocks = mK.shape[2], cute.ceil_div(mK.shape[0], self.tile_kv)
-        kv_block, head = tile % kv_blocks, tile // kv_blocks
-        if const_expr(self.causal or self.deterministic):
-            # Heads in turn within a section, with a mask longest first, or as `turn_of` wants it shortest.
-            section, all_heads = self.section(mQ, mK), heads * mK.shape[3]
+        section, final, all_heads = None, None, heads * mK.shape[3]
+        if const_expr(self.mask.hides or self.deterministic):
+            section = self.section(mQ, mK)
             final = self.final(all_heads, section)
-            kv_block, head = in_sections(tile, kv_blocks, all_heads, section, final)
-            if const_expr(self.causal and self.deterministic):
-                kv_block = kv_blocks - 1 - kv_block
+        kv_block, head = self.order.locate(tile, kv_blocks, all_heads, section, final)
         return kv_block, head % heads, head // heads
 
     def trips(self, problem: Problem) -> tuple[int, float, float]:
@@ -138,8 +133,8 @@ class Tiles:
         kv_blocks = math.ceil(keys / self.tile_kv)
         for kv_block in range(kv_blocks):
             first = split = 0
-            if problem.causal:
-                query = kv_block * self.tile_kv - self.offset(problem.seqlen_q, problem.seqlen_kv)
+            if self.mask.hides:
+                query = self.mask.first_query(kv_block * self.tile_kv, problem.seqlen_q, problem.seqlen_kv)
                 first = min(last, max(0, query) // self.tile_q)
                 split = math.ceil(max(0, query + self.tile_kv - 1) / self.tile_q)
             if (kv_block + 1) * self.tile_kv > problem.seqlen_kv:
@@ -167,8 +162,8 @@ class Tiles:
             for r in range_constexpr(2):
                 row = first_key + where_S[r, 0][0]
                 hidden = Int32(0)  # queries from first_query + query on
-                if const_expr(self.causal):
-                    hidden = row - self.offset(seqlen_q, seqlen_kv) - first_query - query
+                if const_expr(self.mask.hides):
+                    hidden = self.mask.first_query(row, seqlen_q, seqlen_kv) - first_query - query
                 if row >= seqlen_kv:
                     hidden = Int32(self.tile_q)
                 for c in range_constexpr(cute.size(S, mode=[1])):
@@ -270,8 +265,8 @@ class Tiles:
     def turns_at(self, q_tile, seqlen_q, seqlen_kv):
         """How many tiles of keys add to dQ of a tile of queries."""
         keys = seqlen_kv
-        if const_expr(self.causal):
-            seen = (q_tile + 1) * self.tile_q + self.offset(seqlen_q, seqlen_kv)
+        if const_expr(self.mask.hides):
+            seen = self.mask.last_key((q_tile + 1) * self.tile_q, seqlen_q, seqlen_kv)
             keys = cutlass.max(0, cutlass.min(keys, seen))
         return cute.ceil_div(keys, self.tile_kv)
 
@@ -283,7 +278,7 @@ class Tiles:
         """
         turns = self.turns_at(q_tile, seqlen_q, seqlen_kv)
         turn = kv_block
-        if const_expr(self.causal):
+        if const_expr(self.mask.hides):
             # From the diagonal to the left: CTAs that begin together reach the tile in this order.
             turn = turns - 1 - kv_block
         return turn % self.sums, turn // self.sums, turn + self.sums >= turns

@@ -9,7 +9,8 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
 
 from ..contract import Problem
-from .tile_order import in_sections
+from .masks import Mask
+from .tile_order import ByHead, BySection
 
 ROWS = 64  # queries of a consumer: the M of a WGMMA
 
@@ -17,27 +18,22 @@ ROWS = 64  # queries of a consumer: the M of a WGMMA
 class QueryTiles:
     """Tiles of `tile_q` queries, 64 a consumer, for each those of `tile_kv` keys that they see."""
 
-    def __init__(self, head_dim: int, causal: bool, top_left: bool, tile_q: int, tile_kv: int):
-        self.head_dim, self.causal = head_dim, causal
-        self.top_left = top_left  # where a causal mask is aligned
-        self.tile_q, self.tile_kv = tile_q, tile_kv
+    def __init__(self, head_dim: int, mask: Mask, tile_q: int, tile_kv: int):
+        self.head_dim, self.mask, self.tile_q, self.tile_kv = head_dim, mask, tile_q, tile_kv
+        # With a mask the tile that sees most comes first.
+        self.order = BySection(backwards=True) if mask.hides else ByHead()
 
     def section_bytes(self, seqlen_kv):
-        """Of K and V of the heads that are worked on together under a causal mask, and stay in L2."""
+        """Of K and V of the heads that are worked on together under a mask, and stay in L2."""
         raise NotImplementedError
-
-    def diagonal(self, row, seqlen_q, seqlen_kv):
-        """The last key that query `row` sees, and how many the `row` queries before it see, if there are so
-        many."""
-        return row if self.top_left else row + seqlen_kv - seqlen_q
 
     @cute.jit
     def kv_blocks(self, rows, seqlen_q, seqlen_kv):
         """Tiles of keys that some of the first `rows` queries sees; at least one, so that what they get is
         written."""
         keys = seqlen_kv
-        if const_expr(self.causal):
-            keys = cutlass.max(1, cutlass.min(seqlen_kv, self.diagonal(rows, seqlen_q, seqlen_kv)))
+        if const_expr(self.mask.hides):  # one more key than the last one before row `rows` sees
+            keys = cutlass.max(1, cutlass.min(seqlen_kv, self.mask.last_key(rows, seqlen_q, seqlen_kv)))
         return cute.ceil_div(keys, self.tile_kv)
 
     @cute.jit
@@ -52,8 +48,8 @@ class QueryTiles:
     def visible_blocks(self, first_row, own_blocks, seqlen_q, seqlen_kv):
         """How many of a consumer's `own_blocks` hide no pair: they are its first."""
         seen = seqlen_kv  # by its first row
-        if const_expr(self.causal):
-            seen = cutlass.min(seen, cutlass.max(0, self.diagonal(first_row + 1, seqlen_q, seqlen_kv)))
+        if const_expr(self.mask.hides):
+            seen = cutlass.min(seen, cutlass.max(0, self.mask.last_key(first_row + 1, seqlen_q, seqlen_kv)))
         return cutlass.min(own_blocks, seen // self.tile_kv)
 
     def blocks_of(self, problem: Problem) -> Iterator[tuple[int, int]]:
@@ -61,9 +57,9 @@ class QueryTiles:
         lengths = problem.seqlen_q, problem.seqlen_kv
         for first_row in range(0, math.ceil(problem.seqlen_q / self.tile_q) * self.tile_q, ROWS):
             seen = keys = problem.seqlen_kv
-            if problem.causal:
-                seen = min(seen, max(0, self.diagonal(first_row + 1, *lengths)))
-                keys = max(1, min(keys, self.diagonal(first_row + ROWS, *lengths)))
+            if self.mask.hides:
+                seen = min(seen, max(0, self.mask.last_key(first_row + 1, *lengths)))
+                keys = max(1, min(keys, self.mask.last_key(first_row + ROWS, *lengths)))
             own = 1 if first_row >= problem.seqlen_q else math.ceil(keys / self.tile_kv)
             yield own, min(own, seen // self.tile_kv)
 
@@ -72,13 +68,12 @@ class QueryTiles:
         """(q_block, head, batch) of the tile-th tile in the order they are fetched."""
         heads, all_heads = mQ.shape[2], mQ.shape[2] * mQ.shape[3]
         q_blocks = cute.ceil_div(mQ.shape[0], self.tile_q)
-        q_block, head = tile % q_blocks, tile // q_blocks
-        if const_expr(self.causal):
-            # Longest first, in sections of as many heads as keep their K and V in L2.
-            # Their bytes are not multiplied up: with 2²¹ keys and more they may not fit 32 bits.
+        section = None
+        if const_expr(self.mask.hides):
+            # As many heads as keep their K and V in L2. Their bytes are not multiplied up: with 2²¹ keys and
+            # more they may not fit 32 bits.
             section = self.section_bytes(mK.shape[0]) // (4 * self.head_dim) // mK.shape[0]
-            shortness, head = in_sections(tile, q_blocks, all_heads, section)
-            q_block = q_blocks - 1 - shortness
+        q_block, head = self.order.locate(tile, q_blocks, all_heads, section)
         return q_block, head % heads, head // heads
 
     @cute.jit
@@ -87,8 +82,8 @@ class QueryTiles:
         for r in range_constexpr(2):
             row, key = where_S[r, 0]  # of the thread's first column; the rest are static
             last_key = seqlen_kv - 1
-            if const_expr(self.causal):
-                last_key = cutlass.min(last_key, self.diagonal(first_row + row, seqlen_q, seqlen_kv))
+            if const_expr(self.mask.hides):
+                last_key = cutlass.min(last_key, self.mask.last_key(first_row + row, seqlen_q, seqlen_kv))
             visible = last_key - (kv_block * self.tile_kv + key)
             for c in range_constexpr(cute.size(S, mode=[1])):
                 S[r, c] = S[r, c] if first_S[0, c][1] <= visible else value

@@ -1,5 +1,7 @@
 """Which tile comes next: the counter CTAs fetch from, the order of heads, and how warps hear of a tile."""
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
@@ -33,6 +35,31 @@ FINAL_SECTIONS = 4  # at the end, worked on as one: what is fetched last is then
 def final_section(heads, section):
     """The first head of the last section, which is FINAL_SECTIONS long and what was left over."""
     return cutlass.max(0, heads - FINAL_SECTIONS * section) // section * section
+
+
+@dataclass(frozen=True)
+class ByHead:
+    """All blocks of a head, then those of the next."""
+
+    def locate(self, tile, blocks, heads, section=None, final=None):
+        """(block, head) of the tile-th tile."""
+        return tile % blocks, tile // blocks
+
+
+@dataclass(frozen=True)
+class BySection:
+    """`in_sections`: the longest tiles of some heads first, so that no long one is left to the end. Blocks
+    come from the first on, or `backwards`."""
+
+    backwards: bool = False
+
+    def locate(self, tile, blocks, heads, section, final=None):
+        """(block, head) of the tile-th tile."""
+        block, head = in_sections(tile, blocks, heads, section, final)
+        return blocks - 1 - block if self.backwards else block, head
+
+
+TileOrder = ByHead | BySection
 
 
 @cute.jit

@@ -1,0 +1,45 @@
+"""Which keys a query sees: a mask is an object that main loops ask while they are traced.
+
+Query i sees the keys up to `last_key(i)`, and key j is seen by the queries from `first_query(j)` on: two ways
+to say one thing, for loops over keys and for loops over queries. Neither falls as its argument grows, so that
+what a tile sees follows from its first and its last row. Both may lie outside the sequence; whoever asks
+bounds them by it. Arguments are plain or traced integers alike.
+"""
+
+from dataclasses import dataclass
+
+from ..contract import Problem
+
+
+@dataclass(frozen=True)
+class Full:
+    """Every query sees every key."""
+
+    hides = False  # whether a query and a key inside the sequence may be hidden from each other
+
+    def last_key(self, query, seqlen_q, seqlen_kv):
+        return seqlen_kv - 1
+
+    def first_query(self, key, seqlen_q, seqlen_kv):
+        return 0
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Query i sees keys up to i + seqlen_kv − seqlen_q, or with `top_left` up to i."""
+
+    top_left: bool = False
+    hides = True
+
+    def last_key(self, query, seqlen_q, seqlen_kv):
+        return query if self.top_left else query + seqlen_kv - seqlen_q
+
+    def first_query(self, key, seqlen_q, seqlen_kv):
+        return key if self.top_left else key - (seqlen_kv - seqlen_q)
+
+
+Mask = Full | Causal
+
+
+def mask_of(problem: Problem) -> Mask:
+    return Causal(problem.top_left) if problem.causal else Full()
