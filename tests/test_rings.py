@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 
 import pytest
+from untraced import kernels
 
 from harness.sweep import HEAD_DIMS
 from hopper_attention.kernels.contract import Problem
-from tests.plain import kernels
 
 k6 = kernels("k6")
 Causal, ROWS = kernels("device.masks").Causal, kernels("device.query_tiles").ROWS

@@ -6,10 +6,10 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
+from untraced import kernels
 
 from harness.sweep import HEAD_DIMS
 from hopper_attention.kernels.contract import Problem
-from tests.plain import kernels
 
 k6, bwd4 = kernels("k6"), kernels("bwd4")
 ROWS, CONSUMERS = kernels("device.query_tiles").ROWS, kernels("device.key_tiles").CONSUMERS
