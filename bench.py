@@ -72,6 +72,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         raise Usage(f"unknown peer {unknown[0]!r}; there are {', '.join(peers.PEERS)}")
     if args.stages == ["all"]:
         args.stages = list(ladder.LADDER)
+    args.stages = [stage_id for name in args.stages for stage_id in ladder.stages_of(name)]
     try:
         args.problems = [
             sweep_problem(n, d, causal, direction)
@@ -181,6 +182,8 @@ def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
     env = timing.environment(peers.versions(args.peers))
     console.print(f"{env['gpu']}, driver {env['driver']}, CUDA {env['cuda']}, torch {env['torch']}, "
                   f"DSL {env['cutlass_dsl']}, peers {env['peers']}", soft_wrap=True)  # fmt: skip
+    env |= {"gemm_tflops": round(timing.gemm_tflops(), 1), "copy_tb_per_s": round(timing.copy_tb_per_s(), 2)}
+    console.print(f"bf16 GEMM {env['gemm_tflops']} TFLOP/s, copy {env['copy_tb_per_s']} TB/s on this GPU")
     files, passed = {}, True
     bench = Bench(
         [Contender.stage(stage_id) for stage_id in args.stages], list(env["peers"]), args.check, env

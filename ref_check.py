@@ -33,6 +33,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.stages == ["all"]:
         args.stages = list(ladder.LADDER)
+    args.stages = [stage_id for name in args.stages for stage_id in ladder.stages_of(name)]
     if not args.stages and not args.mutations:
         raise Usage("name a stage, or --mutations")
     if args.repeats < 1:

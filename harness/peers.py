@@ -22,7 +22,7 @@ class Peer:
     version: Callable[[], str]
     forward: Forward
     rows_first: bool = False  # whether it is made for (B, N, H, d) tensors instead of (B, H, N, d)
-    backward: Callable[..., Callable[[], object]] | None = None  # (problem, q, k, v, dO), where not autograd's
+    backward: Callable[..., Callable[[], object]] | None = None  # of (problem, q, k, v, dO), if its own
 
     def build(
         self,

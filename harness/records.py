@@ -118,8 +118,8 @@ def stale(record: Record) -> str | None:
     """Why a record is not known to be of today's sources, or None."""
     if record.digest != provenance.digest(record.stage):
         return (
-            f"{record.stage}: its sources, options or compiler are not those of {record.environment['gpu']}'s "
-            f"record; `python -m harness.records --renew` shows whether its machine code is"
+            f"{record.stage}: its sources, options or compiler are not those of its record on "
+            f"{record.environment['gpu']}; `python -m harness.records --renew` shows whether its machine code is"
         )
     return None
 

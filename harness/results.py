@@ -30,6 +30,8 @@ ENVIRONMENT_TYPES = {  # of what is not a text, or None
     "peers": dict[str, str],
     "host_us": dict[str, float | None],
     "power_cap_w": float | None,
+    "gemm_tflops": float | None,
+    "copy_tb_per_s": float | None,
 }
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -72,6 +74,7 @@ class Row:
     cubin_sha256: str | None = None
     clock_mhz: float | None = None
     power_w: float | None = None
+    peak_bytes: int | None = None  # of device memory beside the problem's inputs, at most, during a call
     error: str | None = None
 
     @classmethod
@@ -110,7 +113,7 @@ class Row:
 
 
 ROW_TYPES = get_type_hints(Row)
-ONLY_WHERE_TRUE = ("top_left",)  # fields that a file's rows otherwise lack
+ONLY_WHERE_TRUE = ("top_left", "peak_bytes")  # fields that a file's rows otherwise lack
 TIMING_FIELDS = ("ms_median", "ms_iqr", "tflops", "tflops_sustained")
 
 

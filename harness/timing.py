@@ -70,6 +70,22 @@ class Sensors:
         return self._read(lambda n: n.nvmlSystemGetDriverVersion())
 
 
+def gemm_tflops(size: int = 8192, seconds: float = 0.2) -> float:
+    """What a bf16 matrix product of PyTorch's reaches on this GPU, on random data, in bursts."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    time = interleaved({"gemm": lambda: torch.matmul(a, b, out=out)}, seconds)["gemm"]
+    return 2 * size**3 / time.ms_median / 1e9
+
+
+def copy_tb_per_s(size: int = 2**32, seconds: float = 0.1) -> float:
+    """What a copy inside device memory reaches on this GPU, bytes read and written counted."""
+    source = torch.empty(size, device="cuda", dtype=torch.int8)
+    target = torch.empty_like(source)
+    time = interleaved({"copy": lambda: target.copy_(source)}, seconds, rest=0.0)["copy"]
+    return 2 * size / time.ms_median / 1e9
+
+
 def environment(peers: dict[str, str]) -> dict[str, object]:
     """What numbers taken here depend on besides the code; `peers` are the versions of those timed beside
     it."""

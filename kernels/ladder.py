@@ -26,6 +26,11 @@ LADDER: dict[str, str] = {
 }
 
 
+def stages_of(name: str) -> list[str]:
+    """The stages of a kernel file, or of an id itself: "k3" is three of them."""
+    return [name] if name in LADDER else [x for x, file in LADDER.items() if file == name] or [name]
+
+
 def load(stage_id: str) -> tuple[Stage, KernelFile]:
     """The `Stage` and the kernel file of a stage.
 

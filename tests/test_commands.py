@@ -4,6 +4,7 @@ Where a benchmark needs a GPU, stand-ins take the place of the kernel, the timer
 itself is what is tested.
 """
 
+import contextlib
 import os
 import re
 import shlex
@@ -230,6 +231,7 @@ def test_bench_sweeps_everything_by_default() -> None:
     assert not args.check
     assert args.peers == list(peers.PEERS)
     assert bench.parse(["k2", "--peers", "none"]).peers == []
+    assert bench.parse(["k3", "k2"]).stages == ["k3_1", "k3_2", "k3_3", "k2"]  # the stages of a file
     assert bench.parse(["k2", "--save"]).save == ROOT / "results"
     assert bench.parse(["k2"]).save is None
 
@@ -305,6 +307,10 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
     monkeypatch.setattr("harness.sweep.HIDDEN_SIZE", 128)
     monkeypatch.setattr(measuring, "random_inputs", lambda problem: random_inputs(problem, "cpu"))
     monkeypatch.setattr(measuring, "ready", ready)
+    monkeypatch.setattr(measuring, "peak_memory", lambda: contextlib.nullcontext(lambda: 4096))
+    monkeypatch.setattr(measuring, "SUSTAINED_TFLOPS", 0.0)
+    for rate in ("gemm_tflops", "copy_tb_per_s"):
+        monkeypatch.setattr(timing, rate, lambda: 12.5)
     monkeypatch.setattr(machine_code, "identity", sha_of)
     monkeypatch.setattr(timing, "environment", lambda found: environment | {"peers": found, "host_us": {}})
     monkeypatch.setattr(timing, "interleaved", interleaved)
@@ -338,9 +344,11 @@ def test_a_passing_run_is_saved(toys: dict, tmp_path: Path, capsys: pytest.Captu
         assert row.problem == Problem.square(4, 2, 64, 64, True)
         assert (row.check, row.ms_median, row.tflops_sustained) == ("pass", 0.25, None)
         assert row.tflops == row.problem.flops / 0.25e-3 / 1e12
+        assert row.peak_bytes == 4096
         assert 0 < row.max_error < 0.02
         assert row.cubin_sha256 == sha_of(SimpleNamespace(name=stage_id))
         assert saved.environment["host_us"] == {stage_id: 4.32}
+        assert (saved.environment["gemm_tflops"], saved.environment["copy_tb_per_s"]) == (12.5, 12.5)
         errors = {row.provider: row.error for row in saved.rows if row.error}
         assert errors == {
             "math": "OOM: needs at least 9.5 GiB, the GPU has 9.0",

@@ -172,7 +172,7 @@ def test_a_stale_digest_and_other_machine_code_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = made_up("k2", digest="0" * 64)
-    assert "k2: its sources, options or compiler are not those of NVIDIA H200's record" in records.stale(
+    assert "k2: its sources, options or compiler are not those of its record on NVIDIA H200" in records.stale(
         record
     )
     monkeypatch.setattr(records, "committed", lambda: {"k2": [record], "k1": []})

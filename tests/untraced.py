@@ -1,7 +1,8 @@
 """The kernel files with nothing traced: what they compute of tiles, on Python's integers.
 
 The DSL rewrites a function of theirs when it compiles it, for good: whoever calls it in that process from
-then on is traced. So the files are imported a second time, as another package, with decorators that do nothing.
+then on is traced. So the files are imported a second time, as another package, with decorators that do
+nothing.
 """
 
 import importlib
