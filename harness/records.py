@@ -119,7 +119,7 @@ def stale(record: Record) -> str | None:
     if record.digest != provenance.digest(record.stage):
         return (
             f"{record.stage}: its sources, options or compiler are not those of its record on "
-            f"{record.environment['gpu']}; `python -m harness.records --renew` shows whether its machine code is"
+            f"{record.environment['gpu']}; `python -m harness.records --renew` shows whether its code is"
         )
     return None
 

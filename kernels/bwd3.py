@@ -337,7 +337,7 @@ def work(problem: Problem, **options: object) -> list[Work]:
     passes = heads * sum(q_blocks - blocks for blocks in hidden)
     return [
         Work(
-            kernel="backward",
+            kernel="FlashAttention2BackwardWgmma",
             unit=f"{kernel.tile_q}×{kernel.tile_kv} tile",
             threads=kernel.threads,
             ctas=kv_blocks * heads,
