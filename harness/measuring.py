@@ -201,7 +201,9 @@ class _One:
                     continue
                 known["max_error"] = max(known["max_error"], verdict.max_error)
             yield results.Row.timed(self.problem, name, time, steady, **known)
-        self.calls.clear()
+        # What a judge closes over holds this object and every tensor of its stage: a cycle, and gigabytes.
+        for held in (self.calls, self.judges, self.known):
+            held.clear()
         torch.cuda.empty_cache()
 
 
