@@ -31,11 +31,13 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .contract import Problem, Stage, Tensors, Work
-from .device.arithmetic import largest_positive, store_if
+from .device.arithmetic import largest_positive
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, ROWS_MAX, WARP, WARPGROUP
 from .device.masks import Mask, mask_of
 from .device.query_tiles import ROWS, QueryTiles
+from .device.rings import OwnStages, await_stores, skip
+from .device.rows import OWN_ROWS, coordinates, in_parts, largest_of_row, store_of_rows, sum_of_row
 from .device.tile_order import fetch, hear, message_ring, tell
 from .device.tma import (
     CONSUMER,
@@ -100,7 +102,6 @@ CANDIDATES = {
 FIRST, FOLLOWS = 1, 2  # how a CTA's tiles are announced; 0 ends them
 WARPS = WARPGROUP // WARP
 STORE = 1  # named barrier of the first consumer, the others' follow; 0 is the CTA's own
-LANES = 4  # threads that share a query row of the accumulator; they sit in one warp
 SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
 GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is rescaled
 SMEM_MAX = 232448  # bytes a CTA may have on Hopper; 1 KiB of it is left to the barriers
@@ -224,11 +225,10 @@ class FlashAttentionForward(QueryTiles):
             cute.arch.setmaxregister_increase(self.config.registers[1])
             consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
             thread = tidx % WARPGROUP
-            q_get = pipeline.PipelineState(q_places, Int32(0), consumer, Int32(0))
+            q_get = OwnStages(q_places, self.consumers, consumer)
             k_get, v_get = [pipeline.make_pipeline_state(CONSUMER, self.stages) for _ in range(2)]
             tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
             thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-            cS = cute.make_identity_tensor((ROWS, self.tile_kv))
             rS = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, self.tile_kv)), Float32)
             rO = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, self.head_dim)), Float32)
             rP = cute.make_rmem_tensor(cute.make_layout(cute.size(rS) // 2), Int32)  # pairs of 16-bit values
@@ -239,7 +239,7 @@ class FlashAttentionForward(QueryTiles):
             tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, stage)
             tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, stage)
             tOrP = cute.make_tensor(cute.recast_ptr(rP.iterator, None, self.dtype), operand_a(rS.layout))
-            where_S, first_S = [by_row(mma_qk.get_slice(t).partition_C(cS)) for t in (thread, 0)]
+            where_S, first_S = coordinates(mma_qk, ROWS, self.tile_kv, thread)
             # What a step needs; never an argument of a jit function, which would rebind its members.
             x = SimpleNamespace(
                 tSrQ=tSrQ, tSrK=tSrK, tOrP=tOrP, tOrV=tOrV, rS=rS, rO=rO, rP=rP, S=S, O=O, parts=parts,
@@ -273,8 +273,7 @@ class FlashAttentionForward(QueryTiles):
                     # Leave the place of the Q before, when this warp's part of O has been read from there.
                     if valid == FOLLOWS:
                         await_stores()
-                        other = 2 * consumer + self.consumers - q_get.index
-                        q_ring.consumer_release(at_index(q_places, other))
+                        q_ring.consumer_release(q_get.other)
 
                 # 3. main loop: the tiles that are seen whole, then those with hidden keys
                 for block in range(1, visible, unroll=1):
@@ -303,19 +302,19 @@ class FlashAttentionForward(QueryTiles):
 
                 # 4. the last P·V, with two stages of Q beside the next tile's first Q·Kᵀ; then O: registers,
                 # shared memory, TMA
-                o_place = q_get.index if const_expr(self.o_over_q) else consumer
+                q_left = q_get.this
+                o_place = q_left.index if const_expr(self.o_over_q) else consumer
                 this_q_block, this_head, this_batch, this_row = q_block, head, batch, first_row
                 v_ring.consumer_wait(v_get)
                 multiply(mma_pv, rO, tOrP, tOrV[None, None, None, v_get.index], own_blocks > 1)
                 inverse, lse = [None, None], [None, None]
                 for r in range_constexpr(2):
-                    total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=LANES)
+                    total = sum_of_row(row_sum[r])
                     inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
                     lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
                 valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
                 tile_get.advance()
-                for _ in range_constexpr(self.consumers):
-                    q_get.advance()
+                q_get.advance()
                 if const_expr(self.q_stages == 2):
                     k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, valid)
                     # Without a next tile, of what lies there; nobody looks at it.
@@ -349,14 +348,9 @@ class FlashAttentionForward(QueryTiles):
                     await_stores()
                 # LSE after O: the fence above would wait for it. Of four lanes with the same two rows the
                 # first stores one and the second the other.
-                lane = where_S[0, 0][1] // 2
-                row = this_row + (where_S[0, 0][0] if lane == 0 else where_S[1, 0][0])
-                places = mLSE[this_batch, this_head, None]
-                store_if(
-                    (lane < 2) & (row < seqlen_q), places.iterator + row, lse[0] if lane == 0 else lse[1]
-                )
+                store_of_rows(mLSE[this_batch, this_head, None], this_row, seqlen_q, where_S, lse)
                 if const_expr(self.q_stages == 1):
-                    q_ring.consumer_release(at_index(q_places, o_place))
+                    q_ring.consumer_release(q_left)
                     k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, valid)
                     self.multiply_qk(x, q_get, k_get)
                 warpgroup.wait_group(0)
@@ -405,7 +399,7 @@ class FlashAttentionForward(QueryTiles):
         """S of a row's first keys becomes P; row_max is scaled, in powers of two."""
         for r in range_constexpr(2):
             tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-            row_max[r] = finite(of_row(Float32(tile_max))) * self.scale_log2
+            row_max[r] = finite(largest_of_row(Float32(tile_max))) * self.scale_log2
         self.subtract(S, row_max)
         exponentiate(S, row_sum)
 
@@ -436,7 +430,7 @@ class FlashAttentionForward(QueryTiles):
                 warpgroup.wait_group(0)  # P·V still adds to O
                 for r in range_constexpr(2):
                     # Only of a row that has grown: what others of the warp see must not change its bits.
-                    growth = of_row(ahead[r])
+                    growth = largest_of_row(ahead[r])
                     new_max = row_max[r] + (growth if growth > GROWTH else 0.0)
                     growth = new_max - row_max[r]  # as rounded: what the keys to come are relative to
                     row_max[r] = new_max
@@ -453,28 +447,6 @@ class FlashAttentionForward(QueryTiles):
             S[r, None].store(S[r, None].load() * self.scale_log2 - row_max[r])
 
 
-def at_index(stages: int, index) -> pipeline.PipelineState:
-    """A state for a release, which looks at nothing but its index."""
-    return pipeline.PipelineState(stages, Int32(0), index, Int32(0))
-
-
-@cute.jit
-def await_stores():
-    """A warp: wait until what it stores by TMA has been read from shared memory."""
-    cute.arch.cp_async_bulk_wait_group(0, read=True)  # of the lane that issued it
-    cute.arch.sync_warp()
-
-
-@cute.jit
-def skip(ring, state, tiles):
-    """A consumer: leave `tiles` stages of the ring as they come."""
-    for _ in range(tiles, unroll=1):
-        ring.consumer_wait(state)
-        ring.consumer_release(state)
-        state.advance()
-    return state
-
-
 @cute.jit
 def await_next(q_ring, k_ring, q_get, k_get, hidden, valid):
     """A consumer: leave `hidden` tiles of keys, then wait for the next tile's Q and first keys, if any."""
@@ -483,18 +455,6 @@ def await_next(q_ring, k_ring, q_get, k_get, hidden, valid):
         q_ring.consumer_wait(q_get)
         k_ring.consumer_wait(k_get)
     return k_get
-
-
-def in_parts(rS: cute.Tensor, parts: int) -> list[cute.Tensor]:
-    """An accumulator fragment ((2, 2, N/8), M/64, 1) cut along N."""
-    (pair, half, groups), blocks, one = rS.shape
-    layout = cute.make_layout(((pair, half, groups // parts), blocks, one), stride=rS.stride)
-    return [cute.make_tensor(rS.iterator + p * cute.size(layout), layout) for p in range(parts)]
-
-
-def of_row(maximum):
-    """The largest of what the LANES threads of a row have."""
-    return cute.arch.warp_reduction_max(maximum, threads_in_group=LANES)
 
 
 def exponentiate(S, row_sum):
