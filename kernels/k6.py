@@ -388,58 +388,50 @@ class FlashAttentionForward(QueryTiles):
         if masked:
             hides = x.where_S, x.first_S, first_row, kv_block, x.seqlen_q, x.seqlen_kv
             self.hide(x.S, -Float32.inf, *hides)
-        self.softmax(x.parts, x.O, x.row_max, x.row_sum)
+        for p, part in enumerate(x.parts):
+            self.subtract(part, x.row_max)
+            if p > 0:
+                exponentiate(x.parts[p - 1], x.row_sum)
+            self.raise_maximum(part, [*x.parts[:p], x.O], x.row_max, x.row_sum)
         warpgroup.wait_group(0)
         x.v_ring.consumer_release(v_get)
         exponentiate(x.parts[-1], x.row_sum)
         round_fragment(x.rS, x.rP, self.dtype)
 
-    @cute.jit
     def first_softmax(self, S, row_max, row_sum):
         """S of a row's first keys becomes P; row_max is scaled, in powers of two."""
-        for r in range_constexpr(2):
+        for r in range(OWN_ROWS):
             tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
             row_max[r] = finite(largest_of_row(Float32(tile_max))) * self.scale_log2
         self.subtract(S, row_max)
         exponentiate(S, row_sum)
 
     @cute.jit
-    def softmax(self, parts, O, row_max, row_sum):
-        """All parts of S but the last become P and join row_sum; the last is left as exponents. They are
-        relative to row_max, which may be up to GROWTH behind.
-
-        The maximum is subtracted first: a score beyond it leaves a positive exponent, so the largest positive
-        exponent is the growth. −∞ of hidden scores needs no care here.
-        """
-        for p in range_constexpr(len(parts)):
-            self.subtract(parts[p], row_max)
-            if const_expr(p > 0):
-                exponentiate(parts[p - 1], row_sum)
-                total = row_sum[0] + row_sum[1]
-            # Each thread asks its own keys; the four of a row put theirs together only in the branch.
-            keys = range(cute.size(parts[p], mode=[1]))
-            ahead = [largest_positive([parts[p][r, c] for c in keys]) for r in range(2)]
-            most = cute.arch.fmax(ahead[0], ahead[1])
-            if const_expr(p > 0):
-                # ptxas moves behind the vote what the vote does not need. Asking the sum too, which is never
-                # negative, keeps the exponentials of the part before here, beside this part's subtraction.
-                most = cute.arch.fmax(most, -total)
-            # A vote, so that the branch is uniform in the warp: behind a divergent one ptxas gives up the
-            # uniform registers of the loop, and every WGMMA's descriptor takes a detour.
-            if cute.arch.vote_any_sync(most > GROWTH):
-                warpgroup.wait_group(0)  # P·V still adds to O
-                for r in range_constexpr(2):
-                    # Only of a row that has grown: what others of the warp see must not change its bits.
-                    growth = largest_of_row(ahead[r])
-                    new_max = row_max[r] + (growth if growth > GROWTH else 0.0)
-                    growth = new_max - row_max[r]  # as rounded: what the keys to come are relative to
-                    row_max[r] = new_max
-                    # The exponents keep the rounding of their size before: 2⁻²⁴ of the growth.
-                    parts[p][r, None].store(parts[p][r, None].load() - growth)
-                    factor = cute.math.exp2(-growth, fastmath=True)
-                    for x in [*parts[:p], O]:  # P of the parts before, and O
-                        x[r, None].store(x[r, None].load() * factor)
-                    row_sum[r] *= factor
+    def raise_maximum(self, part, relative, row_max, row_sum):
+        if const_expr(len(relative) > 1):
+            total = row_sum[0] + row_sum[1]
+        # Each thread asks its own keys; the four of a row put theirs together only in the branch.
+        keys = range(cute.size(part, mode=[1]))
+        ahead = [largest_positive([part[r, c] for c in keys]) for r in range(2)]
+        most = cute.arch.fmax(ahead[0], ahead[1])
+        if const_expr(len(relative) > 1):
+            most = cute.arch.fmax(most, -total)
+        # A vote, so that the branch is uniform in the warp: behind a divergent one ptxas gives up the
+        # uniform registers of the loop, and every WGMMA's descriptor takes a detour.
+        if cute.arch.vote_any_sync(most > GROWTH):
+            warpgroup.wait_group(0)  # P·V still adds to O
+            for r in range_constexpr(2):
+                # Only of a row that has grown: what others of the warp see must not change its bits.
+                growth = largest_of_row(ahead[r])
+                new_max = row_max[r] + (growth if growth > GROWTH else 0.0)
+                growth = new_max - row_max[r]  # as rounded: what the keys to come are relative to
+                row_max[r] = new_max
+                # The exponents keep the rounding of their size before: 2⁻²⁴ of the growth.
+                part[r, None].store(part[r, None].load() - growth)
+                factor = cute.math.exp2(-growth, fastmath=True)
+                for x in relative:  # P of the parts before, and O
+                    x[r, None].store(x[r, None].load() * factor)
+                row_sum[r] *= factor
 
     def subtract(self, S, row_max):
         """Scores become exponents, relative to row_max."""
