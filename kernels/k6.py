@@ -99,12 +99,38 @@ CANDIDATES = {
         Config(2, 128, 2, (24, 240)),
     ),
 }
-FIRST, FOLLOWS = 1, 2  # how a CTA's tiles are announced; 0 ends them
+END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
 WARPS = WARPGROUP // WARP
 STORE = 1  # named barrier of the first consumer, the others' follow; 0 is the CTA's own
 SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
 GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is rescaled
 SMEM_MAX = 232448  # bytes a CTA may have on Hopper; 1 KiB of it is left to the barriers
+
+
+class Products:
+    """A consumer's two products. Never an argument of a jit function, which would rebind the members."""
+
+    def __init__(self, mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring):
+        self.mma_qk, self.mma_pv, self.k_ring, self.v_ring = mma_qk, mma_pv, k_ring, v_ring
+        thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+        q, key, d = cute.size(sQ, mode=[0]), cute.size(sK, mode=[0]), cute.size(sK, mode=[1])
+        self.rS = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, key)), Float32)
+        self.rO = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, d)), Float32)
+        self.rP = cute.make_rmem_tensor(cute.make_layout(cute.size(self.rS) // 2), Int32)
+        self.tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, place)
+        self.tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, stage)
+        self.tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, stage)
+        P = cute.recast_ptr(self.rP.iterator, None, sK.element_type)
+        self.tOrP = cute.make_tensor(P, operand_a(self.rS.layout))
+
+
+class Rows:
+    def __init__(self, x, thread, parts, seqlen_q, seqlen_kv):
+        self.S, self.O = by_row(x.rS), by_row(x.rO)  # (row, column) of this thread
+        self.parts = [by_row(part) for part in in_parts(x.rS, parts)]
+        self.row_max, self.row_sum = [cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2)]
+        self.where, self.first = coordinates(x.mma_qk, ROWS, cute.size(x.rS) * 2, thread)
+        self.lengths = seqlen_q, seqlen_kv
 
 
 class FlashAttentionForward(QueryTiles):
@@ -173,7 +199,7 @@ class FlashAttentionForward(QueryTiles):
             allocate_tiles(smem, self.dtype, self.tile_kv, self.head_dim, self.stages) for _ in range(2)
         ]  # (key, head_dim, stage)
         sVt = exchanged(sV)  # (head_dim, key, stage)
-        sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # valid, q_block, head, batch
+        sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # announced, q_block, head, batch
 
         own_bytes, kv_bytes = ROWS * self.head_dim * 2, self.tile_kv * self.head_dim * 2
         q_ring, k_ring, v_ring = tma_rings(
@@ -189,19 +215,27 @@ class FlashAttentionForward(QueryTiles):
         pipeline.pipeline_init_wait()
 
         if warp_idx >= consumer_warps:
-            # 1. the producer: fetch a tile, tell the consumers, load Q, K and V, keys from left to right
+            # 1. the producer: runs ahead as far as the rings have room, across the ends of tiles
+            #
+            #     for each tile of queries of this CTA:
+            #         tell the consumers where it lies
+            #         load Q of consumer 0, the first K, Q of the other consumers, the first V
+            #         load K and V of the other keys, from left to right
+            #         fetch the next tile
+            #     tell the consumers that there are no more
             cute.arch.setmaxregister_decrease(self.config.registers[0])
             if warp_idx == consumer_warps:
                 q_put = pipeline.make_pipeline_state(PRODUCER, q_places)
                 kv_put = pipeline.make_pipeline_state(PRODUCER, self.stages)
                 tile_put = pipeline.make_pipeline_state(PRODUCER, 1)
                 tile, _, _ = cute.arch.block_idx()
-                valid = Int32(FIRST)
+                announced = Int32(FIRST)
                 while tile < tiles:
                     q_block, head, batch = self.locate(tile, mQ, mK)
-                    tell(tile_ring, tile_put, sTile, (valid, q_block, head, batch))
+                    tell(tile_ring, tile_put, sTile, (announced, q_block, head, batch))
                     tile_put.advance()
                     kv_head = head // (mQ.shape[2] // mK.shape[2])
+                    # (TMA, block of rows) in global memory, (TMA, place or stage) in shared
                     tQgQ, tQsQ = partition_tma(load_Q, mQ[None, None, head, batch], sQ)
                     tKgK, tKsK = partition_tma(load_K, mK[None, None, kv_head, batch], sK)
                     tVgV, tVsV = partition_tma(load_V, mV[None, None, kv_head, batch], sV)
@@ -218,72 +252,57 @@ class FlashAttentionForward(QueryTiles):
                         put(v_ring, kv_put, load_V, tVgV[None, block], tVsV)
                         kv_put.advance()
                     tile = fetch(mCounter, tiles)
-                    valid = Int32(FOLLOWS)
-                tell(tile_ring, tile_put, sTile, (0, 0, 0, 0))
+                    announced = Int32(FOLLOWS)
+                tell(tile_ring, tile_put, sTile, (END, 0, 0, 0))
         else:
-            # 2. a consumer's prologue
+            # 2. a consumer's prologue, up to the first tile's S
             cute.arch.setmaxregister_increase(self.config.registers[1])
             consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
             thread = tidx % WARPGROUP
             q_get = OwnStages(q_places, self.consumers, consumer)
             k_get, v_get = [pipeline.make_pipeline_state(CONSUMER, self.stages) for _ in range(2)]
             tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
-            thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-            rS = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, self.tile_kv)), Float32)
-            rO = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, self.head_dim)), Float32)
-            rP = cute.make_rmem_tensor(cute.make_layout(cute.size(rS) // 2), Int32)  # pairs of 16-bit values
-            S, O = by_row(rS), by_row(rO)  # (row, column) of this thread
-            parts = [by_row(part) for part in in_parts(rS, self.config.parts)]  # of S, left to right
-            row_max, row_sum = [cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2)]
-            tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, place)
-            tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, stage)
-            tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, stage)
-            tOrP = cute.make_tensor(cute.recast_ptr(rP.iterator, None, self.dtype), operand_a(rS.layout))
-            where_S, first_S = coordinates(mma_qk, ROWS, self.tile_kv, thread)
-            # What a step needs; never an argument of a jit function, which would rebind its members.
-            x = SimpleNamespace(
-                tSrQ=tSrQ, tSrK=tSrK, tOrP=tOrP, tOrV=tOrV, rS=rS, rO=rO, rP=rP, S=S, O=O, parts=parts,
-                row_max=row_max, row_sum=row_sum, where_S=where_S, first_S=first_S,
-                mma_qk=mma_qk, mma_pv=mma_pv, k_ring=k_ring, v_ring=v_ring,
-                seqlen_q=seqlen_q, seqlen_kv=seqlen_kv,
-            )  # fmt: skip
+            x = Products(mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring)
+            rO = x.rO
+            rows = Rows(x, thread, self.config.parts, seqlen_q, seqlen_kv)
+            S, O, row_max, row_sum = rows.S, rows.O, rows.row_max, rows.row_sum
             stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
             copy_O = cute.make_tiled_copy_C(stmatrix, mma_pv).get_slice(thread)
-            tOsO = copy_O.partition_D(sO)
+            tOsO = copy_O.partition_D(sO)  # (CPY, CPY_M, CPY_N, place)
             sO_warps = row_slices(sO, ROWS // WARPS)  # (row, head_dim, warp of a place)
 
-            valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
+            announced, q_block, head, batch = hear(tile_ring, tile_get, sTile)
             tile_get.advance()
             q_ring.consumer_wait(q_get)
             k_ring.consumer_wait(k_get)
             self.multiply_qk(x, q_get, k_get)
             first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
             warpgroup.wait_group(0)
-            while valid != 0:
+            while announced != END:
                 # The first tile's S is there; K runs one tile ahead of V from here on.
                 k_ring.consumer_release(k_get)
                 k_get.advance()
                 row_max.fill(-Float32.inf)
                 row_sum.fill(0.0)
                 if visible == 0:
-                    self.hide(S, -Float32.inf, where_S, first_S, first_row, 0, seqlen_q, seqlen_kv)
+                    self.hide(S, -Float32.inf, rows.where, rows.first, first_row, 0, *rows.lengths)
                 self.first_softmax(S, row_max, row_sum)
-                round_fragment(rS, rP, self.dtype)
+                round_fragment(x.rS, x.rP, self.dtype)
                 if const_expr(self.o_over_q and self.q_stages == 2):
                     # Leave the place of the Q before, when this warp's part of O has been read from there.
-                    if valid == FOLLOWS:
+                    if announced == FOLLOWS:
                         await_stores()
                         q_ring.consumer_release(q_get.other)
 
                 # 3. main loop: the tiles that are seen whole, then those with hidden keys
                 for block in range(1, visible, unroll=1):
-                    self.step(x, first_row, block, q_get, k_get, v_get, masked=False)
+                    self.step(x, rows, first_row, block, q_get, k_get, v_get, masked=False)
                     # V has as many stages and is one behind: 2 instructions less than to advance it. In the
                     # other loop they would be 20 more, for want of uniform registers.
                     v_get = k_get.clone()
                     k_get.advance()
                 for block in range(cutlass.max(1, visible), own_blocks, unroll=1):
-                    self.step(x, first_row, block, q_get, k_get, v_get, masked=True)
+                    self.step(x, rows, first_row, block, q_get, k_get, v_get, masked=True)
                     k_get.advance()
                     v_get.advance()
                 # Tiles that only rows of other consumers can see: left below. Rows past the end may have more
@@ -306,17 +325,17 @@ class FlashAttentionForward(QueryTiles):
                 o_place = q_left.index if const_expr(self.o_over_q) else consumer
                 this_q_block, this_head, this_batch, this_row = q_block, head, batch, first_row
                 v_ring.consumer_wait(v_get)
-                multiply(mma_pv, rO, tOrP, tOrV[None, None, None, v_get.index], own_blocks > 1)
+                multiply(mma_pv, x.rO, x.tOrP, x.tOrV[None, None, None, v_get.index], own_blocks > 1)
                 inverse, lse = [None, None], [None, None]
                 for r in range_constexpr(2):
                     total = sum_of_row(row_sum[r])
                     inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
                     lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
-                valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
+                announced, q_block, head, batch = hear(tile_ring, tile_get, sTile)
                 tile_get.advance()
                 q_get.advance()
                 if const_expr(self.q_stages == 2):
-                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, valid)
+                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
                     # Without a next tile, of what lies there; nobody looks at it.
                     self.multiply_qk(x, q_get, k_get)
                 # Here, beside products, what the next tile's start would wait for.
@@ -328,7 +347,7 @@ class FlashAttentionForward(QueryTiles):
 
                 for r in range_constexpr(2):
                     O[r, None].store(O[r, None].load() * inverse[r])
-                rO16 = cute.make_rmem_tensor(rO.layout, self.dtype)
+                rO16 = cute.make_rmem_tensor(x.rO.layout, self.dtype)
                 rO16.store(rO.load().to(self.dtype))
                 # Each warp stores its own 16 rows of O. If they take the place of Q, it waits for the others'
                 # Q·Kᵀ; else for its own store before.
@@ -348,10 +367,10 @@ class FlashAttentionForward(QueryTiles):
                     await_stores()
                 # LSE after O: the fence above would wait for it. Of four lanes with the same two rows the
                 # first stores one and the second the other.
-                store_of_rows(mLSE[this_batch, this_head, None], this_row, seqlen_q, where_S, lse)
+                store_of_rows(mLSE[this_batch, this_head, None], this_row, seqlen_q, rows.where, lse)
                 if const_expr(self.q_stages == 1):
                     q_ring.consumer_release(q_left)
-                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, valid)
+                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
                     self.multiply_qk(x, q_get, k_get)
                 warpgroup.wait_group(0)
 
@@ -376,7 +395,7 @@ class FlashAttentionForward(QueryTiles):
         tSrQ, tSrK = x.tSrQ[None, None, None, q_get.index], x.tSrK[None, None, None, k_get.index]
         multiply(x.mma_qk, x.rS, tSrQ, tSrK, False)
 
-    def step(self, x, first_row, kv_block, q_get, k_get, v_get, masked: bool):
+    def step(self, x, rows, first_row, kv_block, q_get, k_get, v_get, masked: bool):
         """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one."""
         x.k_ring.consumer_wait(k_get)
         self.multiply_qk(x, q_get, k_get)
@@ -386,16 +405,15 @@ class FlashAttentionForward(QueryTiles):
         warpgroup.wait_group(1)
         x.k_ring.consumer_release(k_get)
         if masked:
-            hides = x.where_S, x.first_S, first_row, kv_block, x.seqlen_q, x.seqlen_kv
-            self.hide(x.S, -Float32.inf, *hides)
-        for p, part in enumerate(x.parts):
-            self.subtract(part, x.row_max)
+            self.hide(rows.S, -Float32.inf, rows.where, rows.first, first_row, kv_block, *rows.lengths)
+        for p, part in enumerate(rows.parts):
+            self.subtract(part, rows.row_max)
             if p > 0:
-                exponentiate(x.parts[p - 1], x.row_sum)
-            self.raise_maximum(part, [*x.parts[:p], x.O], x.row_max, x.row_sum)
+                exponentiate(rows.parts[p - 1], rows.row_sum)
+            self.raise_maximum(part, [*rows.parts[:p], rows.O], rows.row_max, rows.row_sum)
         warpgroup.wait_group(0)
         x.v_ring.consumer_release(v_get)
-        exponentiate(x.parts[-1], x.row_sum)
+        exponentiate(rows.parts[-1], rows.row_sum)
         round_fragment(x.rS, x.rP, self.dtype)
 
     def first_softmax(self, S, row_max, row_sum):
@@ -440,10 +458,10 @@ class FlashAttentionForward(QueryTiles):
 
 
 @cute.jit
-def await_next(q_ring, k_ring, q_get, k_get, hidden, valid):
+def await_next(q_ring, k_ring, q_get, k_get, hidden, announced):
     """A consumer: leave `hidden` tiles of keys, then wait for the next tile's Q and first keys, if any."""
     k_get = skip(k_ring, k_get, hidden)
-    if valid != 0:
+    if announced != 0:
         q_ring.consumer_wait(q_get)
         k_ring.consumer_wait(k_get)
     return k_get
