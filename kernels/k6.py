@@ -36,6 +36,7 @@ from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, ROWS_MAX, WARP, WARPGROUP
 from .device.masks import Mask, mask_of
 from .device.query_tiles import ROWS, QueryTiles
+from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
 from .device.rings import OwnStages, await_stores, skip
 from .device.rows import OWN_ROWS, coordinates, in_parts, largest_of_row, store_of_rows, sum_of_row
 from .device.tile_order import fetch, hear, message_ring, tell
@@ -107,32 +108,6 @@ GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is r
 SMEM_MAX = 232448  # bytes a CTA may have on Hopper; 1 KiB of it is left to the barriers
 
 
-class Products:
-    """A consumer's two products. Never an argument of a jit function, which would rebind the members."""
-
-    def __init__(self, mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring):
-        self.mma_qk, self.mma_pv, self.k_ring, self.v_ring = mma_qk, mma_pv, k_ring, v_ring
-        thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        q, key, d = cute.size(sQ, mode=[0]), cute.size(sK, mode=[0]), cute.size(sK, mode=[1])
-        self.rS = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, key)), Float32)
-        self.rO = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, d)), Float32)
-        self.rP = cute.make_rmem_tensor(cute.make_layout(cute.size(self.rS) // 2), Int32)
-        self.tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, place)
-        self.tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, stage)
-        self.tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, stage)
-        P = cute.recast_ptr(self.rP.iterator, None, sK.element_type)
-        self.tOrP = cute.make_tensor(P, operand_a(self.rS.layout))
-
-
-class Rows:
-    def __init__(self, x, thread, parts, seqlen_q, seqlen_kv):
-        self.S, self.O = by_row(x.rS), by_row(x.rO)  # (row, column) of this thread
-        self.parts = [by_row(part) for part in in_parts(x.rS, parts)]
-        self.row_max, self.row_sum = [cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2)]
-        self.where, self.first = coordinates(x.mma_qk, ROWS, cute.size(x.rS) * 2, thread)
-        self.lengths = seqlen_q, seqlen_kv
-
-
 class FlashAttentionForward(QueryTiles):
     """The CTA: `consumers` warpgroups, then a warpgroup of which one warp loads."""
 
@@ -170,13 +145,9 @@ class FlashAttentionForward(QueryTiles):
         loads = []
         for mX, rows in ((mQ, ROWS), (mK, self.tile_kv), (mV, self.tile_kv)):
             loads += load_atom(mX, rows)
-        source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
-        mma_qk, mma_pv = [
-            make_trivial_tiled_mma(self.dtype, self.dtype, K, major, Float32, (1, 1, 1), (ROWS, n), place)
-            for major, n, place in ((K, self.tile_kv, source.SMEM), (MN, self.head_dim, source.RMEM))
-        ]
+        mmas = attention_mmas(self.dtype, self.tile_kv, self.head_dim)
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
-        self.kernel(mma_qk, mma_pv, *loads, *store_atom(mO, ROWS // WARPS), mLSE, mCounter, tiles).launch(
+        self.kernel(*mmas, *loads, *store_atom(mO, ROWS // WARPS), mLSE, mCounter, tiles).launch(
             grid=(cutlass.min(tiles, SMS), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
@@ -198,7 +169,7 @@ class FlashAttentionForward(QueryTiles):
         sK, sV = [
             allocate_tiles(smem, self.dtype, self.tile_kv, self.head_dim, self.stages) for _ in range(2)
         ]  # (key, head_dim, stage)
-        sVt = exchanged(sV)  # (head_dim, key, stage)
+        sVt = exchanged(sV)  # (head_dim, key, stage): the same bytes, as operand B of P·V takes them
         sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # announced, q_block, head, batch
 
         own_bytes, kv_bytes = ROWS * self.head_dim * 2, self.tile_kv * self.head_dim * 2
@@ -264,8 +235,8 @@ class FlashAttentionForward(QueryTiles):
             tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
             x = Products(mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring)
             rO = x.rO
-            rows = Rows(x, thread, self.config.parts, seqlen_q, seqlen_kv)
-            S, O, row_max, row_sum = rows.S, rows.O, rows.row_max, rows.row_sum
+            rows = Rows(x, self.config.parts, thread, seqlen_q, seqlen_kv)
+            S, O, row_max, row_sum = rows.S, rows.O, rows.max, rows.sum
             stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
             copy_O = cute.make_tiled_copy_C(stmatrix, mma_pv).get_slice(thread)
             tOsO = copy_O.partition_D(sO)  # (CPY, CPY_M, CPY_N, place)
@@ -275,7 +246,7 @@ class FlashAttentionForward(QueryTiles):
             tile_get.advance()
             q_ring.consumer_wait(q_get)
             k_ring.consumer_wait(k_get)
-            self.multiply_qk(x, q_get, k_get)
+            multiply_qk(x, q_get, k_get)
             first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
             warpgroup.wait_group(0)
             while announced != END:
@@ -285,7 +256,7 @@ class FlashAttentionForward(QueryTiles):
                 row_max.fill(-Float32.inf)
                 row_sum.fill(0.0)
                 if visible == 0:
-                    self.hide(S, -Float32.inf, rows.where, rows.first, first_row, 0, *rows.lengths)
+                    self.hide(S, -Float32.inf, *rows.limits, first_row, 0, *rows.lengths)
                 self.first_softmax(S, row_max, row_sum)
                 round_fragment(x.rS, x.rP, self.dtype)
                 if const_expr(self.o_over_q and self.q_stages == 2):
@@ -325,7 +296,7 @@ class FlashAttentionForward(QueryTiles):
                 o_place = q_left.index if const_expr(self.o_over_q) else consumer
                 this_q_block, this_head, this_batch, this_row = q_block, head, batch, first_row
                 v_ring.consumer_wait(v_get)
-                multiply(mma_pv, x.rO, x.tOrP, x.tOrV[None, None, None, v_get.index], own_blocks > 1)
+                multiply_pv(x, v_get, own_blocks)
                 inverse, lse = [None, None], [None, None]
                 for r in range_constexpr(2):
                     total = sum_of_row(row_sum[r])
@@ -337,7 +308,7 @@ class FlashAttentionForward(QueryTiles):
                 if const_expr(self.q_stages == 2):
                     k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
                     # Without a next tile, of what lies there; nobody looks at it.
-                    self.multiply_qk(x, q_get, k_get)
+                    multiply_qk(x, q_get, k_get)
                 # Here, beside products, what the next tile's start would wait for.
                 first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
                 warpgroup.wait_group(self.q_stages - 1)
@@ -367,53 +338,33 @@ class FlashAttentionForward(QueryTiles):
                     await_stores()
                 # LSE after O: the fence above would wait for it. Of four lanes with the same two rows the
                 # first stores one and the second the other.
-                store_of_rows(mLSE[this_batch, this_head, None], this_row, seqlen_q, rows.where, lse)
+                store_of_rows(mLSE[this_batch, this_head, None], this_row, seqlen_q, rows.where_S, lse)
                 if const_expr(self.q_stages == 1):
                     q_ring.consumer_release(q_left)
                     k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
-                    self.multiply_qk(x, q_get, k_get)
+                    multiply_qk(x, q_get, k_get)
                 warpgroup.wait_group(0)
 
             await_stores()
 
-    @cute.jit
-    def span(self, q_block, consumer, seqlen_q, seqlen_kv):
-        """A consumer's part of a tile: its first row; how many tiles of keys the CTA takes, how many of them
-        it takes part in itself, and how many of those hide no pair."""
-        first_row = q_block * self.tile_q + consumer * ROWS
-        kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
-        own_blocks = self.own_blocks(first_row, seqlen_q, seqlen_kv)
-        return (
-            first_row,
-            kv_blocks,
-            own_blocks,
-            self.visible_blocks(first_row, own_blocks, seqlen_q, seqlen_kv),
-        )
-
-    def multiply_qk(self, x, q_get, k_get):
-        """S = Q·Kᵀ of the stages of q_get and k_get, as one commit group."""
-        tSrQ, tSrK = x.tSrQ[None, None, None, q_get.index], x.tSrK[None, None, None, k_get.index]
-        multiply(x.mma_qk, x.rS, tSrQ, tSrK, False)
-
     def step(self, x, rows, first_row, kv_block, q_get, k_get, v_get, masked: bool):
         """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one."""
         x.k_ring.consumer_wait(k_get)
-        self.multiply_qk(x, q_get, k_get)
+        multiply_qk(x, q_get, k_get)
         x.v_ring.consumer_wait(v_get)
-        # The first P·V of a tile of queries overwrites O: zeros would cost an instruction for two of them.
-        multiply(x.mma_pv, x.rO, x.tOrP, x.tOrV[None, None, None, v_get.index], kv_block > 1)
+        multiply_pv(x, v_get, kv_block)
         warpgroup.wait_group(1)
         x.k_ring.consumer_release(k_get)
         if masked:
-            self.hide(rows.S, -Float32.inf, rows.where, rows.first, first_row, kv_block, *rows.lengths)
+            self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *rows.lengths)
         for p, part in enumerate(rows.parts):
-            self.subtract(part, rows.row_max)
+            self.subtract(part, rows.max)
             if p > 0:
-                exponentiate(rows.parts[p - 1], rows.row_sum)
-            self.raise_maximum(part, [*rows.parts[:p], rows.O], rows.row_max, rows.row_sum)
+                exponentiate(rows.parts[p - 1], rows.sum)
+            self.raise_maximum(part, [*rows.parts[:p], rows.O], rows.max, rows.sum)
         warpgroup.wait_group(0)
         x.v_ring.consumer_release(v_get)
-        exponentiate(rows.parts[-1], rows.row_sum)
+        exponentiate(rows.parts[-1], rows.sum)
         round_fragment(x.rS, x.rP, self.dtype)
 
     def first_softmax(self, S, row_max, row_sum):

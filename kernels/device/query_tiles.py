@@ -52,6 +52,16 @@ class QueryTiles:
             seen = cutlass.min(seen, cutlass.max(0, self.mask.last_key(first_row + 1, seqlen_q, seqlen_kv)))
         return cutlass.min(own_blocks, seen // self.tile_kv)
 
+    @cute.jit
+    def span(self, q_block, consumer, seqlen_q, seqlen_kv):
+        """A consumer's part of a tile: its first row; how many tiles of keys the CTA takes, how many of them
+        it takes part in itself, and how many of those hide no pair."""
+        first_row = q_block * self.tile_q + consumer * ROWS
+        kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
+        own_blocks = self.own_blocks(first_row, seqlen_q, seqlen_kv)
+        visible = self.visible_blocks(first_row, own_blocks, seqlen_q, seqlen_kv)
+        return first_row, kv_blocks, own_blocks, visible
+
     def blocks_of(self, problem: Problem) -> Iterator[tuple[int, int]]:
         """Of each consumer's 64 queries of a head the `own_blocks`, and how many of them hide no pair."""
         lengths = problem.seqlen_q, problem.seqlen_kv
