@@ -20,7 +20,7 @@ Supports          bf16 and fp16; head_dim 64, 128, 256; seqlen_q and seqlen_kv �
 
 import math
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
@@ -38,7 +38,17 @@ from .device.masks import Mask, mask_of
 from .device.query_tiles import ROWS, QueryTiles
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
 from .device.rings import OwnStages, await_stores, skip
-from .device.rows import OWN_ROWS, coordinates, in_parts, largest_of_row, store_of_rows, sum_of_row
+from .device.rows import (
+    OWN_ROWS,
+    coordinates,
+    in_parts,
+    largest_of_row,
+    store_of_rows,
+    sum_of_row,
+    WarpStores,
+    rounded,
+    store_warp_rows,
+)
 from .device.tile_order import fetch, hear, message_ring, tell
 from .device.tma import (
     CONSUMER,
@@ -102,10 +112,16 @@ CANDIDATES = {
 }
 END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
 WARPS = WARPGROUP // WARP
-STORE = 1  # named barrier of the first consumer, the others' follow; 0 is the CTA's own
 SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
 GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is rescaled
 SMEM_MAX = 232448  # bytes a CTA may have on Hopper; 1 KiB of it is left to the barriers
+
+
+class Barrier(IntEnum):
+    """Named barriers. A consumer has its own of the second: + consumer."""
+
+    CTA = 0  # of `pipeline_init_wait`
+    Q_READ = 1
 
 
 class FlashAttentionForward(QueryTiles):
@@ -234,13 +250,9 @@ class FlashAttentionForward(QueryTiles):
             k_get, v_get = [pipeline.make_pipeline_state(CONSUMER, self.stages) for _ in range(2)]
             tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
             x = Products(mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring)
-            rO = x.rO
             rows = Rows(x, self.config.parts, thread, seqlen_q, seqlen_kv)
             S, O, row_max, row_sum = rows.S, rows.O, rows.max, rows.sum
-            stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-            copy_O = cute.make_tiled_copy_C(stmatrix, mma_pv).get_slice(thread)
-            tOsO = copy_O.partition_D(sO)  # (CPY, CPY_M, CPY_N, place)
-            sO_warps = row_slices(sO, ROWS // WARPS)  # (row, head_dim, warp of a place)
+            leave = WarpStores(mma_pv, sO, thread)
 
             announced, q_block, head, batch = hear(tile_ring, tile_get, sTile)
             tile_get.advance()
@@ -276,17 +288,10 @@ class FlashAttentionForward(QueryTiles):
                     self.step(x, rows, first_row, block, q_get, k_get, v_get, masked=True)
                     k_get.advance()
                     v_get.advance()
-                # Tiles that only rows of other consumers can see: left below. Rows past the end may have more
-                # than the ring holds; their last P·V, which is not stored, is of another V.
                 hidden = kv_blocks - own_blocks
-                if first_row >= seqlen_q:
-                    for _ in range(hidden, unroll=1):
-                        v_get = skip(v_ring, v_get, 1)
-                        k_get = skip(k_ring, k_get, 1)
-                    hidden = Int32(0)
-                if const_expr(not self.mask.hides):
-                    hidden = 0  # others have none anyway, which the compiler does not know
-
+                hidden, k_get, v_get = self.leave_past_the_end(
+                    hidden, first_row >= seqlen_q, k_ring, v_ring, k_get, v_get
+                )
                 if const_expr(not self.o_over_q):
                     q_ring.consumer_release(q_get)
 
@@ -318,22 +323,23 @@ class FlashAttentionForward(QueryTiles):
 
                 for r in range_constexpr(2):
                     O[r, None].store(O[r, None].load() * inverse[r])
-                rO16 = cute.make_rmem_tensor(x.rO.layout, self.dtype)
-                rO16.store(rO.load().to(self.dtype))
+                rO16 = rounded(x.rO, self.dtype)
                 # Each warp stores its own 16 rows of O. If they take the place of Q, it waits for the others'
                 # Q·Kᵀ; else for its own store before.
                 if const_expr(self.o_over_q):
-                    cute.arch.barrier(barrier_id=STORE + consumer, number_of_threads=WARPGROUP)
+                    cute.arch.barrier(barrier_id=Barrier.Q_READ + consumer, number_of_threads=WARPGROUP)
                 else:
                     await_stores()
-                cute.copy(copy_O, copy_O.retile(rO16), tOsO[None, None, None, o_place])
-                cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
-                cute.arch.sync_warp()
-                tOgO, sO_tma = partition_tma(store_O, mO[None, None, this_head, this_batch], sO_warps)
-                here = o_place * WARPS + warp_idx % WARPS
-                there = this_q_block * (self.consumers * WARPS) + warp_idx
-                cute.copy(store_O, sO_tma[None, here], tOgO[None, there])
-                cute.arch.cp_async_bulk_commit_group()
+                store_warp_rows(
+                    leave,
+                    rO16,
+                    o_place,
+                    store_O,
+                    mO,
+                    (this_q_block, this_head, this_batch),
+                    consumer_warps,
+                    warp_idx,
+                )
                 if const_expr(self.q_stages == 1):
                     await_stores()
                 # LSE after O: the fence above would wait for it. Of four lanes with the same two rows the
@@ -346,6 +352,17 @@ class FlashAttentionForward(QueryTiles):
                 warpgroup.wait_group(0)
 
             await_stores()
+
+    @cute.jit
+    def leave_past_the_end(self, hidden, past_the_end, k_ring, v_ring, k_get, v_get):
+        if past_the_end:
+            for _ in range(hidden, unroll=1):
+                v_get = skip(v_ring, v_get, 1)
+                k_get = skip(k_ring, k_get, 1)
+            hidden = Int32(0)
+        if const_expr(not self.mask.hides):
+            hidden = 0  # others have none anyway, which the compiler does not know
+        return hidden, k_get, v_get
 
     def step(self, x, rows, first_row, kv_block, q_get, k_get, v_get, masked: bool):
         """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one."""

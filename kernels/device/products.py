@@ -32,8 +32,12 @@ class Products:
         self.mma_qk, self.mma_pv, self.k_ring, self.v_ring = mma_qk, mma_pv, k_ring, v_ring
         tile_kv, head_dim = cute.size(sK, mode=[0]), cute.size(sK, mode=[1])
         thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        self.rS = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, tile_kv)), Float32)  # ((2,2,kv/8),1,1)
-        self.rO = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, head_dim)), Float32)  # ((2,2,d/8),1,1)
+        self.rS = cute.make_rmem_tensor(
+            mma_qk.partition_shape_C((ROWS, tile_kv)), Float32
+        )  # ((2,2,kv/8),1,1)
+        self.rO = cute.make_rmem_tensor(
+            mma_pv.partition_shape_C((ROWS, head_dim)), Float32
+        )  # ((2,2,d/8),1,1)
         self.rP = cute.make_rmem_tensor(cute.make_layout(cute.size(self.rS) // 2), Int32)  # (16-bit pair)
         self.tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, place)
         self.tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, stage)
