@@ -1,67 +1,46 @@
 """K6: the production forward.
 
-The idea          Everything that measured ahead, and nothing else. The CTAs stay and fetch tiles, longest
-                  first, so that loads of the next tile hide the end of this one. O is rescaled only when a
-                  row's maximum has grown by more than 2⁸; mostly that is asked of three exponents at a time,
-                  as integers. The vote on it also keeps the question where it is written, before the wait
-                  for P·V, and leaves the descriptors in uniform registers. At head_dim 64 it is asked of the
-                  second half of a tile's keys while the first half is exponentiated.
+The idea          The CTAs stay and fetch tiles, longest first, so that loads of the next tile hide the end of
+                  this one. O is rescaled only when a row's maximum has grown by more than 2⁸; mostly that is
+                  asked of three exponents at a time, as integers, and a warp's vote on it keeps the question
+                  before the wait for P·V. At head_dim 64 it is asked of the second half of a tile's keys
+                  while the first half is exponentiated.
 What changes      against k6_2: persistent CTAs and a tile counter; a tile's last P·V beside the next one's
-                  first Q·Kᵀ, up to head_dim 128; tiles with hidden keys in a loop of their own, tiles hidden
-                  from all of a consumer's rows left by it; lazy rescaling; O leaves through shared memory by
-                  TMA; a tile shape for each head_dim; fp16, GQA, unequal lengths, head_dim 256. Nobody waits
-                  for a turn any more.
+                  first Q·Kᵀ, up to head_dim 128; tiles with hidden keys in a loop of their own; lazy
+                  rescaling; O leaves through shared memory by TMA; a tile shape for each head_dim; fp16, GQA,
+                  unequal lengths, head_dim 256. Nobody waits for a turn any more.
 What does not     rings, warp specialisation, the half-tile lag of P·V behind Q·Kᵀ.
 Supports          bf16 and fp16; head_dim 64, 128, 256; seqlen_q and seqlen_kv ≥ 1; GQA and MQA. A causal mask
                   is aligned at the bottom right, where query i sees keys up to i + seqlen_kv − seqlen_q, or
                   with top_left there, where it sees keys up to i. A query that sees none gives O = 0 and
                   LSE = −∞.
+Note              notes/k6.md: the schedule drawn, what each idea is worth, what lost.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
-from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .contract import Problem, Stage, Tensors, Work
 from .device.arithmetic import largest_positive
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
-from .device.constants import LN_2, LOG2_E, ROWS_MAX, WARP, WARPGROUP
+from .device.constants import LN_2, LOG2_E, WARP, WARPGROUP
 from .device.masks import Mask, mask_of
-from .device.query_tiles import ROWS, QueryTiles
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
-from .device.rings import OwnStages, await_stores, skip
-from .device.rows import (
-    OWN_ROWS,
-    coordinates,
-    in_parts,
-    largest_of_row,
-    store_of_rows,
-    sum_of_row,
-    WarpStores,
-    rounded,
-    store_warp_rows,
-)
+from .device.query_tiles import ROWS, Config, QueryTiles, refuse_unless_gqa, work_on_query_tiles
+from .device.rings import CONSUMER, PRODUCER, OwnStages, put, skip, tma_rings
+from .device.rows import OWN_ROWS, finite, largest_of_row, sum_of_row
+from .device.stores import WARP_ROWS, WARPS, WarpStores, await_stores, rounded, store_of_rows, store_warp_rows
 from .device.tile_order import fetch, hear, message_ring, tell
-from .device.tma import (
-    CONSUMER,
-    PRODUCER,
-    allocate_tiles,
-    load_atom,
-    partition_tma,
-    put,
-    row_slices,
-    store_atom,
-    tma_rings,
-)
-from .device.wgmma import by_row, exchanged, multiply, operand_a, round_fragment
+from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
+from .device.wgmma import exchanged, round_fragment
 
 STAGES = (
     Stage(
@@ -74,58 +53,37 @@ STAGES = (
     ),
 )
 
-
-@dataclass(frozen=True)
-class Config:
-    """A tile shape and what measured best with it."""
-
-    consumers: int  # warpgroups of 64 rows
-    tile_kv: int
-    stages: int  # of the ring of K, and of V
-    registers: tuple[int, int]  # of a producer's thread, of a consumer's
-    parts: int = 1  # of a tile's keys: the exponentials of one run beside what the next begins with
-
-    def __str__(self) -> str:
-        shape = f"{ROWS * self.consumers}×{self.tile_kv}, {self.stages} stages"
-        return shape + f", {self.parts} parts" * (self.parts > 1)
-
-
-FOUR_64 = Config(4, 64, 8, (24, 112), parts=2)
-THREE_64 = Config(3, 64, 4, (32, 160))
-TWO_64 = Config(2, 64, 2, (24, 240))
-CONFIGS = {64: FOUR_64, 128: THREE_64, 256: TWO_64}  # by head_dim
-# What the shapes above were chosen from, for `python -m harness.ablation k6`.
-CANDIDATES = {
-    64: (
-        FOUR_64,
-        replace(FOUR_64, parts=1),
-        replace(FOUR_64, parts=4),
-        Config(3, 96, 5, (32, 160), parts=2),
-        Config(3, 128, 3, (32, 160), parts=4),
-    ),
-    128: (
-        THREE_64,
-        replace(THREE_64, parts=2),
-        Config(3, 80, 3, (32, 160)),
-        Config(2, 128, 2, (24, 240)),
-    ),
+CONFIGS = {  # by head_dim; registers of a producer's thread and of a consumer's, stages of K and of V
+    64: Config(consumers=4, tile_kv=64, stages=8, registers=(24, 112), parts=2),
+    128: Config(consumers=3, tile_kv=64, stages=4, registers=(32, 160)),
+    256: Config(consumers=2, tile_kv=64, stages=2, registers=(24, 240)),
 }
 END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
-WARPS = WARPGROUP // WARP
 SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
 GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is rescaled
 SMEM_MAX = 232448  # bytes a CTA may have on Hopper; 1 KiB of it is left to the barriers
 
 
 class Barrier(IntEnum):
-    """Named barriers. A consumer has its own of the second: + consumer."""
+    """Named barriers; the second is a consumer's own, + its number."""
 
-    CTA = 0  # of `pipeline_init_wait`
+    CTA = 0
     Q_READ = 1
 
 
 class FlashAttentionForward(QueryTiles):
-    """The CTA: `consumers` warpgroups, then a warpgroup of which one warp loads."""
+    """The CTA: C = `consumers` warpgroups, then a warpgroup of which one warp, the producer, loads.
+
+    barrier, how often         who arrives, how many                     who waits
+    Q full, C·q_stages         the producer, 1, and the TMA's bytes      the consumer whose 64 rows they are
+    Q empty, C·q_stages        that consumer's warps, 4                  the producer
+    K, V full, stages each     the producer, 1, and the TMA's bytes      all consumers
+    K, V empty, stages each    all consumers' warps, 4·C                 the producer
+    tile told, 1               the producer's lanes, 32                  all consumers
+    tile heard, 1              all consumers' threads, 128·C             the producer
+    Barrier.CTA                everyone, once: the rings are there       everyone
+    Barrier.Q_READ + c, C      consumer c's threads, 128, done with Q    the same: O may take Q's place
+    """
 
     def __init__(self, head_dim: int, mask: Mask, dtype: str, config: Config | None = None):
         config = config or CONFIGS[head_dim]
@@ -133,15 +91,12 @@ class FlashAttentionForward(QueryTiles):
         self.dtype, self.config = ELEMENTS[dtype], config
         self.consumers, self.stages = config.consumers, config.stages
         self.threads = WARPGROUP * (self.consumers + 1)
-        assert self.tile_kv % (8 * config.parts) == 0, (
-            "a part is some of the accumulator's groups of 8 columns"
-        )
+        assert self.tile_kv % (8 * config.parts) == 0, "a part is some of the tile's groups of 8 columns"
         self.scale_log2 = LOG2_E / math.sqrt(head_dim)
         # Two of Q and one of O; or two of Q, where O is written over the one it came from; or one for both.
         self.q_buffers = max(n for n in (1, 2, 3) if self.tile_bytes(n) <= SMEM_MAX - 1024)
         self.q_stages, self.o_over_q = min(self.q_buffers, 2), self.q_buffers < 3
-        # A consumer that waits for the next tile (`hear`, or its first keys) still holds a stage of V. Keys
-        # that only others see come before.
+        # The tiles that only other consumers see must fit beside one stage of V: see `leave_hidden`.
         assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
 
     def section_bytes(self, seqlen_kv):
@@ -158,12 +113,10 @@ class FlashAttentionForward(QueryTiles):
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, mCounter, stream):
         batch, heads, seqlen_q, _ = mQ.shape
-        loads = []
-        for mX, rows in ((mQ, ROWS), (mK, self.tile_kv), (mV, self.tile_kv)):
-            loads += load_atom(mX, rows)
+        loads = *load_atom(mQ, ROWS), *load_atom(mK, self.tile_kv), *load_atom(mV, self.tile_kv)
         mmas = attention_mmas(self.dtype, self.tile_kv, self.head_dim)
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
-        self.kernel(*mmas, *loads, *store_atom(mO, ROWS // WARPS), mLSE, mCounter, tiles).launch(
+        self.kernel(*mmas, *loads, *store_atom(mO, WARP_ROWS), mLSE, mCounter, tiles).launch(
             grid=(cutlass.min(tiles, SMS), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
@@ -182,33 +135,27 @@ class FlashAttentionForward(QueryTiles):
         sO = sQ = allocate_tiles(smem, self.dtype, ROWS, self.head_dim, q_places)  # (row, head_dim, place)
         if const_expr(not self.o_over_q):
             sO = allocate_tiles(smem, self.dtype, ROWS, self.head_dim, self.consumers)
-        sK, sV = [
-            allocate_tiles(smem, self.dtype, self.tile_kv, self.head_dim, self.stages) for _ in range(2)
-        ]  # (key, head_dim, stage)
+        kv_tiles = smem, self.dtype, self.tile_kv, self.head_dim, self.stages
+        sK, sV = allocate_tiles(*kv_tiles), allocate_tiles(*kv_tiles)  # (key, head_dim, stage)
         sVt = exchanged(sV)  # (head_dim, key, stage): the same bytes, as operand B of P·V takes them
         sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # announced, q_block, head, batch
-
         own_bytes, kv_bytes = ROWS * self.head_dim * 2, self.tile_kv * self.head_dim * 2
         q_ring, k_ring, v_ring = tma_rings(
             smem,
             (q_places, own_bytes, WARPS),  # every consumer waits for its own rows of Q
             (self.stages, kv_bytes, consumer_warps),
             (self.stages, kv_bytes, consumer_warps),
-            # Through a shuffle, or ptxas would read the lane from its special register in every step.
+            # From a shuffle it stays in a register (notes/gotchas.md, "A loop's bound may be computed anew").
             lane=cute.arch.shuffle_sync(cute.arch.lane_idx(), cute.arch.lane_idx()),
         )
         tile_ring = message_ring(smem, WARPGROUP * self.consumers)
         pipeline.pipeline_init_arrive()
-        pipeline.pipeline_init_wait()
+        pipeline.pipeline_init_wait()  # Barrier.CTA
 
         if warp_idx >= consumer_warps:
             # 1. the producer: runs ahead as far as the rings have room, across the ends of tiles
-            #
-            #     for each tile of queries of this CTA:
-            #         tell the consumers where it lies
-            #         load Q of consumer 0, the first K, Q of the other consumers, the first V
-            #         load K and V of the other keys, from left to right
-            #         fetch the next tile
+            #     for each tile of queries: tell the consumers where it lies · load Q of consumer 0, K₀, Q of
+            #         the others, V₀ · load Kⱼ and Vⱼ for j = 1, 2, …, from left to right · fetch the next
             #     tell the consumers that there are no more
             cute.arch.setmaxregister_decrease(self.config.registers[0])
             if warp_idx == consumer_warps:
@@ -243,6 +190,13 @@ class FlashAttentionForward(QueryTiles):
                 tell(tile_ring, tile_put, sTile, (END, 0, 0, 0))
         else:
             # 2. a consumer's prologue, up to the first tile's S
+            #     issue S = Q·K₀ᵀ
+            #     for each tile of queries:
+            #         wait for S · P = softmax of S                                                  (2.)
+            #         for each tile of keys j = 1, 2, …:   `step`                                    (3.)
+            #             issue S = Q·Kⱼᵀ and O += P·Vⱼ₋₁ · wait for S · the exponents of P · wait for O · P
+            #         issue the last O += P·V · hear of the next tile · issue its S = Q·K₀ᵀ          (4.)
+            #         wait for O · O / row sums to shared memory, from there by TMA · LSE
             cute.arch.setmaxregister_increase(self.config.registers[1])
             consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
             thread = tidx % WARPGROUP
@@ -252,7 +206,7 @@ class FlashAttentionForward(QueryTiles):
             x = Products(mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring)
             rows = Rows(x, self.config.parts, thread, seqlen_q, seqlen_kv)
             S, O, row_max, row_sum = rows.S, rows.O, rows.max, rows.sum
-            leave = WarpStores(mma_pv, sO, thread)
+            leave = WarpStores(mma_pv, sO, store_O, mO, thread, warp_idx, consumer_warps)
 
             announced, q_block, head, batch = hear(tile_ring, tile_get, sTile)
             tile_get.advance()
@@ -277,33 +231,29 @@ class FlashAttentionForward(QueryTiles):
                         await_stores()
                         q_ring.consumer_release(q_get.other)
 
-                # 3. main loop: the tiles that are seen whole, then those with hidden keys
+                # 3. main loop: the tiles that are seen whole, those with hidden keys, those all hidden
                 for block in range(1, visible, unroll=1):
                     self.step(x, rows, first_row, block, q_get, k_get, v_get, masked=False)
-                    # V has as many stages and is one behind: 2 instructions less than to advance it. In the
-                    # other loop they would be 20 more, for want of uniform registers.
+                    # V is one behind: 2 instructions less than to advance it, in the other loop 20 more.
                     v_get = k_get.clone()
                     k_get.advance()
                 for block in range(cutlass.max(1, visible), own_blocks, unroll=1):
                     self.step(x, rows, first_row, block, q_get, k_get, v_get, masked=True)
                     k_get.advance()
                     v_get.advance()
-                hidden = kv_blocks - own_blocks
-                hidden, k_get, v_get = self.leave_past_the_end(
-                    hidden, first_row >= seqlen_q, k_ring, v_ring, k_get, v_get
-                )
+                hidden, past_the_end = kv_blocks - own_blocks, first_row >= seqlen_q
+                hidden, k_get, v_get = self.leave_hidden(hidden, past_the_end, k_ring, v_ring, k_get, v_get)
                 if const_expr(not self.o_over_q):
                     q_ring.consumer_release(q_get)
 
-                # 4. the last P·V, with two stages of Q beside the next tile's first Q·Kᵀ; then O: registers,
-                # shared memory, TMA
+                # 4. the last P·V, with two stages of Q beside the next tile's first Q·Kᵀ; then O and LSE
                 q_left = q_get.this
                 o_place = q_left.index if const_expr(self.o_over_q) else consumer
-                this_q_block, this_head, this_batch, this_row = q_block, head, batch, first_row
+                this_tile, this_row = (q_block, head, batch), first_row
                 v_ring.consumer_wait(v_get)
                 multiply_pv(x, v_get, own_blocks)
                 inverse, lse = [None, None], [None, None]
-                for r in range_constexpr(2):
+                for r in range_constexpr(OWN_ROWS):
                     total = sum_of_row(row_sum[r])
                     inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
                     lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
@@ -320,31 +270,20 @@ class FlashAttentionForward(QueryTiles):
                 v_ring.consumer_release(v_get)
                 v_get.advance()
                 v_get = skip(v_ring, v_get, hidden)
-
-                for r in range_constexpr(2):
+                for r in range_constexpr(OWN_ROWS):
                     O[r, None].store(O[r, None].load() * inverse[r])
                 rO16 = rounded(x.rO, self.dtype)
-                # Each warp stores its own 16 rows of O. If they take the place of Q, it waits for the others'
-                # Q·Kᵀ; else for its own store before.
+                # Each warp stores its own 16 rows of O, over Q when the others' Q·Kᵀ is done with it too,
+                # else where its own store before has been read.
                 if const_expr(self.o_over_q):
                     cute.arch.barrier(barrier_id=Barrier.Q_READ + consumer, number_of_threads=WARPGROUP)
                 else:
                     await_stores()
-                store_warp_rows(
-                    leave,
-                    rO16,
-                    o_place,
-                    store_O,
-                    mO,
-                    (this_q_block, this_head, this_batch),
-                    consumer_warps,
-                    warp_idx,
-                )
+                store_warp_rows(leave, rO16, o_place, this_tile)
                 if const_expr(self.q_stages == 1):
                     await_stores()
-                # LSE after O: the fence above would wait for it. Of four lanes with the same two rows the
-                # first stores one and the second the other.
-                store_of_rows(mLSE[this_batch, this_head, None], this_row, seqlen_q, rows.where_S, lse)
+                # After O: the fence of its store would wait for this one (notes/k6.md, "Fewer instructions").
+                store_of_rows(mLSE[this_tile[2], this_tile[1], None], this_row, seqlen_q, rows.where_S, lse)
                 if const_expr(self.q_stages == 1):
                     q_ring.consumer_release(q_left)
                     k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
@@ -354,7 +293,15 @@ class FlashAttentionForward(QueryTiles):
             await_stores()
 
     @cute.jit
-    def leave_past_the_end(self, hidden, past_the_end, k_ring, v_ring, k_get, v_get):
+    def leave_hidden(self, hidden, past_the_end, k_ring, v_ring, k_get, v_get):
+        """The tiles of keys that only rows of other consumers see: how many are left to be left.
+
+        A consumer leaves their K while it waits for the next tile (`await_next`), and their V after its own
+        last one. Hazard: until then it holds that stage of V, and the producer puts V beside K, so they must
+        all fit into the other stages (the assertion in `__init__`), or all wait forever. Rows past the end
+        have no such bound and leave theirs here, K and V in turn; their last P·V, which is not stored, is of
+        another V. `tests/test_rings.py` runs this schedule.
+        """
         if past_the_end:
             for _ in range(hidden, unroll=1):
                 v_get = skip(v_ring, v_get, 1)
@@ -365,7 +312,8 @@ class FlashAttentionForward(QueryTiles):
         return hidden, k_get, v_get
 
     def step(self, x, rows, first_row, kv_block, q_get, k_get, v_get, masked: bool):
-        """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one."""
+        """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one, part by part: while a
+        part is subtracted and asked for its growth, the part before it is exponentiated."""
         x.k_ring.consumer_wait(k_get)
         multiply_qk(x, q_get, k_get)
         x.v_ring.consumer_wait(v_get)
@@ -394,19 +342,27 @@ class FlashAttentionForward(QueryTiles):
 
     @cute.jit
     def raise_maximum(self, part, relative, row_max, row_sum):
-        if const_expr(len(relative) > 1):
+        """Where an exponent of `part` is larger than GROWTH, raise the row's maximum by it, and rescale what
+        is relative to it: the part, P of the parts before and O (in `relative`), and the sum.
+
+        The maximum is subtracted already: a score beyond it leaves a positive exponent, so the largest
+        positive exponent is the growth. −∞ of hidden scores needs no care here.
+        """
+        beside = len(relative) > 1  # the exponentials of the part before
+        if const_expr(beside):
             total = row_sum[0] + row_sum[1]
         # Each thread asks its own keys; the four of a row put theirs together only in the branch.
         keys = range(cute.size(part, mode=[1]))
-        ahead = [largest_positive([part[r, c] for c in keys]) for r in range(2)]
+        ahead = [largest_positive([part[r, c] for c in keys]) for r in range(OWN_ROWS)]
         most = cute.arch.fmax(ahead[0], ahead[1])
-        if const_expr(len(relative) > 1):
+        if const_expr(beside):
+            # Never more, since a sum is not negative; but it keeps the exponentials before the vote
+            # (notes/k6.md, "Two halves of a tile beside each other").
             most = cute.arch.fmax(most, -total)
-        # A vote, so that the branch is uniform in the warp: behind a divergent one ptxas gives up the
-        # uniform registers of the loop, and every WGMMA's descriptor takes a detour.
+        # A vote: the branch must be uniform in the warp (notes/k6.md, "A branch must be uniform").
         if cute.arch.vote_any_sync(most > GROWTH):
             warpgroup.wait_group(0)  # P·V still adds to O
-            for r in range_constexpr(2):
+            for r in range_constexpr(OWN_ROWS):
                 # Only of a row that has grown: what others of the warp see must not change its bits.
                 growth = largest_of_row(ahead[r])
                 new_max = row_max[r] + (growth if growth > GROWTH else 0.0)
@@ -415,21 +371,21 @@ class FlashAttentionForward(QueryTiles):
                 # The exponents keep the rounding of their size before: 2⁻²⁴ of the growth.
                 part[r, None].store(part[r, None].load() - growth)
                 factor = cute.math.exp2(-growth, fastmath=True)
-                for x in relative:  # P of the parts before, and O
+                for x in relative:
                     x[r, None].store(x[r, None].load() * factor)
                 row_sum[r] *= factor
 
     def subtract(self, S, row_max):
         """Scores become exponents, relative to row_max."""
-        for r in range(2):
+        for r in range(OWN_ROWS):
             S[r, None].store(S[r, None].load() * self.scale_log2 - row_max[r])
 
 
 @cute.jit
 def await_next(q_ring, k_ring, q_get, k_get, hidden, announced):
-    """A consumer: leave `hidden` tiles of keys, then wait for the next tile's Q and first keys, if any."""
+    """Leave the K of `hidden` tiles, then wait for the next tile's Q and first K, if there is one."""
     k_get = skip(k_ring, k_get, hidden)
-    if announced != 0:
+    if announced != END:
         q_ring.consumer_wait(q_get)
         k_ring.consumer_wait(k_get)
     return k_get
@@ -437,28 +393,14 @@ def await_next(q_ring, k_ring, q_get, k_get, hidden, announced):
 
 def exponentiate(S, row_sum):
     """Exponents become P, and row_sum follows."""
-    for r in range(2):
+    for r in range(OWN_ROWS):
         p = cute.math.exp2(S[r, None].load(), fastmath=True)
         S[r, None].store(p)
         row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
 
 
-@cute.jit
-def finite(maximum: Float32):
-    """What exp subtracts: 0 while no key was visible, since −∞ − (−∞) would be NaN and not e^−∞ = 0."""
-    return 0.0 if maximum == -Float32.inf else maximum
-
-
 def supports(problem: Problem) -> str | None:
-    if problem.direction != "fwd":
-        return f"computes the forward pass, not {problem.direction!r}"
-    if problem.head_dim not in (64, 128, 256):
-        return f"takes head_dim 64, 128 or 256, not {problem.head_dim}"
-    if problem.seqlen_q > 0 and problem.seqlen_kv == 0:
-        return "takes at least one key"
-    if max(problem.seqlen_q, problem.seqlen_kv) * problem.batch * problem.heads > ROWS_MAX:
-        return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
-    return None
+    return refuse_unless_gqa(problem)
 
 
 def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -466,32 +408,11 @@ def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int,
 
 
 def kernel_for(problem: Problem, config: Config | None = None) -> FlashAttentionForward:
-    """The kernel of the problem's head_dim, mask and type."""
     return FlashAttentionForward(problem.head_dim, mask_of(problem), problem.dtype, config)
 
 
 def work(problem: Problem, config: Config | None = None) -> list[Work]:
-    kernel = kernel_for(problem, config)
-    heads, q_blocks = problem.batch * problem.heads, math.ceil(problem.seqlen_q / kernel.tile_q)
-    blocks = unmasked = 0
-    for own, visible in kernel.blocks_of(problem):
-        blocks += own
-        unmasked += max(1, visible) - 1  # the first is not in a loop
-    rows = q_blocks * kernel.consumers  # of 64 queries, each the work of one consumer
-    return [
-        Work(
-            kernel=type(kernel).__name__,
-            unit=f"{kernel.tile_q} queries",
-            threads=WARPGROUP * kernel.consumers,
-            ctas=min(SMS, q_blocks * heads),
-            passes=q_blocks * heads,
-            trips=(unmasked / rows, (blocks - unmasked) / rows - 1),
-            ffma=0,
-            hbm_bytes=problem.min_bytes / (q_blocks * heads),
-            smem_bytes=kernel.smem_bytes,
-            tensor_flops=4 * ROWS * kernel.tile_kv * problem.head_dim * blocks / q_blocks,
-        )
-    ]
+    return [work_on_query_tiles(kernel_for(problem, config), problem, SMS)]
 
 
 def lazy_maximum(problem: Problem, config: Config | None = None) -> tuple[int, int, float]:
@@ -499,14 +420,6 @@ def lazy_maximum(problem: Problem, config: Config | None = None) -> tuple[int, i
     of two behind."""
     kernel = kernel_for(problem, config)
     return kernel.tile_kv, kernel.config.parts, GROWTH
-
-
-VARIANTS = {str(config): {"config": config} for configs in CANDIDATES.values() for config in configs}
-
-
-def variants_for(problem: Problem) -> list[str]:
-    """The labels in VARIANTS that are candidates at the problem's head_dim."""
-    return [str(config) for config in CANDIDATES.get(problem.head_dim, ())]
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:
@@ -519,3 +432,18 @@ def compile_kernel(problem: Problem, **options: object) -> object:
 def run_kernel(compiled: object, t: Tensors) -> None:
     if t.o.numel():
         compiled(t.q, t.k, t.v, t.o, t.lse, t.workspace["counter"])
+
+
+# What CONFIGS were chosen from, for `python -m harness.ablation k6`.
+CANDIDATES = {
+    64: [replace(CONFIGS[64], parts=parts) for parts in (2, 1, 4)]
+    + [Config(3, 96, 5, (32, 160), parts=2), Config(3, 128, 3, (32, 160), parts=4)],
+    128: [replace(CONFIGS[128], parts=parts) for parts in (1, 2)]
+    + [Config(3, 80, 3, (32, 160)), Config(2, 128, 2, (24, 240))],
+}
+VARIANTS = {str(config): {"config": config} for configs in CANDIDATES.values() for config in configs}
+
+
+def variants_for(problem: Problem) -> list[str]:
+    """The labels in VARIANTS that are candidates at the problem's head_dim."""
+    return [str(config) for config in CANDIDATES.get(problem.head_dim, ())]

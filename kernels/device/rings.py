@@ -1,4 +1,5 @@
-"""What a consumer does with the stages of a ring, beside waiting for one and leaving it."""
+"""Places in rings, and what a consumer does with a ring beside waiting for a stage and leaving it. The rings
+themselves are `tma.tma_rings`, which the stages before k6 take from there."""
 
 import copy
 
@@ -6,10 +7,18 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.pipeline import PipelineState
 
+from .tma import CONSUMER, PRODUCER, put, tma_rings
+
+__all__ = ["CONSUMER", "PRODUCER", "OwnStages", "put", "skip", "tma_rings"]
+
 
 class OwnStages(PipelineState):
     """Where a consumer is in a ring whose stages are dealt out to all of them: of `stages` those are its own
-    whose number is its own modulo `consumers`."""
+    whose number is its own modulo `consumers`.
+
+    `this` and `other` are properties: of what a dynamic loop calls a method, the DSL makes a loop-carried
+    value, in the order of the calls, and another order is other machine code.
+    """
 
     def __init__(self, stages: int, consumers: int, consumer: Int32):
         super().__init__(stages, Int32(0), consumer, Int32(0))
@@ -48,10 +57,3 @@ def skip(ring, state, stages):
         ring.consumer_release(state)
         state.advance()
     return state
-
-
-@cute.jit
-def await_stores():
-    """A warp: wait until what it stores by TMA has been read from shared memory."""
-    cute.arch.cp_async_bulk_wait_group(0, read=True)  # of the lane that issued it
-    cute.arch.sync_warp()
