@@ -1,54 +1,46 @@
 """K6: the production forward.
 
-The idea          Everything that measured ahead, and nothing else. The CTAs stay and fetch tiles, longest
-                  first, so that loads of the next tile hide the end of this one. O is rescaled only when a
-                  row's maximum has grown by more than 2⁸; mostly that is asked of three exponents at a time,
-                  as integers. The vote on it also keeps the question where it is written, before the wait
-                  for P·V, and leaves the descriptors in uniform registers. At head_dim 64 it is asked of the
-                  second half of a tile's keys while the first half is exponentiated.
+The idea          The CTAs stay and fetch tiles, longest first, so that loads of the next tile hide the end of
+                  this one. O is rescaled only when a row's maximum has grown by more than 2⁸; mostly that is
+                  asked of three exponents at a time, as integers, and a warp's vote on it keeps the question
+                  before the wait for P·V. At head_dim 64 it is asked of the second half of a tile's keys
+                  while the first half is exponentiated.
 What changes      against k6_2: persistent CTAs and a tile counter; a tile's last P·V beside the next one's
-                  first Q·Kᵀ, up to head_dim 128; tiles with hidden keys in a loop of their own, tiles hidden
-                  from all of a consumer's rows left by it; lazy rescaling; O leaves through shared memory by
-                  TMA; a tile shape for each head_dim; fp16, GQA, unequal lengths, head_dim 256. Nobody waits
-                  for a turn any more.
+                  first Q·Kᵀ, up to head_dim 128; tiles with hidden keys in a loop of their own; lazy
+                  rescaling; O leaves through shared memory by TMA; a tile shape for each head_dim; fp16, GQA,
+                  unequal lengths, head_dim 256. Nobody waits for a turn any more.
 What does not     rings, warp specialisation, the half-tile lag of P·V behind Q·Kᵀ.
 Supports          bf16 and fp16; head_dim 64, 128, 256; seqlen_q and seqlen_kv ≥ 1; GQA and MQA. A causal mask
                   is aligned at the bottom right, where query i sees keys up to i + seqlen_kv − seqlen_q, or
                   with top_left there, where it sees keys up to i. A query that sees none gives O = 0 and
                   LSE = −∞.
+Note              notes/k6.md: the schedule drawn, what each idea is worth, what lost.
 """
 
 import math
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
+from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
-from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .contract import Problem, Stage, Tensors, Work
-from .device.arithmetic import largest_positive, store_if
+from .device.arithmetic import largest_positive
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
-from .device.constants import LN_2, LOG2_E, ROWS_MAX, WARP, WARPGROUP
+from .device.constants import LN_2, LOG2_E, WARP, WARPGROUP
 from .device.masks import Mask, mask_of
-from .device.query_tiles import ROWS, QueryTiles
+from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
+from .device.query_tiles import ROWS, Config, QueryTiles, refuse_unless_gqa, work_on_query_tiles
+from .device.rings import CONSUMER, PRODUCER, OwnStages, put, skip, tma_rings
+from .device.rows import OWN_ROWS, finite, largest_of_row, sum_of_row
+from .device.stores import WARP_ROWS, WARPS, WarpStores, await_stores, rounded, store_of_rows, store_warp_rows
 from .device.tile_order import fetch, hear, message_ring, tell
-from .device.tma import (
-    CONSUMER,
-    PRODUCER,
-    allocate_tiles,
-    load_atom,
-    partition_tma,
-    put,
-    row_slices,
-    store_atom,
-    tma_rings,
-)
-from .device.wgmma import by_row, exchanged, multiply, operand_a, round_fragment
+from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
+from .device.wgmma import exchanged, round_fragment
 
 STAGES = (
     Stage(
@@ -61,53 +53,37 @@ STAGES = (
     ),
 )
 
-
-@dataclass(frozen=True)
-class Config:
-    """A tile shape and what measured best with it."""
-
-    consumers: int  # warpgroups of 64 rows
-    tile_kv: int
-    stages: int  # of the ring of K, and of V
-    registers: tuple[int, int]  # of a producer's thread, of a consumer's
-    parts: int = 1  # of a tile's keys: the exponentials of one run beside what the next begins with
-
-    def __str__(self) -> str:
-        shape = f"{ROWS * self.consumers}×{self.tile_kv}, {self.stages} stages"
-        return shape + f", {self.parts} parts" * (self.parts > 1)
-
-
-FOUR_64 = Config(4, 64, 8, (24, 112), parts=2)
-THREE_64 = Config(3, 64, 4, (32, 160))
-TWO_64 = Config(2, 64, 2, (24, 240))
-CONFIGS = {64: FOUR_64, 128: THREE_64, 256: TWO_64}  # by head_dim
-# What the shapes above were chosen from, for `python -m harness.ablation k6`.
-CANDIDATES = {
-    64: (
-        FOUR_64,
-        replace(FOUR_64, parts=1),
-        replace(FOUR_64, parts=4),
-        Config(3, 96, 5, (32, 160), parts=2),
-        Config(3, 128, 3, (32, 160), parts=4),
-    ),
-    128: (
-        THREE_64,
-        replace(THREE_64, parts=2),
-        Config(3, 80, 3, (32, 160)),
-        Config(2, 128, 2, (24, 240)),
-    ),
+CONFIGS = {  # by head_dim; registers of a producer's thread and of a consumer's, stages of K and of V
+    64: Config(consumers=4, tile_kv=64, stages=8, registers=(24, 112), parts=2),
+    128: Config(consumers=3, tile_kv=64, stages=4, registers=(32, 160)),
+    256: Config(consumers=2, tile_kv=64, stages=2, registers=(24, 240)),
 }
-FIRST, FOLLOWS = 1, 2  # how a CTA's tiles are announced; 0 ends them
-WARPS = WARPGROUP // WARP
-STORE = 1  # named barrier of the first consumer, the others' follow; 0 is the CTA's own
-LANES = 4  # threads that share a query row of the accumulator; they sit in one warp
+END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
 SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
 GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is rescaled
 SMEM_MAX = 232448  # bytes a CTA may have on Hopper; 1 KiB of it is left to the barriers
 
 
+class Barrier(IntEnum):
+    """Named barriers; the second is a consumer's own, + its number."""
+
+    CTA = 0
+    Q_READ = 1
+
+
 class FlashAttentionForward(QueryTiles):
-    """The CTA: `consumers` warpgroups, then a warpgroup of which one warp loads."""
+    """The CTA: C = `consumers` warpgroups, then a warpgroup of which one warp, the producer, loads.
+
+    barrier, how often         who arrives, how many                     who waits
+    Q full, C·q_stages         the producer, 1, and the TMA's bytes      the consumer whose 64 rows they are
+    Q empty, C·q_stages        that consumer's warps, 4                  the producer
+    K, V full, stages each     the producer, 1, and the TMA's bytes      all consumers
+    K, V empty, stages each    all consumers' warps, 4·C                 the producer
+    tile told, 1               the producer's lanes, 32                  all consumers
+    tile heard, 1              all consumers' threads, 128·C             the producer
+    Barrier.CTA                everyone, once: the rings are there       everyone
+    Barrier.Q_READ + c, C      consumer c's threads, 128, done with Q    the same: O may take Q's place
+    """
 
     def __init__(self, head_dim: int, mask: Mask, dtype: str, config: Config | None = None):
         config = config or CONFIGS[head_dim]
@@ -115,15 +91,12 @@ class FlashAttentionForward(QueryTiles):
         self.dtype, self.config = ELEMENTS[dtype], config
         self.consumers, self.stages = config.consumers, config.stages
         self.threads = WARPGROUP * (self.consumers + 1)
-        assert self.tile_kv % (8 * config.parts) == 0, (
-            "a part is some of the accumulator's groups of 8 columns"
-        )
+        assert self.tile_kv % (8 * config.parts) == 0, "a part is some of the tile's groups of 8 columns"
         self.scale_log2 = LOG2_E / math.sqrt(head_dim)
         # Two of Q and one of O; or two of Q, where O is written over the one it came from; or one for both.
         self.q_buffers = max(n for n in (1, 2, 3) if self.tile_bytes(n) <= SMEM_MAX - 1024)
         self.q_stages, self.o_over_q = min(self.q_buffers, 2), self.q_buffers < 3
-        # A consumer that waits for the next tile (`hear`, or its first keys) still holds a stage of V. Keys
-        # that only others see come before.
+        # The tiles that only other consumers see must fit beside one stage of V: see `leave_hidden`.
         assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
 
     def section_bytes(self, seqlen_kv):
@@ -140,16 +113,10 @@ class FlashAttentionForward(QueryTiles):
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, mCounter, stream):
         batch, heads, seqlen_q, _ = mQ.shape
-        loads = []
-        for mX, rows in ((mQ, ROWS), (mK, self.tile_kv), (mV, self.tile_kv)):
-            loads += load_atom(mX, rows)
-        source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
-        mma_qk, mma_pv = [
-            make_trivial_tiled_mma(self.dtype, self.dtype, K, major, Float32, (1, 1, 1), (ROWS, n), place)
-            for major, n, place in ((K, self.tile_kv, source.SMEM), (MN, self.head_dim, source.RMEM))
-        ]
+        loads = *load_atom(mQ, ROWS), *load_atom(mK, self.tile_kv), *load_atom(mV, self.tile_kv)
+        mmas = attention_mmas(self.dtype, self.tile_kv, self.head_dim)
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
-        self.kernel(mma_qk, mma_pv, *loads, *store_atom(mO, ROWS // WARPS), mLSE, mCounter, tiles).launch(
+        self.kernel(*mmas, *loads, *store_atom(mO, WARP_ROWS), mLSE, mCounter, tiles).launch(
             grid=(cutlass.min(tiles, SMS), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
@@ -168,39 +135,41 @@ class FlashAttentionForward(QueryTiles):
         sO = sQ = allocate_tiles(smem, self.dtype, ROWS, self.head_dim, q_places)  # (row, head_dim, place)
         if const_expr(not self.o_over_q):
             sO = allocate_tiles(smem, self.dtype, ROWS, self.head_dim, self.consumers)
-        sK, sV = [
-            allocate_tiles(smem, self.dtype, self.tile_kv, self.head_dim, self.stages) for _ in range(2)
-        ]  # (key, head_dim, stage)
-        sVt = exchanged(sV)  # (head_dim, key, stage)
-        sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # valid, q_block, head, batch
-
+        kv_tiles = smem, self.dtype, self.tile_kv, self.head_dim, self.stages
+        sK, sV = allocate_tiles(*kv_tiles), allocate_tiles(*kv_tiles)  # (key, head_dim, stage)
+        sVt = exchanged(sV)  # (head_dim, key, stage): the same bytes, as operand B of P·V takes them
+        sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # announced, q_block, head, batch
         own_bytes, kv_bytes = ROWS * self.head_dim * 2, self.tile_kv * self.head_dim * 2
         q_ring, k_ring, v_ring = tma_rings(
             smem,
             (q_places, own_bytes, WARPS),  # every consumer waits for its own rows of Q
             (self.stages, kv_bytes, consumer_warps),
             (self.stages, kv_bytes, consumer_warps),
-            # Through a shuffle, or ptxas would read the lane from its special register in every step.
+            # From a shuffle it stays in a register (notes/gotchas.md, "A loop's bound may be computed anew").
             lane=cute.arch.shuffle_sync(cute.arch.lane_idx(), cute.arch.lane_idx()),
         )
         tile_ring = message_ring(smem, WARPGROUP * self.consumers)
         pipeline.pipeline_init_arrive()
-        pipeline.pipeline_init_wait()
+        pipeline.pipeline_init_wait()  # Barrier.CTA
 
         if warp_idx >= consumer_warps:
-            # 1. the producer: fetch a tile, tell the consumers, load Q, K and V, keys from left to right
+            # 1. the producer: runs ahead as far as the rings have room, across the ends of tiles
+            #     for each tile of queries: tell the consumers where it lies · load Q of consumer 0, K₀, Q of
+            #         the others, V₀ · load Kⱼ and Vⱼ for j = 1, 2, …, from left to right · fetch the next
+            #     tell the consumers that there are no more
             cute.arch.setmaxregister_decrease(self.config.registers[0])
             if warp_idx == consumer_warps:
                 q_put = pipeline.make_pipeline_state(PRODUCER, q_places)
                 kv_put = pipeline.make_pipeline_state(PRODUCER, self.stages)
                 tile_put = pipeline.make_pipeline_state(PRODUCER, 1)
                 tile, _, _ = cute.arch.block_idx()
-                valid = Int32(FIRST)
+                announced = Int32(FIRST)
                 while tile < tiles:
                     q_block, head, batch = self.locate(tile, mQ, mK)
-                    tell(tile_ring, tile_put, sTile, (valid, q_block, head, batch))
+                    tell(tile_ring, tile_put, sTile, (announced, q_block, head, batch))
                     tile_put.advance()
                     kv_head = head // (mQ.shape[2] // mK.shape[2])
+                    # (TMA, block of rows) in global memory, (TMA, place or stage) in shared
                     tQgQ, tQsQ = partition_tma(load_Q, mQ[None, None, head, batch], sQ)
                     tKgK, tKsK = partition_tma(load_K, mK[None, None, kv_head, batch], sK)
                     tVgV, tVsV = partition_tma(load_V, mV[None, None, kv_head, batch], sV)
@@ -217,310 +186,221 @@ class FlashAttentionForward(QueryTiles):
                         put(v_ring, kv_put, load_V, tVgV[None, block], tVsV)
                         kv_put.advance()
                     tile = fetch(mCounter, tiles)
-                    valid = Int32(FOLLOWS)
-                tell(tile_ring, tile_put, sTile, (0, 0, 0, 0))
+                    announced = Int32(FOLLOWS)
+                tell(tile_ring, tile_put, sTile, (END, 0, 0, 0))
         else:
-            # 2. a consumer's prologue
+            # 2. a consumer's prologue, up to the first tile's S
+            #     issue S = Q·K₀ᵀ
+            #     for each tile of queries:
+            #         wait for S · P = softmax of S                                                  (2.)
+            #         for each tile of keys j = 1, 2, …:   `step`                                    (3.)
+            #             issue S = Q·Kⱼᵀ and O += P·Vⱼ₋₁ · wait for S · the exponents of P · wait for O · P
+            #         issue the last O += P·V · hear of the next tile · issue its S = Q·K₀ᵀ          (4.)
+            #         wait for O · O / row sums to shared memory, from there by TMA · LSE
             cute.arch.setmaxregister_increase(self.config.registers[1])
             consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
             thread = tidx % WARPGROUP
-            q_get = pipeline.PipelineState(q_places, Int32(0), consumer, Int32(0))
+            q_get = OwnStages(q_places, self.consumers, consumer)
             k_get, v_get = [pipeline.make_pipeline_state(CONSUMER, self.stages) for _ in range(2)]
             tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
-            thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-            cS = cute.make_identity_tensor((ROWS, self.tile_kv))
-            rS = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, self.tile_kv)), Float32)
-            rO = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, self.head_dim)), Float32)
-            rP = cute.make_rmem_tensor(cute.make_layout(cute.size(rS) // 2), Int32)  # pairs of 16-bit values
-            S, O = by_row(rS), by_row(rO)  # (row, column) of this thread
-            parts = [by_row(part) for part in in_parts(rS, self.config.parts)]  # of S, left to right
-            row_max, row_sum = [cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(2)]
-            tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, place)
-            tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, stage)
-            tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, stage)
-            tOrP = cute.make_tensor(cute.recast_ptr(rP.iterator, None, self.dtype), operand_a(rS.layout))
-            where_S, first_S = [by_row(mma_qk.get_slice(t).partition_C(cS)) for t in (thread, 0)]
-            # What a step needs; never an argument of a jit function, which would rebind its members.
-            x = SimpleNamespace(
-                tSrQ=tSrQ, tSrK=tSrK, tOrP=tOrP, tOrV=tOrV, rS=rS, rO=rO, rP=rP, S=S, O=O, parts=parts,
-                row_max=row_max, row_sum=row_sum, where_S=where_S, first_S=first_S,
-                mma_qk=mma_qk, mma_pv=mma_pv, k_ring=k_ring, v_ring=v_ring,
-                seqlen_q=seqlen_q, seqlen_kv=seqlen_kv,
-            )  # fmt: skip
-            stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-            copy_O = cute.make_tiled_copy_C(stmatrix, mma_pv).get_slice(thread)
-            tOsO = copy_O.partition_D(sO)
-            sO_warps = row_slices(sO, ROWS // WARPS)  # (row, head_dim, warp of a place)
+            x = Products(mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring)
+            rows = Rows(x, self.config.parts, thread, seqlen_q, seqlen_kv)
+            S, O, row_max, row_sum = rows.S, rows.O, rows.max, rows.sum
+            leave = WarpStores(mma_pv, sO, store_O, mO, thread, warp_idx, consumer_warps)
 
-            valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
+            announced, q_block, head, batch = hear(tile_ring, tile_get, sTile)
             tile_get.advance()
             q_ring.consumer_wait(q_get)
             k_ring.consumer_wait(k_get)
-            self.multiply_qk(x, q_get, k_get)
+            multiply_qk(x, q_get, k_get)
             first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
             warpgroup.wait_group(0)
-            while valid != 0:
+            while announced != END:
                 # The first tile's S is there; K runs one tile ahead of V from here on.
                 k_ring.consumer_release(k_get)
                 k_get.advance()
                 row_max.fill(-Float32.inf)
                 row_sum.fill(0.0)
                 if visible == 0:
-                    self.hide(S, -Float32.inf, where_S, first_S, first_row, 0, seqlen_q, seqlen_kv)
+                    self.hide(S, -Float32.inf, *rows.limits, first_row, 0, *rows.lengths)
                 self.first_softmax(S, row_max, row_sum)
-                round_fragment(rS, rP, self.dtype)
+                round_fragment(x.rS, x.rP, self.dtype)
                 if const_expr(self.o_over_q and self.q_stages == 2):
                     # Leave the place of the Q before, when this warp's part of O has been read from there.
-                    if valid == FOLLOWS:
+                    if announced == FOLLOWS:
                         await_stores()
-                        other = 2 * consumer + self.consumers - q_get.index
-                        q_ring.consumer_release(at_index(q_places, other))
+                        q_ring.consumer_release(q_get.other)
 
-                # 3. main loop: the tiles that are seen whole, then those with hidden keys
+                # 3. main loop: the tiles that are seen whole, those with hidden keys, those all hidden
                 for block in range(1, visible, unroll=1):
-                    self.step(x, first_row, block, q_get, k_get, v_get, masked=False)
-                    # V has as many stages and is one behind: 2 instructions less than to advance it. In the
-                    # other loop they would be 20 more, for want of uniform registers.
+                    self.step(x, rows, first_row, block, q_get, k_get, v_get, masked=False)
+                    # V is one behind: 2 instructions less than to advance it, in the other loop 20 more.
                     v_get = k_get.clone()
                     k_get.advance()
                 for block in range(cutlass.max(1, visible), own_blocks, unroll=1):
-                    self.step(x, first_row, block, q_get, k_get, v_get, masked=True)
+                    self.step(x, rows, first_row, block, q_get, k_get, v_get, masked=True)
                     k_get.advance()
                     v_get.advance()
-                # Tiles that only rows of other consumers can see: left below. Rows past the end may have more
-                # than the ring holds; their last P·V, which is not stored, is of another V.
-                hidden = kv_blocks - own_blocks
-                if first_row >= seqlen_q:
-                    for _ in range(hidden, unroll=1):
-                        v_get = skip(v_ring, v_get, 1)
-                        k_get = skip(k_ring, k_get, 1)
-                    hidden = Int32(0)
-                if const_expr(not self.mask.hides):
-                    hidden = 0  # others have none anyway, which the compiler does not know
-
+                hidden, past_the_end = kv_blocks - own_blocks, first_row >= seqlen_q
+                hidden, k_get, v_get = self.leave_hidden(hidden, past_the_end, k_ring, v_ring, k_get, v_get)
                 if const_expr(not self.o_over_q):
                     q_ring.consumer_release(q_get)
 
-                # 4. the last P·V, with two stages of Q beside the next tile's first Q·Kᵀ; then O: registers,
-                # shared memory, TMA
-                o_place = q_get.index if const_expr(self.o_over_q) else consumer
-                this_q_block, this_head, this_batch, this_row = q_block, head, batch, first_row
+                # 4. the last P·V, with two stages of Q beside the next tile's first Q·Kᵀ; then O and LSE
+                q_left = q_get.this
+                o_place = q_left.index if const_expr(self.o_over_q) else consumer
+                this_tile, this_row = (q_block, head, batch), first_row
                 v_ring.consumer_wait(v_get)
-                multiply(mma_pv, rO, tOrP, tOrV[None, None, None, v_get.index], own_blocks > 1)
+                multiply_pv(x, v_get, own_blocks)
                 inverse, lse = [None, None], [None, None]
-                for r in range_constexpr(2):
-                    total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=LANES)
+                for r in range_constexpr(OWN_ROWS):
+                    total = sum_of_row(row_sum[r])
                     inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
                     lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
-                valid, q_block, head, batch = hear(tile_ring, tile_get, sTile)
+                announced, q_block, head, batch = hear(tile_ring, tile_get, sTile)
                 tile_get.advance()
-                for _ in range_constexpr(self.consumers):
-                    q_get.advance()
+                q_get.advance()
                 if const_expr(self.q_stages == 2):
-                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, valid)
+                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
                     # Without a next tile, of what lies there; nobody looks at it.
-                    self.multiply_qk(x, q_get, k_get)
+                    multiply_qk(x, q_get, k_get)
                 # Here, beside products, what the next tile's start would wait for.
                 first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
                 warpgroup.wait_group(self.q_stages - 1)
                 v_ring.consumer_release(v_get)
                 v_get.advance()
                 v_get = skip(v_ring, v_get, hidden)
-
-                for r in range_constexpr(2):
+                for r in range_constexpr(OWN_ROWS):
                     O[r, None].store(O[r, None].load() * inverse[r])
-                rO16 = cute.make_rmem_tensor(rO.layout, self.dtype)
-                rO16.store(rO.load().to(self.dtype))
-                # Each warp stores its own 16 rows of O. If they take the place of Q, it waits for the others'
-                # Q·Kᵀ; else for its own store before.
+                rO16 = rounded(x.rO, self.dtype)
+                # Each warp stores its own 16 rows of O, over Q when the others' Q·Kᵀ is done with it too,
+                # else where its own store before has been read.
                 if const_expr(self.o_over_q):
-                    cute.arch.barrier(barrier_id=STORE + consumer, number_of_threads=WARPGROUP)
+                    cute.arch.barrier(barrier_id=Barrier.Q_READ + consumer, number_of_threads=WARPGROUP)
                 else:
                     await_stores()
-                cute.copy(copy_O, copy_O.retile(rO16), tOsO[None, None, None, o_place])
-                cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
-                cute.arch.sync_warp()
-                tOgO, sO_tma = partition_tma(store_O, mO[None, None, this_head, this_batch], sO_warps)
-                here = o_place * WARPS + warp_idx % WARPS
-                there = this_q_block * (self.consumers * WARPS) + warp_idx
-                cute.copy(store_O, sO_tma[None, here], tOgO[None, there])
-                cute.arch.cp_async_bulk_commit_group()
+                store_warp_rows(leave, rO16, o_place, this_tile)
                 if const_expr(self.q_stages == 1):
                     await_stores()
-                # LSE after O: the fence above would wait for it. Of four lanes with the same two rows the
-                # first stores one and the second the other.
-                lane = where_S[0, 0][1] // 2
-                row = this_row + (where_S[0, 0][0] if lane == 0 else where_S[1, 0][0])
-                places = mLSE[this_batch, this_head, None]
-                store_if(
-                    (lane < 2) & (row < seqlen_q), places.iterator + row, lse[0] if lane == 0 else lse[1]
-                )
+                # After O: the fence of its store would wait for this one (notes/k6.md, "Fewer instructions").
+                store_of_rows(mLSE[this_tile[2], this_tile[1], None], this_row, seqlen_q, rows.where_S, lse)
                 if const_expr(self.q_stages == 1):
-                    q_ring.consumer_release(at_index(q_places, o_place))
-                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, valid)
-                    self.multiply_qk(x, q_get, k_get)
+                    q_ring.consumer_release(q_left)
+                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
+                    multiply_qk(x, q_get, k_get)
                 warpgroup.wait_group(0)
 
             await_stores()
 
     @cute.jit
-    def span(self, q_block, consumer, seqlen_q, seqlen_kv):
-        """A consumer's part of a tile: its first row; how many tiles of keys the CTA takes, how many of them
-        it takes part in itself, and how many of those hide no pair."""
-        first_row = q_block * self.tile_q + consumer * ROWS
-        kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
-        own_blocks = self.own_blocks(first_row, seqlen_q, seqlen_kv)
-        return (
-            first_row,
-            kv_blocks,
-            own_blocks,
-            self.visible_blocks(first_row, own_blocks, seqlen_q, seqlen_kv),
-        )
+    def leave_hidden(self, hidden, past_the_end, k_ring, v_ring, k_get, v_get):
+        """The tiles of keys that only rows of other consumers see: how many are left to be left.
 
-    def multiply_qk(self, x, q_get, k_get):
-        """S = Q·Kᵀ of the stages of q_get and k_get, as one commit group."""
-        tSrQ, tSrK = x.tSrQ[None, None, None, q_get.index], x.tSrK[None, None, None, k_get.index]
-        multiply(x.mma_qk, x.rS, tSrQ, tSrK, False)
+        A consumer leaves their K while it waits for the next tile (`await_next`), and their V after its own
+        last one. Hazard: until then it holds that stage of V, and the producer puts V beside K, so they must
+        all fit into the other stages (the assertion in `__init__`), or all wait forever. Rows past the end
+        have no such bound and leave theirs here, K and V in turn; their last P·V, which is not stored, is of
+        another V. `tests/test_rings.py` runs this schedule.
+        """
+        if past_the_end:
+            for _ in range(hidden, unroll=1):
+                v_get = skip(v_ring, v_get, 1)
+                k_get = skip(k_ring, k_get, 1)
+            hidden = Int32(0)
+        if const_expr(not self.mask.hides):
+            hidden = 0  # others have none anyway, which the compiler does not know
+        return hidden, k_get, v_get
 
-    def step(self, x, first_row, kv_block, q_get, k_get, v_get, masked: bool):
-        """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one."""
+    def step(self, x, rows, first_row, kv_block, q_get, k_get, v_get, masked: bool):
+        """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one, part by part: while a
+        part is subtracted and asked for its growth, the part before it is exponentiated."""
         x.k_ring.consumer_wait(k_get)
-        self.multiply_qk(x, q_get, k_get)
+        multiply_qk(x, q_get, k_get)
         x.v_ring.consumer_wait(v_get)
-        # The first P·V of a tile of queries overwrites O: zeros would cost an instruction for two of them.
-        multiply(x.mma_pv, x.rO, x.tOrP, x.tOrV[None, None, None, v_get.index], kv_block > 1)
+        multiply_pv(x, v_get, kv_block)
         warpgroup.wait_group(1)
         x.k_ring.consumer_release(k_get)
         if masked:
-            hides = x.where_S, x.first_S, first_row, kv_block, x.seqlen_q, x.seqlen_kv
-            self.hide(x.S, -Float32.inf, *hides)
-        self.softmax(x.parts, x.O, x.row_max, x.row_sum)
+            self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *rows.lengths)
+        for p, part in enumerate(rows.parts):
+            self.subtract(part, rows.max)
+            if p > 0:
+                exponentiate(rows.parts[p - 1], rows.sum)
+            self.raise_maximum(part, [*rows.parts[:p], rows.O], rows.max, rows.sum)
         warpgroup.wait_group(0)
         x.v_ring.consumer_release(v_get)
-        exponentiate(x.parts[-1], x.row_sum)
+        exponentiate(rows.parts[-1], rows.sum)
         round_fragment(x.rS, x.rP, self.dtype)
 
-    @cute.jit
     def first_softmax(self, S, row_max, row_sum):
         """S of a row's first keys becomes P; row_max is scaled, in powers of two."""
-        for r in range_constexpr(2):
+        for r in range(OWN_ROWS):
             tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-            row_max[r] = finite(of_row(Float32(tile_max))) * self.scale_log2
+            row_max[r] = finite(largest_of_row(Float32(tile_max))) * self.scale_log2
         self.subtract(S, row_max)
         exponentiate(S, row_sum)
 
     @cute.jit
-    def softmax(self, parts, O, row_max, row_sum):
-        """All parts of S but the last become P and join row_sum; the last is left as exponents. They are
-        relative to row_max, which may be up to GROWTH behind.
+    def raise_maximum(self, part, relative, row_max, row_sum):
+        """Where an exponent of `part` is larger than GROWTH, raise the row's maximum by it, and rescale what
+        is relative to it: the part, P of the parts before and O (in `relative`), and the sum.
 
-        The maximum is subtracted first: a score beyond it leaves a positive exponent, so the largest positive
-        exponent is the growth. −∞ of hidden scores needs no care here.
+        The maximum is subtracted already: a score beyond it leaves a positive exponent, so the largest
+        positive exponent is the growth. −∞ of hidden scores needs no care here.
         """
-        for p in range_constexpr(len(parts)):
-            self.subtract(parts[p], row_max)
-            if const_expr(p > 0):
-                exponentiate(parts[p - 1], row_sum)
-                total = row_sum[0] + row_sum[1]
-            # Each thread asks its own keys; the four of a row put theirs together only in the branch.
-            keys = range(cute.size(parts[p], mode=[1]))
-            ahead = [largest_positive([parts[p][r, c] for c in keys]) for r in range(2)]
-            most = cute.arch.fmax(ahead[0], ahead[1])
-            if const_expr(p > 0):
-                # ptxas moves behind the vote what the vote does not need. Asking the sum too, which is never
-                # negative, keeps the exponentials of the part before here, beside this part's subtraction.
-                most = cute.arch.fmax(most, -total)
-            # A vote, so that the branch is uniform in the warp: behind a divergent one ptxas gives up the
-            # uniform registers of the loop, and every WGMMA's descriptor takes a detour.
-            if cute.arch.vote_any_sync(most > GROWTH):
-                warpgroup.wait_group(0)  # P·V still adds to O
-                for r in range_constexpr(2):
-                    # Only of a row that has grown: what others of the warp see must not change its bits.
-                    growth = of_row(ahead[r])
-                    new_max = row_max[r] + (growth if growth > GROWTH else 0.0)
-                    growth = new_max - row_max[r]  # as rounded: what the keys to come are relative to
-                    row_max[r] = new_max
-                    # The exponents keep the rounding of their size before: 2⁻²⁴ of the growth.
-                    parts[p][r, None].store(parts[p][r, None].load() - growth)
-                    factor = cute.math.exp2(-growth, fastmath=True)
-                    for x in [*parts[:p], O]:  # P of the parts before, and O
-                        x[r, None].store(x[r, None].load() * factor)
-                    row_sum[r] *= factor
+        beside = len(relative) > 1  # the exponentials of the part before
+        if const_expr(beside):
+            total = row_sum[0] + row_sum[1]
+        # Each thread asks its own keys; the four of a row put theirs together only in the branch.
+        keys = range(cute.size(part, mode=[1]))
+        ahead = [largest_positive([part[r, c] for c in keys]) for r in range(OWN_ROWS)]
+        most = cute.arch.fmax(ahead[0], ahead[1])
+        if const_expr(beside):
+            # Never more, since a sum is not negative; but it keeps the exponentials before the vote
+            # (notes/k6.md, "Two halves of a tile beside each other").
+            most = cute.arch.fmax(most, -total)
+        # A vote: the branch must be uniform in the warp (notes/k6.md, "A branch must be uniform").
+        if cute.arch.vote_any_sync(most > GROWTH):
+            warpgroup.wait_group(0)  # P·V still adds to O
+            for r in range_constexpr(OWN_ROWS):
+                # Only of a row that has grown: what others of the warp see must not change its bits.
+                growth = largest_of_row(ahead[r])
+                new_max = row_max[r] + (growth if growth > GROWTH else 0.0)
+                growth = new_max - row_max[r]  # as rounded: what the keys to come are relative to
+                row_max[r] = new_max
+                # The exponents keep the rounding of their size before: 2⁻²⁴ of the growth.
+                part[r, None].store(part[r, None].load() - growth)
+                factor = cute.math.exp2(-growth, fastmath=True)
+                for x in relative:
+                    x[r, None].store(x[r, None].load() * factor)
+                row_sum[r] *= factor
 
     def subtract(self, S, row_max):
         """Scores become exponents, relative to row_max."""
-        for r in range(2):
+        for r in range(OWN_ROWS):
             S[r, None].store(S[r, None].load() * self.scale_log2 - row_max[r])
 
 
-def at_index(stages: int, index) -> pipeline.PipelineState:
-    """A state for a release, which looks at nothing but its index."""
-    return pipeline.PipelineState(stages, Int32(0), index, Int32(0))
-
-
 @cute.jit
-def await_stores():
-    """A warp: wait until what it stores by TMA has been read from shared memory."""
-    cute.arch.cp_async_bulk_wait_group(0, read=True)  # of the lane that issued it
-    cute.arch.sync_warp()
-
-
-@cute.jit
-def skip(ring, state, tiles):
-    """A consumer: leave `tiles` stages of the ring as they come."""
-    for _ in range(tiles, unroll=1):
-        ring.consumer_wait(state)
-        ring.consumer_release(state)
-        state.advance()
-    return state
-
-
-@cute.jit
-def await_next(q_ring, k_ring, q_get, k_get, hidden, valid):
-    """A consumer: leave `hidden` tiles of keys, then wait for the next tile's Q and first keys, if any."""
+def await_next(q_ring, k_ring, q_get, k_get, hidden, announced):
+    """Leave the K of `hidden` tiles, then wait for the next tile's Q and first K, if there is one."""
     k_get = skip(k_ring, k_get, hidden)
-    if valid != 0:
+    if announced != END:
         q_ring.consumer_wait(q_get)
         k_ring.consumer_wait(k_get)
     return k_get
 
 
-def in_parts(rS: cute.Tensor, parts: int) -> list[cute.Tensor]:
-    """An accumulator fragment ((2, 2, N/8), M/64, 1) cut along N."""
-    (pair, half, groups), blocks, one = rS.shape
-    layout = cute.make_layout(((pair, half, groups // parts), blocks, one), stride=rS.stride)
-    return [cute.make_tensor(rS.iterator + p * cute.size(layout), layout) for p in range(parts)]
-
-
-def of_row(maximum):
-    """The largest of what the LANES threads of a row have."""
-    return cute.arch.warp_reduction_max(maximum, threads_in_group=LANES)
-
-
 def exponentiate(S, row_sum):
     """Exponents become P, and row_sum follows."""
-    for r in range(2):
+    for r in range(OWN_ROWS):
         p = cute.math.exp2(S[r, None].load(), fastmath=True)
         S[r, None].store(p)
         row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
 
 
-@cute.jit
-def finite(maximum: Float32):
-    """What exp subtracts: 0 while no key was visible, since −∞ − (−∞) would be NaN and not e^−∞ = 0."""
-    return 0.0 if maximum == -Float32.inf else maximum
-
-
 def supports(problem: Problem) -> str | None:
-    if problem.direction != "fwd":
-        return f"computes the forward pass, not {problem.direction!r}"
-    if problem.head_dim not in (64, 128, 256):
-        return f"takes head_dim 64, 128 or 256, not {problem.head_dim}"
-    if problem.seqlen_q > 0 and problem.seqlen_kv == 0:
-        return "takes at least one key"
-    if max(problem.seqlen_q, problem.seqlen_kv) * problem.batch * problem.heads > ROWS_MAX:
-        return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
-    return None
+    return refuse_unless_gqa(problem)
 
 
 def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -528,32 +408,11 @@ def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int,
 
 
 def kernel_for(problem: Problem, config: Config | None = None) -> FlashAttentionForward:
-    """The kernel of the problem's head_dim, mask and type."""
     return FlashAttentionForward(problem.head_dim, mask_of(problem), problem.dtype, config)
 
 
 def work(problem: Problem, config: Config | None = None) -> list[Work]:
-    kernel = kernel_for(problem, config)
-    heads, q_blocks = problem.batch * problem.heads, math.ceil(problem.seqlen_q / kernel.tile_q)
-    blocks = unmasked = 0
-    for own, visible in kernel.blocks_of(problem):
-        blocks += own
-        unmasked += max(1, visible) - 1  # the first is not in a loop
-    rows = q_blocks * kernel.consumers  # of 64 queries, each the work of one consumer
-    return [
-        Work(
-            kernel=type(kernel).__name__,
-            unit=f"{kernel.tile_q} queries",
-            threads=WARPGROUP * kernel.consumers,
-            ctas=min(SMS, q_blocks * heads),
-            passes=q_blocks * heads,
-            trips=(unmasked / rows, (blocks - unmasked) / rows - 1),
-            ffma=0,
-            hbm_bytes=problem.min_bytes / (q_blocks * heads),
-            smem_bytes=kernel.smem_bytes,
-            tensor_flops=4 * ROWS * kernel.tile_kv * problem.head_dim * blocks / q_blocks,
-        )
-    ]
+    return [work_on_query_tiles(kernel_for(problem, config), problem, SMS)]
 
 
 def lazy_maximum(problem: Problem, config: Config | None = None) -> tuple[int, int, float]:
@@ -561,14 +420,6 @@ def lazy_maximum(problem: Problem, config: Config | None = None) -> tuple[int, i
     of two behind."""
     kernel = kernel_for(problem, config)
     return kernel.tile_kv, kernel.config.parts, GROWTH
-
-
-VARIANTS = {str(config): {"config": config} for configs in CANDIDATES.values() for config in configs}
-
-
-def variants_for(problem: Problem) -> list[str]:
-    """The labels in VARIANTS that are candidates at the problem's head_dim."""
-    return [str(config) for config in CANDIDATES.get(problem.head_dim, ())]
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:
@@ -581,3 +432,18 @@ def compile_kernel(problem: Problem, **options: object) -> object:
 def run_kernel(compiled: object, t: Tensors) -> None:
     if t.o.numel():
         compiled(t.q, t.k, t.v, t.o, t.lse, t.workspace["counter"])
+
+
+# What CONFIGS were chosen from, for `python -m harness.ablation k6`.
+CANDIDATES = {
+    64: [replace(CONFIGS[64], parts=parts) for parts in (2, 1, 4)]
+    + [Config(3, 96, 5, (32, 160), parts=2), Config(3, 128, 3, (32, 160), parts=4)],
+    128: [replace(CONFIGS[128], parts=parts) for parts in (1, 2)]
+    + [Config(3, 80, 3, (32, 160)), Config(2, 128, 2, (24, 240))],
+}
+VARIANTS = {str(config): {"config": config} for configs in CANDIDATES.values() for config in configs}
+
+
+def variants_for(problem: Problem) -> list[str]:
+    """The labels in VARIANTS that are candidates at the problem's head_dim."""
+    return [str(config) for config in CANDIDATES.get(problem.head_dim, ())]

@@ -3,16 +3,33 @@ tiles of keys that are seen. The counterpart for tiles of keys is `key_tiles.Til
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
 
-from ..contract import Problem
+from ..contract import Problem, Work
+from .constants import ROWS_MAX, WARPGROUP
 from .masks import Mask
 from .tile_order import ByHead, BySection
 
 ROWS = 64  # queries of a consumer: the M of a WGMMA
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile shape and what measured best with it."""
+
+    consumers: int  # warpgroups of 64 rows
+    tile_kv: int
+    stages: int  # of the ring of K, and of V
+    registers: tuple[int, int]  # of a producer's thread, of a consumer's
+    parts: int = 1  # of a tile's keys: the exponentials of one run beside what the next begins with
+
+    def __str__(self) -> str:
+        shape = f"{ROWS * self.consumers}×{self.tile_kv}, {self.stages} stages"
+        return shape + f", {self.parts} parts" * (self.parts > 1)
 
 
 class QueryTiles:
@@ -20,7 +37,7 @@ class QueryTiles:
 
     def __init__(self, head_dim: int, mask: Mask, tile_q: int, tile_kv: int):
         self.head_dim, self.mask, self.tile_q, self.tile_kv = head_dim, mask, tile_q, tile_kv
-        # With a mask the tile that sees most comes first.
+        # With a mask the tile that sees most, the last of a head, comes first (tile_order.py says why).
         self.order = BySection(backwards=True) if mask.hides else ByHead()
 
     def section_bytes(self, seqlen_kv):
@@ -52,6 +69,16 @@ class QueryTiles:
             seen = cutlass.min(seen, cutlass.max(0, self.mask.last_key(first_row + 1, seqlen_q, seqlen_kv)))
         return cutlass.min(own_blocks, seen // self.tile_kv)
 
+    @cute.jit
+    def span(self, q_block, consumer, seqlen_q, seqlen_kv):
+        """A consumer's part of a tile: its first row; how many tiles of keys the CTA takes, how many of them
+        it takes part in itself, and how many of those hide no pair."""
+        first_row = q_block * self.tile_q + consumer * ROWS
+        kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
+        own_blocks = self.own_blocks(first_row, seqlen_q, seqlen_kv)
+        visible = self.visible_blocks(first_row, own_blocks, seqlen_q, seqlen_kv)
+        return first_row, kv_blocks, own_blocks, visible
+
     def blocks_of(self, problem: Problem) -> Iterator[tuple[int, int]]:
         """Of each consumer's 64 queries of a head the `own_blocks`, and how many of them hide no pair."""
         lengths = problem.seqlen_q, problem.seqlen_kv
@@ -70,15 +97,20 @@ class QueryTiles:
         q_blocks = cute.ceil_div(mQ.shape[0], self.tile_q)
         section = None
         if const_expr(self.mask.hides):
-            # As many heads as keep their K and V in L2. Their bytes are not multiplied up: with 2²¹ keys and
-            # more they may not fit 32 bits.
+            # As many heads as have section_bytes of K and V, 4·head_dim bytes a key. Divided twice and never
+            # multiplied up: a head's bytes may not fit 32 bits, with 2²¹ keys and more.
             section = self.section_bytes(mK.shape[0]) // (4 * self.head_dim) // mK.shape[0]
         q_block, head = self.order.locate(tile, q_blocks, all_heads, section)
         return q_block, head % heads, head // heads
 
     @cute.jit
     def hide(self, S, value, where_S, first_S, first_row, kv_block, seqlen_q, seqlen_kv):
-        """S (row, key) becomes `value` where the key lies past the diagonal, or past the end."""
+        """S (row, key) becomes `value` where the key lies past the diagonal, or past the end.
+
+        where_S and first_S are `rows.coordinates`': (row, key) in the tile of each element of S, of this
+        thread's at run time and of thread 0's as constants. The limit is moved by the thread's first key, so
+        that each comparison is with a constant and a thread needs no register for each of its columns.
+        """
         for r in range_constexpr(2):
             row, key = where_S[r, 0]  # of the thread's first column; the rest are static
             last_key = seqlen_kv - 1
@@ -87,3 +119,40 @@ class QueryTiles:
             visible = last_key - (kv_block * self.tile_kv + key)
             for c in range_constexpr(cute.size(S, mode=[1])):
                 S[r, c] = S[r, c] if first_S[0, c][1] <= visible else value
+
+
+def work_on_query_tiles(kernel: QueryTiles, problem: Problem, sms: int) -> Work:
+    """The `Work` of a forward kernel that walks them: a first tile of keys apart, then a loop over those that
+    are seen whole and a loop over the others. `kernel` also has consumers and smem_bytes."""
+    heads, q_blocks = problem.batch * problem.heads, math.ceil(problem.seqlen_q / kernel.tile_q)
+    blocks = unmasked = 0
+    for own, visible in kernel.blocks_of(problem):
+        blocks += own
+        unmasked += max(1, visible) - 1  # the first is not in a loop
+    rows = q_blocks * kernel.consumers  # of 64 queries, each the work of one consumer
+    return Work(
+        kernel=type(kernel).__name__,
+        unit=f"{kernel.tile_q} queries",
+        threads=WARPGROUP * kernel.consumers,
+        ctas=min(sms, q_blocks * heads),
+        passes=q_blocks * heads,
+        trips=(unmasked / rows, (blocks - unmasked) / rows - 1),
+        ffma=0,
+        hbm_bytes=problem.min_bytes / (q_blocks * heads),
+        smem_bytes=kernel.smem_bytes,
+        tensor_flops=4 * ROWS * kernel.tile_kv * problem.head_dim * blocks / q_blocks,
+    )
+
+
+def refuse_unless_gqa(problem: Problem) -> str | None:
+    """Why a forward kernel with grouped heads, unequal lengths, both 16-bit types and three head dims refuses
+    `problem`, or None."""
+    if problem.direction != "fwd":
+        return f"computes the forward pass, not {problem.direction!r}"
+    if problem.head_dim not in (64, 128, 256):
+        return f"takes head_dim 64, 128 or 256, not {problem.head_dim}"
+    if problem.seqlen_q > 0 and problem.seqlen_kv == 0:
+        return "takes at least one key"
+    if max(problem.seqlen_q, problem.seqlen_kv) * problem.batch * problem.heads > ROWS_MAX:
+        return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
+    return None

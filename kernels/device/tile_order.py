@@ -1,4 +1,10 @@
-"""Which tile comes next: the counter CTAs fetch from, the order of heads, and how warps hear of a tile."""
+"""Which tile comes next: the counter CTAs fetch from, the order of heads, and how warps hear of a tile.
+
+Under a mask two things pull apart. Balance wants the longest tiles of all heads first, so that what is
+fetched last is short. L2 wants one head after the other, since all tiles of a head read the same K and V.
+`BySection` does both: heads are worked on in sections, as many at once as keep their K and V in L2, and in a
+section the longest tile of every head comes first. What it is worth: notes/k6.md, "The schedule".
+"""
 
 from dataclasses import dataclass
 

@@ -43,7 +43,12 @@ def row_slices(sX: cute.Tensor, count: int) -> cute.Tensor:
 
 def load_atom(mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
     """The TMA descriptor that loads tiles of `rows` rows of mX (batch, heads, seqlen, head_dim), and mX as
-    the descriptor sees it: (seqlen, head_dim, heads, batch)."""
+    the descriptor sees it: (seqlen, head_dim, heads, batch).
+
+    The descriptor (CUDA's CUtensorMap) is made on the host and handed to the kernel with its arguments. The
+    tensor beside it holds coordinates instead of addresses: a slice of it is where in mX a copy begins, and
+    the TMA itself computes the addresses and fills what lies past the end of seqlen with zeros.
+    """
     return _tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, rows)
 
 
@@ -63,9 +68,16 @@ def _tma_atom(op: object, mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cu
 @cute.jit
 def partition_tma(atom, mX: cute.Tensor, sX: cute.Tensor):
     """(TMA, block) of mX (seqlen, head_dim) in global memory and (TMA, stage) of sX in shared memory: what
-    one copy moves."""
+    one copy moves.
+
+    Mode TMA is everything of a tile: one instruction of one thread moves it, so there is nothing to share
+    out between threads. `tXgX[None, block]` and `tXsX[None, stage]` are then the source and the destination
+    of a load, the other way round of a store. In CUDA: the coordinates and the shared address that
+    `cp.async.bulk.tensor` takes.
+    """
     rows, head_dim, _ = sX.shape
     gX = cute.local_tile(mX, (cute.size(rows), cute.size(head_dim)), (None, 0))  # (row, head_dim, block)
+    # Row and head_dim become one mode, the tile; CTA 0 of a cluster of 1 takes all of it.
     parts = (cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
     tXsX, tXgX = cpasync.tma_partition(atom, 0, cute.make_layout(1), *parts)
     return tXgX, tXsX
