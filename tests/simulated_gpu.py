@@ -39,7 +39,11 @@ class SimulatedGpu:
             "synchronize": lambda: self.wait_until(self.done),
         }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
-        monkeypatch.setattr(torch, "empty", self.empty)
+        empty = torch.empty
+        on_gpu = lambda *shape, device=None, **options: (
+            self.empty(*shape, **options) if device == "cuda" else empty(*shape, device=device, **options)
+        )
+        monkeypatch.setattr(torch, "empty", on_gpu)
         monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
         sensors = SimpleNamespace(clock_mhz=lambda: self.sensed()[0], power_w=lambda: self.sensed()[1])
         monkeypatch.setattr(timing, "Sensors", lambda: sensors)
@@ -64,8 +68,7 @@ class SimulatedGpu:
         self.sleeps.append(cycles)
         self.enqueue(cycles / CLOCK_HZ, rest=True)
 
-    def empty(self, *shape: int, dtype: torch.dtype, device: str) -> SimpleNamespace:
-        assert device == "cuda"
+    def empty(self, *shape: int, dtype: torch.dtype) -> SimpleNamespace:
         size = torch.Size(shape).numel() * dtype.itemsize
 
         def zero_() -> None:

@@ -22,6 +22,7 @@ LABELS = {  # what a reader knows each peer by
     "flex": "FlexAttention",
     "fa2": "FlashAttention-2",
     "cudnn": "cuDNN",
+    "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",
 }
 LINES = ("cudnn", "fa4", "fa2")
