@@ -1,0 +1,190 @@
+"""Compiled kernels on disk: whose they are, when an entry is one, and that nobody compiles twice."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from harness import machine_code
+from harness.results import repository
+from hopper_attention import cache, launch, precompile
+from hopper_attention.kernels.contract import Problem
+
+PROBLEM = Problem.square(1, 1, 1, 64, False)
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of this test's, and a process that has compiled nothing."""
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "kernels"))
+    monkeypatch.setattr(launch, "_compiled", {})
+    return tmp_path / "kernels"
+
+
+def keep(key: str, folder: Path, machine_code: bytes = b"object", **description: object) -> None:
+    path = folder.parent / "kernel.o"
+    path.write_bytes(machine_code)
+    cache.store(key, path, b"cubin", **description)
+
+
+def test_an_entry_is_read_as_it_was_kept(own: Path) -> None:
+    assert cache.load("a") is None
+    keep("a", own, constants=[1, 2])
+    entry = cache.load("a")
+    assert (entry.object_file.read_bytes(), entry.cubin) == (b"object", b"cubin")
+    assert entry.description == {"constants": [1, 2]}
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert cache.load("b") is None
+
+
+@pytest.mark.parametrize("suffix", [".o", ".cubin", ".json"])
+@pytest.mark.parametrize("fault", ["missing", "empty", "cut", "changed"])
+def test_what_is_not_whole_is_no_entry(suffix: str, fault: str, own: Path) -> None:
+    keep("a", own)
+    path = own / f"a{suffix}"
+    content = path.read_bytes()
+    spoilt = {
+        "empty": b"",
+        "cut": content[:-2],
+        "changed": content[:-2] + bytes([content[-2] ^ 1]) + content[-1:],
+    }
+    if fault == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(spoilt[fault])
+    assert cache.load("a") is None
+    keep("a", own)
+    assert cache.load("a") is not None
+
+
+def test_a_write_that_fails_leaves_the_entry_that_was(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep("a", own, machine_code=b"first")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    keep("a", own, machine_code=b"other")
+    assert cache.load("a").object_file.read_bytes() == b"first"
+    assert sorted(path.name for path in own.iterdir()) == ["a.cubin", "a.json", "a.o"]
+
+
+def test_a_folder_that_others_can_write_is_not_used(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own.mkdir(mode=0o700)
+    assert cache.folder() == own
+    for mode in (0o770, 0o702, 0o777):
+        own.chmod(mode)
+        assert cache.folder() is None
+    own.chmod(0o700)
+    assert cache.folder() == own
+    monkeypatch.setattr(os, "geteuid", lambda: own.stat().st_uid + 1)
+    assert cache.folder() is None
+    monkeypatch.undo()
+    link = own.parent / "link"
+    link.symlink_to(own)
+    monkeypatch.setenv(cache.VARIABLE, str(link))
+    assert cache.folder() is None
+
+
+def test_without_a_folder_everything_works_but_the_keeping(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(cache.VARIABLE, "")
+    assert cache.folder() is None
+    keep("a", own)
+    assert cache.load("a") is None
+    with cache.alone("a"):
+        pass
+    assert precompile.main(["k2"]) == 2
+    assert "there is no folder to keep compiled kernels in" in capsys.readouterr().err
+
+
+def test_the_key_follows_sources_compiler_and_what_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "kernels"
+    for path in cache.KERNELS.rglob("*.py"):
+        target = copy / path.relative_to(cache.KERNELS)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    monkeypatch.setattr(cache, "KERNELS", copy)
+    keys = [cache.key_of(file="k2", head_dim=64)]
+    assert keys[0] == cache.key_of(head_dim=64, file="k2")
+    keys.append(cache.key_of(file="k2", head_dim=128))
+    (copy / "device" / "masks.py").write_text("# another word\n")
+    keys.append(cache.key_of(file="k2", head_dim=64))
+    monkeypatch.setattr(cache, "compiler_versions", lambda: {"nvidia-cutlass-dsl": "9.9"})
+    keys.append(cache.key_of(file="k2", head_dim=64))
+    monkeypatch.setattr(cache, "compiler_versions", lambda: {"nvidia-cutlass-dsl-libs-cu12": "9.9"})
+    keys.append(cache.key_of(file="k2", head_dim=64))
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_second_process_loads_what_the_first_compiled(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = launch.compile_stage("k2", PROBLEM)
+    monkeypatch.setattr(launch, "_compiled", {})  # as a new process begins
+    again = launch.compile_stage("k2", PROBLEM)
+    assert again is not first
+    assert machine_code.cubin_of(again) == machine_code.cubin_of(first)
+    assert again.host_constants == first.host_constants
+    assert type(again.launch) is not type(first.launch)  # from the object file
+    monkeypatch.setattr(launch, "_compiled", {})
+    (path,) = own.glob("*.o")
+    path.write_bytes(b"no object file")  # compiled anew
+    assert machine_code.cubin_of(launch.compile_stage("k2", PROBLEM)) == machine_code.cubin_of(first)
+    assert path.read_bytes() != b"no object file"
+
+
+def test_threads_compile_one_after_the_other(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The DSL aborts the process when two threads compile at once."""
+    inside, most, compiled = [], [], []
+
+    def compile_or_load(*what: object) -> object:
+        inside.append(what)
+        most.append(len(inside))
+        time.sleep(0.02)
+        inside.remove(what)
+        compiled.append(what)
+        return object()
+
+    monkeypatch.setattr(launch, "_compile_or_load", compile_or_load)
+    problems = [PROBLEM.with_(head_dim=d, causal=causal) for d in (64, 128) for causal in (False, True)]
+    found: list[object] = []
+    call = lambda problem: found.append((problem, launch.compile_stage("k2", problem)))
+    threads = [threading.Thread(target=call, args=(problem,)) for problem in problems * 4]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1
+    assert len(compiled) == 4
+    assert len({kernel for _, kernel in found}) == 4
+
+
+def test_processes_compile_a_kernel_once(own: Path) -> None:
+    code = """if True:
+        from hopper_attention import cache, launch
+        from hopper_attention.kernels.contract import Problem
+        from hopper_attention.kernels import k2
+        compile_kernel = k2.compile_kernel
+        k2.compile_kernel = lambda *x, **y: print("compiles") or compile_kernel(*x, **y)
+        kernel = launch.compile_stage("k2", Problem.square(1, 1, 1, 64, True))
+        print(len(kernel.__cubin__))
+    """
+    run = [sys.executable, "-c", code]
+    processes = [subprocess.Popen(run, cwd=repository(), stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    out = [process.communicate(timeout=300)[0].split() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert sum(words.count("compiles") for words in out) == 1
+    assert len({words[-1] for words in out}) == 1
+
+
+def test_precompile_fills_the_cache(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert precompile.fill([("k2", PROBLEM, {}), ("k2", PROBLEM, {"tile": 32})], workers=2) == 2
+    assert len(list(own.glob("*.json"))) == 2
+    assert precompile.main(["k99"]) == 2
+    assert capsys.readouterr().err.startswith("hopper_attention.precompile: unknown stage 'k99'")
