@@ -87,8 +87,9 @@ def tma_rings(
     smem: object, *rings: tuple[int, int, int], lane: Int32 | None = None
 ) -> list[PipelineTmaAsync]:
     """A ring for each (stages, bytes of a stage, warps that release it), its barriers in shared memory. They
-    wait for `pipeline_init_arrive` and `pipeline_init_wait`. Each release asks for the lane; given `lane`,
-    that is not read anew."""
+    wait for `pipeline_init_arrive` and `pipeline_init_wait`. A stage is full by one arrival of the producer,
+    an elected lane's, and its bytes; it is empty when one lane of each releasing warp, its first, has arrived.
+    Each release asks for the lane; given `lane`, that is not read anew."""
     return [
         PipelineTmaAsync.create(
             num_stages=stages,
@@ -108,4 +109,5 @@ def put(ring, state, atom, source: cute.Tensor, destination: cute.Tensor):
     """One warp: wait until the consumers have left the stage of `state`, expect its bytes, start the copy of
     `source` (TMA,) into that stage of `destination` (TMA, stage)."""
     ring.producer_acquire(state)
+    # A copy by TMA elects its lane itself: never call it inside `elect_one`.
     cute.copy(atom, source, destination[None, state.index], tma_bar_ptr=ring.producer_get_barrier(state))
