@@ -21,16 +21,23 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
-from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from .contract import Problem, Work
-from .device.backward_ends import Preprocess, fake_scratch, scratch_shapes
-from .device.compiling import ELEMENTS
+from .contract import Problem
 from .device.constants import LOG2_E, WARP, WARPGROUP
-from .device.key_tiles import CONSUMERS, REGISTERS, ROWS, SECTION_BYTES, SMS, THREADS, Tiles, work_of
+from .device.key_tiles import (
+    CONSUMER_WARPS,
+    CONSUMERS,
+    REGISTERS,
+    ROWS,
+    SECTION_BYTES,
+    SMS,
+    THREADS,
+    Tiles,
+)
 from .device.masks import Mask
+from .device.products import coordinates
 from .device.query_tiles import QueryTiles
 from .device.tile_order import fetch, hear, message_ring, tell
 from .device.tma import (
@@ -47,7 +54,6 @@ from .device.wgmma import by_row, exchanged, multiply, operand_a, round_fragment
 
 STAGES = 2  # of Q and dO for KeyGradients, of K for QueryGradient
 OF_P, OF_DS = range(CONSUMERS)  # the consumers of KeyGradients
-CONSUMER_WARPS = WARPGROUP // WARP * CONSUMERS
 
 
 class Barrier(IntEnum):
@@ -187,8 +193,7 @@ class KeyGradients(Tiles):
             tSK, tSV = [mma_s.make_fragment_A(thr_s.partition_A(sX)) for sX in (sK, sV)]
             tSQ, tSdO = [mma_s.make_fragment_B(thr_s.partition_B(sX)) for sX in (sQ, sdO)]
             tKQ, tVdO = [mma_kv.make_fragment_B(thr_kv.partition_B(exchanged(sX))) for sX in (sQ, sdO)]
-            where = cute.make_identity_tensor((ROWS, ROWS))
-            where_S, first_S = [by_row(mma_s.get_slice(t).partition_C(where)) for t in (thread, 0)]
+            places = coordinates(mma_s, (ROWS, ROWS), thread)
             stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
             copy_KV = cute.make_tiled_copy_C(stmatrix, mma_kv).get_slice(thread)
             for role in range_constexpr(CONSUMERS):
@@ -197,7 +202,7 @@ class KeyGradients(Tiles):
                     x = SimpleNamespace(
                         rS=rS, S=by_row(rS), rSum=rSum, rP=rP, tP=tP, tA=(tSK, tSV)[role],
                         tB=(tSQ, tSdO)[role], ring=(q_ring, do_ring)[role], tC=(tVdO, tKQ)[role],
-                        other_ring=(do_ring, q_ring)[role], where_S=where_S, first_S=first_S, sP=sP,
+                        other_ring=(do_ring, q_ring)[role], places=places, sP=sP,
                         sStats=sStats, mma_s=mma_s, mma_kv=mma_kv, thread=thread, seqlen_q=seqlen_q,
                         seqlen_kv=seqlen_kv,
                     )  # fmt: skip
@@ -260,7 +265,7 @@ class KeyGradients(Tiles):
         stage = q_get.index
         x.other_ring.consumer_wait(q_get)
         if role == OF_P:
-            hides = x.where_S, x.first_S, kv_block * ROWS, q_tile * ROWS, x.seqlen_q, x.seqlen_kv
+            hides = x.places, kv_block * ROWS, q_tile * ROWS, x.seqlen_q, x.seqlen_kv
             self.exponentials(x.S, x.sStats[None, 0, None, stage], *hides, masked)
             quads = cute.make_tensor(x.rS.iterator, cute.make_layout((4, 8)))
             for i in range(8):
@@ -272,7 +277,7 @@ class KeyGradients(Tiles):
             quads = cute.make_tensor(theirs.iterator, cute.make_layout((4, 8)))
             for i in range(8):
                 cute.autovec_copy(x.sP[None, x.thread, i, stage], quads[None, i])
-            self.gradients(by_row(theirs), x.S, x.sStats[None, 1, None, stage], x.where_S)
+            self.gradients(by_row(theirs), x.S, x.sStats[None, 1, None, stage], x.places)
         round_fragment(x.rS, x.rP, self.dtype)
         multiply(x.mma_kv, x.rSum, x.tP, x.tC[None, None, None, stage], True)
         if not final:
@@ -413,14 +418,13 @@ class QueryGradient(QueryTiles):
             ]
             tSK, tPV = [mma_s.make_fragment_B(thr_s.partition_B(sX)) for sX in (sK, sV)]
             tQK = mma_q.make_fragment_B(thr_q.partition_B(exchanged(sK)))
-            where = cute.make_identity_tensor((ROWS, ROWS))
-            where_S, first_S = [by_row(mma_s.get_slice(t).partition_C(where)) for t in (thread, 0)]
+            places = coordinates(mma_s, (ROWS, ROWS), thread)
             stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
             copy_dQ = cute.make_tiled_copy_C(stmatrix, mma_q).get_slice(thread)
             # What a step needs; never an argument of a jit function, which would rebind its members.
             x = SimpleNamespace(
                 rS=rS, rdP=rdP, rdQ=rdQ, rdS=rdS, tdS=tdS, S=by_row(rS), dP=by_row(rdP), rLSE=rLSE, rD=rD,
-                tSQ=tSQ, tPdO=tPdO, tSK=tSK, tPV=tPV, tQK=tQK, where_S=where_S, first_S=first_S,
+                tSQ=tSQ, tPdO=tPdO, tSK=tSK, tPV=tPV, tQK=tQK, places=places,
                 mma_s=mma_s, mma_q=mma_q, k_ring=k_ring, v_ring=v_ring, seqlen_q=seqlen_q,
                 seqlen_kv=seqlen_kv,
             )  # fmt: skip
@@ -444,7 +448,7 @@ class QueryGradient(QueryTiles):
                     v_get.advance()
                 stats = mStats[batch * mQ.shape[2] + head, q_block * CONSUMERS + consumer, None, None]
                 for r in range_constexpr(2):
-                    rLSE[r], rD[r] = stats[0, where_S[r, 0][0]], stats[1, where_S[r, 0][0]]
+                    rLSE[r], rD[r] = stats[0, places.own[r, 0][0]], stats[1, places.own[r, 0][0]]
                 rdQ.fill(0.0)
                 q_ring.consumer_wait(q_get)
                 k_ring.consumer_wait(k_get)
@@ -497,7 +501,7 @@ class QueryGradient(QueryTiles):
         multiply(x.mma_s, x.rdP, x.tPdO, x.tPV[None, None, None, 0], False)
         self.exponentials(x.S, x.rLSE)
         if masked:
-            hides = x.where_S, x.first_S, first_row, kv_block, x.seqlen_q, x.seqlen_kv
+            hides = x.places.own, x.places.first, first_row, kv_block, x.seqlen_q, x.seqlen_kv
             self.hide(x.S, Float32(0.0), *hides)
         warpgroup.wait_group(0)
         x.v_ring.consumer_release(v_get)
@@ -530,37 +534,3 @@ class QueryGradient(QueryTiles):
             unmasked += blocks - 1 - split
         rows = tiles * CONSUMERS
         return tiles * problem.batch * problem.heads, masked / rows, unmasked / rows
-
-
-class WideFlashAttentionBackward:
-    """Preprocess, dK and dV, dQ. Deterministic either way."""
-
-    def __init__(self, head_dim: int, mask: Mask, dtype: str, deterministic: bool = True):
-        options = head_dim, mask, ELEMENTS[dtype]
-        self.preprocess = Preprocess(head_dim)
-        self.main, self.queries = KeyGradients(*options), QueryGradient(*options)
-
-    @cute.jit
-    def __call__(self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter, stream):
-        self.preprocess(mO, mDO, mLSE, mStats, None, stream)
-        counters = [cute.make_tensor(mCounter.iterator + i, cute.make_layout(1)) for i in range(2)]
-        self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, counters[0], stream)
-        self.queries.launch(mQ, mK, mV, mDO, mDQ, mStats, counters[1], stream)
-
-    def workspace(self, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-        return {
-            "stats": scratch_shapes(problem, self.queries.tile_q)["stats"],
-            # of tiles taken, a kernel each; two launches at once must not share it
-            "counter": ((2,), "int32"),
-        }
-
-    def fake_workspace(self) -> tuple[object, ...]:
-        """Stand-ins for `workspace`'s."""
-        return fake_scratch(self.main.head_dim)[0], make_fake_tensor(Int32, (2,), (1,), assumed_align=4)
-
-    def work(self, problem: Problem) -> list[Work]:
-        unit = "64 keys of a query head, one consumer's half"
-        return [
-            work_of(self.main, problem, 4, unit, roles=CONSUMERS),
-            work_of(self.queries, problem, 3, "128 queries"),
-        ]
