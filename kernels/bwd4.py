@@ -29,7 +29,8 @@ from cutlass import Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from .bwd4_d256 import KeyGradients, QueryGradient
+from .bwd4_dkv import KeyGradients
+from .bwd4_dq import QueryGradient
 from .bwd4_loads import LoadingTiles
 from .bwd4_operands import (
     CONFIGS,
@@ -96,8 +97,7 @@ class Backward(LoadingTiles):
     mbarriers                   arrivals that complete a phase       who waits
     q, do, k, v   full          the producer's, and the bytes        both consumers
                   empty         8, a lane of each consumer warp      the producer
-                  k's empty     … of the two warps that store, when dV has left; of the others, when all have
-                                written it
+                  k's empty     the same, but each consumer's first warp only when dV has left from there
     tile          full          32, the producer's lanes             consumers, adders, zero writer
                   empty         352, all of their threads            the producer
                                 (bwd4_det: 320, no zero writer)
@@ -117,16 +117,16 @@ class Backward(LoadingTiles):
     DS_READY and DQ_FULL have a parity since a fast consumer may arrive for its next step before the slowest
     warp of the other side has left the wait of this one.
 
-    What compute-sanitizer does not see. racecheck reports two pairs of writes to shared memory, both to a
-    consumer's part of dQ: a step's dQ and then the tile's dK, and dK and then the next tile's dQ. Between the
-    writes of each pair all 128 threads wait at DQ_EMPTY + c, which the tool does not count as a barrier of
-    theirs, being completed by 32 who only arrive; whoever arrives does so when the bulk copy has read what
-    was written first (`cp.async.bulk.wait_group.read`). Nor does it see reads and writes of the async proxy
-    (TMA, bulk copies, WGMMA): those are ordered by the rings' phases, by `wgmma.wait_group`, and by a proxy
-    fence between threads' writes and the arrival that lets the async proxy read them. dS's two buffers need
-    no barrier that says they are free: the other's dQ of this step is done before it arrives at DS_READY in
-    the next one, for which this consumer waits before it comes to write this buffer again.
-    initcheck reports that the preprocess reads an O that nobody wrote: see `device.backward_ends.Preprocess`.
+    What compute-sanitizer does not see. racecheck reports two pairs. What different threads both touch by
+    ordinary loads and stores is the tile's four numbers, between `full` and `empty` of its ring, and a
+    consumer's part of dQ, which is written twice in two patterns: a step's dQ and then the tile's dK, and dK
+    and then the next tile's dQ. Between the writes of each pair all 128 threads wait at DQ_EMPTY + c, as do
+    the 32 that arrive there, after `cp.async.bulk.wait_group.read`: the bulk copy has read the first.
+    Everything else is the async proxy's: what TMA writes and WGMMA reads is ordered by the rings' phases and
+    `wgmma.wait_group`; what threads write for it to read (dS, dQ, dK, dV), by a proxy fence before they
+    arrive. dS's buffers need no barrier that says they are free: the other's dQ of a step is done before it
+    arrives at DS_READY in the next step, where this consumer waits before it comes to that buffer again.
+    initcheck's reads of O: see `device.backward_ends.Preprocess`.
     """
 
     def __init__(self, head_dim: int, mask: Mask, dtype: type, deterministic: bool, config: Config):
