@@ -114,8 +114,9 @@ class Backward(LoadingTiles):
     K_READ                      both consumers: dQ of the tile's     both, before dV takes K's       256
                                 last step is done with K             place
 
-    DS_READY and DQ_FULL have a parity since a fast consumer may arrive for its next step before the slowest
-    warp of the other side has left the wait of this one.
+    DS_READY has a parity since a fast consumer may arrive for its next step before the other's slowest warp
+    has come to the wait of this one; for the step after, it needs a turn that the other passes behind that
+    wait. DQ_FULL's parity is the adder's number.
 
     What compute-sanitizer does not see. racecheck reports two pairs. What different threads both touch by
     ordinary loads and stores is the tile's four numbers, between `full` and `empty` of its ring, and a
@@ -221,7 +222,7 @@ class Backward(LoadingTiles):
         is_first_warp = cute.arch.make_warp_uniform(tidx // WARP) == WARPGROUP // WARP * consumer
         parity, stored = Int32(0), cutlass.Boolean(False)
         own_phase = Int32(0)
-        # The tile of K that the last stores still read
+        # The stage of K that the last tile's dV is leaving from, so that only its warp has not released it
         k_left = pipeline.make_pipeline_state(CONSUMER, self.config.k_stages)
         if consumer == 1:
             self.sync(Barrier.TURN, 0, BOTH, arrive=True)  # the first turn
@@ -239,7 +240,8 @@ class Backward(LoadingTiles):
                 k_ring.consumer_release(k_left)
                 k_left.advance()
 
-            # 3. main loop: tiles of queries with a hidden pair, then the others; the last one apart
+            # 3. main loop: tiles of queries with a hidden pair, then the others. The last one is apart, since
+            # no Sᵀ follows it, and masked in any case.
             heads = group if first < last else 0
             for _ in range(heads, unroll=1):
                 q_ring.consumer_wait(q_get)
@@ -330,7 +332,7 @@ class Backward(LoadingTiles):
         kernel (notes/bwd4.md, "What the assembler takes").
         """
         stage, shared, rings = q_get.index, x.shared, x.rings
-        dV = f.dV.of(None, stage)
+        dV = f.dV.of(None, stage)  # here: traced behind the wait, LLVM orders the step differently
         rings.do.consumer_wait(q_get)
         f.dP.of(None, stage).issue(False)
         first_key, first_query = kv_block * TILE_KV + x.index * ROWS, q_tile * self.tile_q

@@ -336,7 +336,8 @@ class KeyGradients(Tiles):
             x.gradient.acc.fill(0.0)
             own_ring.consumer_wait(kv_get)
 
-            # 4. main loop: tiles of queries with a hidden pair, then the others; the last one apart
+            # 4. main loop: tiles of queries with a hidden pair, then the others. The last one is apart, since
+            # no product follows it, and masked in any case.
             heads = group if first < last else 0
             for _ in range(heads, unroll=1):
                 ring.consumer_wait(q_get)

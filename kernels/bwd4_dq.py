@@ -286,7 +286,8 @@ class QueryGradient(QueryTiles):
             x.S.of(None, k_get.index).issue(False)
             warpgroup.wait_group(0)
 
-            # 5. main loop: tiles with a hidden pair, then the others; the last one apart
+            # 5. main loop: tiles of keys with a hidden pair, then the others. The last one is apart, since no
+            # S follows it, and masked in any case.
             masked = own_blocks - self.visible_blocks(first_row, own_blocks, seqlen_q, seqlen_kv)
             split = cutlass.min(masked, own_blocks - 1)
             for i in range(0, split, unroll=1):

@@ -33,13 +33,13 @@ TILE_KV = ROWS * CONSUMERS
 
 @dataclass(frozen=True)
 class Config:
-    """What a head_dim allows."""
+    """What a head_dim allows; notes/bwd4.md, "What the assembler takes", tells why these."""
 
     tile_q: int
-    early_dV: bool  # dV beside dS, where registers allow
-    keep_V: bool  # in registers, for the same reason
+    early_dV: bool  # issue dV before dPᵀ is waited for, where registers allow, and not only with dK
+    keep_V: bool  # V in registers, operand A of dPᵀ, where dV is not early: fewer reads of shared memory
     stages: int = 2  # of Q and dO
-    k_stages: int = 2
+    k_stages: int = 2  # so that the next tile's K is loaded while this one is worked on
 
     @property
     def blocks(self) -> int:
@@ -170,7 +170,7 @@ class Fragments:
 def fragments(
     config: Config, mmas: list[cute.TiledMma], shared: Shared, dtype: type, consumer: Int32, thread: Int32
 ) -> Fragments:
-    """A consumer's fragments. LLVM orders registers by what is traced first: the order here is measured."""
+    """A consumer's fragments. In another order the same lines may give other machine code."""
     d, tile_q = cute.size(shared.K, mode=[1]), config.tile_q
     mma_s, mma_p, mma_kv, mma_q = mmas
     thr_s, thr_p, thr_kv, thr_q = [mma.get_slice(0) for mma in mmas]
