@@ -58,7 +58,7 @@ class SummedTiles(Tiles):
         mine, step = warp_idx - CONSUMER_WARPS - 1, Int32(0)
         zeroed = self.left_to_zero(mQ, mK)
         tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
-        self.sync(empty, mine, AND_ADDER, arrive=True)
+        self.sync(empty, mine, AND_ADDER, arrive=True)  # at first both consumers' parts are free
         valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
         tile_get.advance()
         while valid != 0:
