@@ -26,7 +26,7 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 from .device.constants import WARP, WARPGROUP
 from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, SMS, THREADS, Tiles
 from .device.masks import Mask
-from .device.products import Coordinates, Product, coordinates
+from .device.fragments import Coordinates, Product, coordinates
 from .device.tile_order import fetch, hear, message_ring, tell
 from .device.tma import (
     CONSUMER,

@@ -25,7 +25,7 @@ from .contract import Problem
 from .device.constants import LOG2_E, WARP, WARPGROUP
 from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, SECTION_BYTES, SMS, THREADS
 from .device.masks import Mask
-from .device.products import Coordinates, Product, coordinates
+from .device.fragments import Coordinates, Product, coordinates
 from .device.query_tiles import QueryTiles
 from .device.tile_order import fetch, hear, message_ring, tell
 from .device.tma import (

@@ -23,7 +23,7 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .device.constants import WARPGROUP
 from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS
-from .device.products import Coordinates, Product, coordinates
+from .device.fragments import Coordinates, Product, coordinates
 from .device.tile_order import message_ring
 from .device.tma import allocate_tiles, swizzled_tiles, tma_rings
 from .device.wgmma import by_row, exchanged, operand_a
