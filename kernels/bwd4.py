@@ -51,8 +51,9 @@ from .device.constants import ROWS_MAX, WARP, WARPGROUP
 from .device.dq_sums import AND_ADDER
 from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS, refuse_long_heads
 from .device.masks import Mask, mask_of
+from .device.rings import CONSUMER
 from .device.tile_order import hear
-from .device.tma import CONSUMER, load_atom, partition_tma, store_atom, swizzled_tiles
+from .device.tma import load_atom, partition_tma, store_atom, swizzled_tiles
 from .device.wgmma import round_fragment
 
 STAGES = (

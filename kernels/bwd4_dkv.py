@@ -23,21 +23,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from .device.constants import WARP, WARPGROUP
-from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, SMS, THREADS, Tiles
-from .device.masks import Mask
+from .device.constants import SMS, WARP, WARPGROUP
 from .device.fragments import Coordinates, Product, coordinates
+from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS, Tiles
+from .device.masks import Mask
+from .device.rings import CONSUMER, PRODUCER, put, tma_rings
 from .device.tile_order import fetch, hear, message_ring, tell
-from .device.tma import (
-    CONSUMER,
-    PRODUCER,
-    allocate_tiles,
-    load_atom,
-    partition_tma,
-    put,
-    store_atom,
-    tma_rings,
-)
+from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
 from .device.wgmma import by_row, exchanged, operand_a, round_fragment
 
 STAGES = 2  # of Q and dO

@@ -22,22 +22,14 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .contract import Problem
-from .device.constants import LOG2_E, WARP, WARPGROUP
-from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, SECTION_BYTES, SMS, THREADS
-from .device.masks import Mask
+from .device.constants import LOG2_E, SMS, WARP, WARPGROUP
 from .device.fragments import Coordinates, Product, coordinates
+from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, SECTION_BYTES, THREADS
+from .device.masks import Mask
 from .device.query_tiles import QueryTiles
+from .device.rings import CONSUMER, PRODUCER, put, tma_rings
 from .device.tile_order import fetch, hear, message_ring, tell
-from .device.tma import (
-    CONSUMER,
-    PRODUCER,
-    allocate_tiles,
-    load_atom,
-    partition_tma,
-    put,
-    store_atom,
-    tma_rings,
-)
+from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
 from .device.wgmma import by_row, exchanged, operand_a, round_fragment
 
 STAGES = 2  # of K

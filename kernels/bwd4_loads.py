@@ -7,8 +7,9 @@ from cutlass import const_expr, pipeline, range_constexpr
 from .bwd4_operands import Config
 from .device.dq_sums import SummedTiles
 from .device.key_tiles import CONSUMERS
+from .device.rings import PRODUCER, put
 from .device.tile_order import fetch, tell
-from .device.tma import PRODUCER, partition_tma, put
+from .device.tma import partition_tma
 
 
 class LoadingTiles(SummedTiles):

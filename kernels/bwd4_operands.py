@@ -22,10 +22,11 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .device.constants import WARPGROUP
-from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS
 from .device.fragments import Coordinates, Product, coordinates
+from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS
+from .device.rings import tma_rings
 from .device.tile_order import message_ring
-from .device.tma import allocate_tiles, swizzled_tiles, tma_rings
+from .device.tma import allocate_tiles, swizzled_tiles
 from .device.wgmma import by_row, exchanged, operand_a
 
 TILE_KV = ROWS * CONSUMERS

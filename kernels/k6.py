@@ -2,9 +2,9 @@
 
 The idea          The CTAs stay and fetch tiles, longest first, so that loads of the next tile hide the end of
                   this one. O is rescaled only when a row's maximum has grown by more than 2⁸; mostly that is
-                  asked of three exponents at a time, as integers (`arithmetic.largest_positive`), and a
-                  warp's vote on it keeps the question before the wait for P·V. At head_dim 64 it is asked of the second half of a tile's keys
-                  while the first half is exponentiated.
+                  asked of three exponents at a time, as integers (`arithmetic.largest_positive`), by a warp's
+                  vote before the wait for P·V; at head_dim 64 of the second half of a tile's keys while the
+                  first half is exponentiated.
 What changes      against k6_2: persistent CTAs and a tile counter; a tile's last P·V beside the next one's
                   first Q·Kᵀ, up to head_dim 128; tiles with hidden keys in a loop of their own; lazy
                   rescaling; O leaves through shared memory by TMA; a tile shape for each head_dim; fp16, GQA,
@@ -31,7 +31,7 @@ from cutlass.memory import SmemAllocator
 from .contract import Problem, Stage, Tensors, Work
 from .device.arithmetic import largest_positive
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
-from .device.constants import LN_2, LOG2_E, WARP, WARPGROUP
+from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
 from .device.masks import Mask, mask_of
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
 from .device.query_tiles import ROWS, Config, QueryTiles, refuse_unless_gqa, work_on_query_tiles
@@ -59,9 +59,7 @@ CONFIGS = {  # by head_dim; registers of a producer's thread and of a consumer's
     256: Config(consumers=2, tile_kv=64, stages=2, registers=(24, 240)),
 }
 END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
-SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
 GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is rescaled
-SMEM_MAX = 232448  # bytes a CTA may have on Hopper; 1 KiB of it is left to the barriers
 
 
 class Barrier(IntEnum):
@@ -82,8 +80,7 @@ class FlashAttentionForward(QueryTiles):
     tile told, 1               the producer's lanes, 32                  all consumers
     tile heard, 1              all consumers' threads, 128·C             the producer
     Barrier.CTA                everyone, once: the rings are there       everyone
-    Barrier.Q_READ + c, C      consumer c's threads, 128, done with Q    the same: O may take Q's place
-                               (only where it does, `o_over_q`)
+    Barrier.Q_READ + c, C      consumer c's threads, 128, done with Q    the same, where O takes Q's place
     """
 
     def __init__(self, head_dim: int, mask: Mask, dtype: str, config: Config | None = None):
@@ -94,8 +91,7 @@ class FlashAttentionForward(QueryTiles):
         self.threads = WARPGROUP * (self.consumers + 1)
         assert self.tile_kv % (8 * config.parts) == 0, "a part is some of the tile's groups of 8 columns"
         self.scale_log2 = LOG2_E / math.sqrt(head_dim)
-        # Tiles of queries in shared memory: 3 (head_dim 64), two of Q and one of O; 2 (128), two of Q, and O
-        # over the one it came from; 1 (256), for both.
+        # 3 tiles of queries (head_dim 64): two of Q, one of O; 2 (128): O over its own Q; 1 (256): for both.
         self.q_and_o = max(n for n in (1, 2, 3) if self.tile_bytes(n) <= SMEM_MAX - 1024)
         self.q_stages, self.o_over_q = min(self.q_and_o, 2), self.q_and_o < 3
         # The tiles that only other consumers see must fit beside one stage of V: see `leave_hidden`.
@@ -218,8 +214,7 @@ class FlashAttentionForward(QueryTiles):
             first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
             warpgroup.wait_group(0)
             while announced != END:
-                # The first tile's S is there, waited for above or at the loop's end, and its K has been read;
-                # K runs one tile ahead of V from here on.
+                # The first S is there, waited for above or at the loop's end. K runs one tile ahead of V now.
                 k_ring.consumer_release(k_get)
                 k_get.advance()
                 row_max.fill(-Float32.inf)
@@ -237,8 +232,7 @@ class FlashAttentionForward(QueryTiles):
                 # 3. main loop: the tiles that are seen whole, those with hidden keys, those all hidden
                 for block in range(1, visible, unroll=1):
                     self.step(x, rows, first_row, block, q_get, k_get, v_get, masked=False)
-                    # V's next stage is K's of now: 2 instructions less than to advance it, in the other loop
-                    # 20 more.
+                    # V's next stage is K's of now: 2 instructions less than to advance it, below 20 more.
                     v_get = k_get.clone()
                     k_get.advance()
                 for block in range(cutlass.max(1, visible), own_blocks, unroll=1):
@@ -300,11 +294,11 @@ class FlashAttentionForward(QueryTiles):
     def leave_hidden(self, hidden, past_the_end, k_ring, v_ring, k_get, v_get):
         """The tiles of keys that only rows of other consumers see: how many are still to be released.
 
-        Each consumer must release every stage, or the producer waits for its warps when the ring comes round,
-        and must count on with the ring. It releases their K while it waits for the next tile (`await_next`),
-        their V after its own last one. Hazard: until then it holds that stage of V, and the producer puts V beside K, so they must
-        all fit into the other stages (the assertion in `__init__`), or all wait forever. Rows past the end
-        have no such bound and leave theirs here, K and V in turn; their last P·V, which is not stored, is of
+        Each consumer must release every stage, or the producer waits for its warps when the ring comes
+        round. It releases their K while it waits for the next tile (`await_next`), their V after its own last
+        one. Hazard: until then it holds that stage of V, and the producer puts V beside K, so they must all
+        fit into the other stages (the assertion in `__init__`), or all wait forever. Rows past the end have
+        no such bound and release theirs here, K and V in turn; their last P·V, which is not stored, is of
         another V. `tests/test_rings.py` runs this schedule.
         """
         if past_the_end:
@@ -405,14 +399,11 @@ def exponentiate(S, row_sum):
         row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
 
 
-def supports(problem: Problem) -> str | None:
-    return refuse_unless_gqa(problem)
+supports = refuse_unless_gqa
 
 
 def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int, ...], str]]:
-    # Of tiles taken. Zero when it is allocated, and again after each launch (`fetch`); two launches at once
-    # must not share it.
-    return {"counter": ((1,), "int32")}
+    return {"counter": ((1,), "int32")}  # of tiles taken, 0 again after each launch; not for two at once
 
 
 def kernel_for(problem: Problem, config: Config | None = None) -> FlashAttentionForward:

@@ -17,8 +17,8 @@ from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
 
 from .constants import WARP, WARPGROUP
 from .key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, Tiles
+from .rings import CONSUMER
 from .tile_order import hear
-from .tma import CONSUMER
 
 PART = ROWS * 64  # elements of dQ_sum in a row: 64 queries × 64 columns
 AND_ADDER = WARPGROUP + WARP  # threads at a named barrier where a consumer and an adding warp meet
@@ -142,7 +142,9 @@ class SummedTiles(Tiles):
         """How many tiles of keys add to dQ of a tile of queries."""
         keys = seqlen_kv
         if const_expr(self.mask.hides):
-            seen = self.mask.last_key((q_tile + 1) * self.tile_q, seqlen_q, seqlen_kv)
+            # last_key of row (q_tile + 1)·tile_q, which a diagonal lets one add up; asked for as such, ptxas
+            # gets another order of operations at head_dim 128, deterministic.
+            seen = (q_tile + 1) * self.tile_q + self.mask.last_key(0, seqlen_q, seqlen_kv)
             keys = cutlass.max(0, cutlass.min(keys, seen))
         return cute.ceil_div(keys, self.tile_kv)
 

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..contract import Problem, Work
-from .constants import LOG2_E, WARP, WARPGROUP
+from .constants import LOG2_E, SMS, WARP, WARPGROUP
 from .masks import Mask
 from .tile_order import ByHead, BySection, final_section
 
@@ -21,7 +21,6 @@ CONSUMER_WARPS = WARPGROUP // WARP * CONSUMERS
 THREADS = WARPGROUP * (CONSUMERS + 1)
 BOTH = WARPGROUP * CONSUMERS  # threads at a named barrier where the consumers meet
 REGISTERS = (24, 240)  # of a producer's thread, of a consumer's
-SMS = 132  # CTAs that stay; where one waits for another, it is for an earlier tile, fetched by one at work
 SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked on together and stay in L2
 SECTION_BYTES_MAX = 2**31 - 1  # what `Tiles.section` can count
 TILES_AHEAD = 16  # without a mask zeros are written so many tiles, but at least a head, ahead
