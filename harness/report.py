@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from harness import plots
+from harness.figures import drawable
 from harness.plots import format_rate, label
 from harness.results import PEER_LABELS, Results, Row, bound_gpu, load_all, repository, write_atomically
 from harness.sweep import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, sweep_problem
@@ -246,6 +247,8 @@ def figures(
             if direction in directions:
                 draw = partial(plots.plot_progress, swept, direction=direction)
                 found[root / "results" / folder / name] = draw
+        for name, draw in drawable(swept).items():
+            found[root / "results" / folder / name] = draw
     return found
 
 
