@@ -86,7 +86,7 @@ def plot_stage(results: Results, path: Path | str) -> None:
     seqlens = [n for n in SEQLENS if any(row.seqlen_kv == n for row in rows)]
     bottom, top = _log_limits(row.tflops for row in rows)
 
-    with _style():
+    with style():
         figure = Figure(figsize=(13, 8.6))
         panels = figure.subplots(2, 2, sharex=True, sharey=True)
         for line, head_dim in zip(panels, HEAD_DIMS, strict=True):
@@ -104,13 +104,13 @@ def plot_stage(results: Results, path: Path | str) -> None:
         figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.05, 0.955), ncols=len(providers))
         kind = {"fwd": "forward", "bwd": "backward"}[rows[0].direction]
         dtypes = ", ".join(sorted({row.dtype for row in rows}))
-        _title(
+        heading(
             figure,
             f"{results.stage}: attention {kind} beside its peers",
             f"{results.gpu} · {dtypes} · {TOTAL_TOKENS} tokens, hidden size {HIDDEN_SIZE}",
         )
         figure.subplots_adjust(left=0.055, right=0.99, bottom=0.06, top=0.88, wspace=0.03, hspace=0.13)
-        _save(figure, path)
+        save(figure, path)
 
 
 def plot_progress(all_stage_results: Mapping[str, Results], path: Path | str, direction: str = "fwd") -> None:
@@ -126,7 +126,7 @@ def plot_progress(all_stage_results: Mapping[str, Results], path: Path | str, di
     of_direction = [results for results in all_stage_results.values() if belongs(results)]
     if not of_direction:
         raise ValueError(f"no {direction} results to draw")
-    with _style():
+    with style():
         figure = Figure(figsize=(max(8.0, 3.0 + 0.55 * len(of_direction)), 7.2))
         for axes, head_dim in zip(figure.subplots(2, 1), PROGRESS_HEAD_DIMS, strict=True):
             problem = progress_problem(of_direction, head_dim, direction)
@@ -134,9 +134,9 @@ def plot_progress(all_stage_results: Mapping[str, Results], path: Path | str, di
             axes.set_title(f"head_dim {head_dim}, full, N = {problem.seqlen_q}", fontsize=10, loc="left")
         kind = {"fwd": "forward", "bwd": "backward"}[direction]
         gpus = ", ".join(dict.fromkeys(results.gpu for results in of_direction))
-        _title(figure, f"The ladder: attention {kind}", f"{gpus} · dashed: peers, at their fastest")
+        heading(figure, f"The ladder: attention {kind}", f"{gpus} · dashed: peers, at their fastest")
         figure.subplots_adjust(left=0.1, right=0.77, bottom=0.045, top=0.9, hspace=0.22)
-        _save(figure, path)
+        save(figure, path)
 
 
 def _draw_groups(
@@ -152,7 +152,7 @@ def _draw_groups(
             text = {"ha": "center", "va": "bottom", "rotation": 90, "fontsize": 7}
             text |= {"fontweight": "bold", "color": STAGE_COLOUR} if provider == stage else {"color": INK}
             if row.tflops is None:
-                axes.text(x, bottom * 1.08, _short_error(row.error), **text)
+                axes.text(x, bottom * 1.08, short_error(row.error), **text)
                 continue
             axes.bar(x, row.tflops - bottom, width * 0.9, bottom=bottom, color=_colour(provider, stage))
             axes.text(x, row.tflops * 1.06, format_rate(row.tflops), **text)
@@ -172,7 +172,7 @@ def _draw_ladder(axes: Axes, ladder: list[Results], problem: Problem) -> None:
     axes.set_ylabel("TFLOP/s (log)")
     for x, row in enumerate(rows):
         if row is None or row.tflops is None:
-            reason = "not measured" if row is None else _short_error(row.error)
+            reason = "not measured" if row is None else short_error(row.error)
             axes.text(x, bottom * 1.1, reason, ha="center", va="bottom", rotation=90, fontsize=8, color=MUTED)
             continue
         axes.bar(x, row.tflops - bottom, 0.72, bottom=bottom, color=STAGE_COLOUR)
@@ -184,7 +184,7 @@ def _draw_ladder(axes: Axes, ladder: list[Results], problem: Problem) -> None:
     axes.set_xticks(range(len(ladder)), [results.stage for results in ladder])
     axes.set_xlim(-0.6, len(ladder) - 0.4)
     to_axes = axes.transData - axes.transAxes
-    heights = _spread({name: to_axes.transform((0, rate))[1] for name, rate in lines.items()})
+    heights = spread({name: to_axes.transform((0, rate))[1] for name, rate in lines.items()})
     for name, rate in lines.items():
         axes.axhline(rate, color=PEER_COLOURS[name], linewidth=1.4, linestyle=(0, (5, 2)), zorder=0.9)
         axes.annotate(
@@ -220,7 +220,7 @@ def progress_problem(ladder: list[Results], head_dim: int, direction: str) -> Pr
     return at(PROGRESS_SEQLEN)
 
 
-def _spread(heights: Mapping[str, float], gap: float = 0.065) -> dict[str, float]:
+def spread(heights: Mapping[str, float], gap: float = 0.065) -> dict[str, float]:
     """Heights of labels, moved up where needed so that no two are closer than `gap`."""
     placed: dict[str, float] = {}
     lowest = -1.0
@@ -229,7 +229,7 @@ def _spread(heights: Mapping[str, float], gap: float = 0.065) -> dict[str, float
     return placed
 
 
-def _short_error(error: str | None) -> str:
+def short_error(error: str | None) -> str:
     """The word an error begins with ("OOM", "unsupported"): what fits on a bar."""
     word = (error or "").split(":")[0].strip()
     return word if 0 < len(word) <= 12 else "no result"
@@ -252,13 +252,13 @@ def _log_axis(axes: Axes, bottom: float, top: float) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _title(figure: Figure, title: str, subtitle: str) -> None:
+def heading(figure: Figure, title: str, subtitle: str) -> None:
     figure.text(0.055, 0.985, title, fontsize=13, fontweight="bold", va="top")
     figure.text(0.99, 0.982, subtitle, fontsize=9, color=MUTED, va="top", ha="right")
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def style() -> Iterator[None]:
     """matplotlib's defaults with STYLE on top, whatever the user's own settings; undone on leaving."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -266,7 +266,7 @@ def _style() -> Iterator[None]:
         yield
 
 
-def _save(figure: Figure, path: Path | str) -> None:
+def save(figure: Figure, path: Path | str) -> None:
     content = io.BytesIO()
     figure.savefig(content, format="png", metadata={"Software": None})  # no version, no date
     write_atomically(Path(path), content.getvalue())

@@ -6,7 +6,8 @@ nothing and exits 1, with a line for each stale item. Of a figure it checks only
 bytes depend on the versions of matplotlib and its font renderer, so comparing them would fail where nothing
 is wrong.
 
-Blocks: `ladder`, `environment`, `sustained`, and `stage-<id>` for every stage.
+Blocks: `ladder`, `environment` and `sustained`, of the GPU measured last; `stage-<id>` for every stage and
+`ablation-<file>` for every kernel file, of every GPU that has their rows.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from harness import plots
+from harness.figures import drawable
 from harness.plots import format_rate, label
 from harness.results import PEER_LABELS, Results, Row, bound_gpu, load_all, repository, write_atomically
 from harness.sweep import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, sweep_problem
@@ -34,37 +36,48 @@ def ladder_table(
     stages: Sequence[Stage], measured: Mapping[str, Results], files: Mapping[str, str], notes: str = "notes/"
 ) -> str:
     """A table for each direction, one row per stage, in order: what it adds, and its rate at d = 128, N =
-    4096, full and causal.
+    4096, full and causal, also as a multiple of the rate of the stage that it builds on.
 
     `files` maps a stage id to the name of its kernel file, which is also its note's; `notes` is the path from
     the document to the notes.
     """
-    columns = ["TFLOP/s", "of bound", "to best peer"]
+    columns = ["TFLOP/s", "of bound", "× before", "to best peer"]
     rates = [f"{mask}: {name}" for mask in ("full", "causal") for name in columns]
     parts = []
     for direction in dict.fromkeys(stage.direction for stage in stages):
         of_direction = [stage for stage in stages if stage.direction == direction]
-        lines = [
-            _ladder_line(stage, measured.get(stage.id), files[stage.id], notes) for stage in of_direction
-        ]
-        parts.append(_table([DIRECTION_WORDS[direction], "adds", *rates], lines, "llrrlrrl"))
+        lines = [_ladder_line(stage, measured, files[stage.id], notes) for stage in of_direction]
+        parts.append(_table([DIRECTION_WORDS[direction], "adds", *rates], lines, "llrrrlrrrl"))
     point = f"head_dim {LADDER_HEAD_DIM}, N = {LADDER_SEQLEN}"
     where = _join(dict.fromkeys(results.gpu for results in measured.values()))
     parts.append(f"Measured at {point} on {where}. {_bound_sentence(measured)}" if measured else NOTHING)
     return "\n\n".join(parts)
 
 
-def _ladder_line(stage: Stage, results: Results | None, file: str, notes: str) -> list[str]:
+def _ladder_line(stage: Stage, measured: Mapping[str, Results], file: str, notes: str) -> list[str]:
+    results = measured.get(stage.id)
     cells = [f"[`{stage.id}`]({notes}{file}.md)", _cell(stage.adds)]
     for causal in (False, True):
         problem = sweep_problem(LADDER_SEQLEN, LADDER_HEAD_DIM, causal, stage.direction)
         row = results.at(problem) if results else None
         if row is None or row.tflops is None:
-            cells += [_reason(row), "", ""]
+            cells += [_reason(row), "", "", ""]
         else:
             rate = f"**{format_rate(row.tflops)}**"
-            cells += [rate, _percent_of_bound(row, results), _ratio(row, results)]
+            before = _times_before(row, stage, measured)
+            cells += [rate, _percent_of_bound(row, results), before, _ratio(row, results)]
     return cells
+
+
+def _times_before(row: Row, stage: Stage, measured: Mapping[str, Results]) -> str:
+    """The row's rate over that of the stage before on the same problem; nothing where no stage is before."""
+    if stage.before is None:
+        return ""
+    results = measured.get(stage.before)
+    before = results.find(stage.before, row.problem) if results else None
+    if before is None or before.tflops is None:
+        return _reason(before)
+    return f"{_digits(row.tflops / before.tflops)}×"
 
 
 def stage_table(results: Results) -> str:
@@ -172,7 +185,7 @@ def ablation_table(results: Results, variants: Sequence[str]) -> str:
                 cells = []
                 for problem in columns:
                     row, first = results.find(variant, problem), results.find(here[0], problem)
-                    cells.append(f"{_digits(row.tflops)} ({row.tflops / first.tflops:.2f}×)")
+                    cells.append(_ablation_cell(row, first))
                 lines.append([variant, *cells])
             header = [
                 f"d = {head_dim}, {'causal' if causal else 'full'}",
@@ -203,25 +216,32 @@ def stale_blocks(text: str, blocks: Mapping[str, str], where: str) -> list[str]:
 
 def make_blocks(
     stages: Sequence[Stage],
-    measured: Mapping[str, Results],
+    everything: Mapping[str, Mapping[str, Results]],
     files: Mapping[str, str],
     notes: str = "notes/",
     ablations: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Every block's content. `measured` holds one GPU's results, in the ladder's order, `ablations` the
-    tables of kernel files' variants, by file."""
+    """Every block's content. `everything` holds each GPU's results in the ladder's order, newest first, and
+    `ablations` what is known of kernel files' variants, by file."""
+    measured = next(iter(everything.values()), {})
     blocks = {
         "ladder": ladder_table(stages, measured, files, notes),
         "environment": environment_line(measured),
         "sustained": sustained_table(measured),
     }
     for stage in stages:
-        results = measured.get(stage.id)
-        blocks[f"stage-{stage.id}"] = stage_table(results) if results else f"`{stage.id}` is {NOT_MEASURED}."
+        found = [results[stage.id] for results in everything.values() if stage.id in results]
+        known = [results for results in found if any(row.provider == stage.id for row in results.rows)]
+        tables = "\n\n".join(_on_gpu(results, stage_table(results)) for results in known)
+        blocks[f"stage-{stage.id}"] = tables or f"`{stage.id}` is {NOT_MEASURED}."
     for file in files.values():
         unmeasured = f"The variants of `{file}` are {NOT_MEASURED}."
         blocks[f"ablation-{file}"] = (ablations or {}).get(file, unmeasured)
     return blocks
+
+
+def _on_gpu(results: Results, table: str) -> str:
+    return f"**{_cell(results.gpu)}**\n\n{table}"
 
 
 def documents(root: Path) -> Iterator[tuple[Path, str]]:
@@ -246,33 +266,40 @@ def figures(
             if direction in directions:
                 draw = partial(plots.plot_progress, swept, direction=direction)
                 found[root / "results" / folder / name] = draw
+        for name, draw in drawable(swept).items():
+            found[root / "results" / folder / name] = draw
     return found
 
 
 def load_ladder(root: Path) -> dict[str, dict[str, Results]]:
-    """Every GPU's results in the ladder's order. Raises ValueError for a stage the ladder lacks."""
+    """Every GPU's results in the ladder's order, the GPU measured last first; of one day, the last by name
+    first. Raises ValueError for a stage the ladder lacks."""
     everything = load_all(root / "results")
     for folder, measured in everything.items():
         for stage in measured:
             if stage not in ladder.LADDER:
                 raise ValueError(f"{root / 'results' / folder / stage}.json: the ladder has no stage {stage}")
         everything[folder] = {stage: measured[stage] for stage in ladder.LADDER if stage in measured}
-    return everything
+
+    def measured_last(folder: str) -> tuple[str, str]:
+        return max(results.environment.get("date") or "" for results in everything[folder].values()), folder
+
+    return {folder: everything[folder] for folder in sorted(everything, key=measured_last, reverse=True)}
 
 
-def ablation_tables(root: Path, folder: str | None) -> dict[str, str]:
-    """The tables of one GPU's measured variants, by kernel file."""
-    tables = {}
-    for path in sorted((root / "results" / (folder or "") / "ablations").glob("*.json")) if folder else []:
-        results = Results.load(path)
-        tables[path.stem] = ablation_table(results, list(ladder.load(results.stage)[1].VARIANTS))
-    return tables
+def ablation_tables(root: Path, folders: Iterable[str]) -> dict[str, str]:
+    """The tables of the GPUs' measured variants, in the folders' order, by kernel file."""
+    tables: dict[str, list[str]] = {}
+    for folder in folders:
+        for path in sorted((root / "results" / folder / "ablations").glob("*.json")):
+            results = Results.load(path)
+            table = ablation_table(results, list(ladder.load(results.stage)[1].VARIANTS))
+            tables.setdefault(path.stem, []).append(_on_gpu(results, table))
+    return {file: "\n\n".join(found) for file, found in tables.items()}
 
 
 def _blocks_of(root: Path, everything: Mapping[str, dict[str, Results]], stages: Sequence[Stage], notes: str):
-    folder = next(iter(everything), None)
-    measured = everything.get(folder, {})
-    return make_blocks(stages, measured, ladder.LADDER, notes, ablation_tables(root, folder))
+    return make_blocks(stages, everything, ladder.LADDER, notes, ablation_tables(root, everything))
 
 
 def find_stale(root: Path, stages: Sequence[Stage]) -> list[str]:
@@ -354,6 +381,14 @@ def _stage_cell(row: Row | None, results: Results) -> str:
     return "<br>".join(
         (f"**{format_rate(row.tflops)}**", _percent_of_bound(row, results), _ratio(row, results, True))
     )
+
+
+def _ablation_cell(row: Row | None, first: Row | None) -> str:
+    if row is None or row.tflops is None:
+        return _reason(row)
+    if first is None or first.tflops is None:
+        return _digits(row.tflops)
+    return f"{_digits(row.tflops)} ({row.tflops / first.tflops:.2f}×)"
 
 
 def _sustained_cell(row: Row | None) -> str:

@@ -71,7 +71,7 @@ def stage_results(stage: str, direction: str, rates: Rates) -> Results:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
     """The figures by the names they would be saved under."""
     figures: dict[str, Figure] = {}
-    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.update({Path(path).name: figure}))
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.update({Path(path).name: figure}))
     return figures
 
 

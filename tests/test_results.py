@@ -297,14 +297,61 @@ def test_ladder_table() -> None:
         "what k2 adds",
         "**8.00**",
         f"{bound:.2f}%",
+        "",
         "0.016× cuDNN",
         "OOM: needs 9 GB",
         "",
         "",
+        "",
     ]
-    assert cells(table, "[`k1`]")[2:] == ["not measured", "", ""] * 2
+    assert cells(table, "[`k1`]")[2:] == ["not measured", "", "", ""] * 2
     assert "N = 4096 on NVIDIA H100 80GB HBM3" in table
     assert "](k2.md)" in report.ladder_table(STAGES, {}, ladder.LADDER, notes="")
+
+
+def test_ladder_table_compares_with_the_stage_before() -> None:
+    """On the same problem, for each mask by itself; the ratio names what lacks."""
+    chain = (("k1", None), ("fa1", "k1"), ("k2", "fa1"), ("k4", "k2"), ("k5", "k4"), ("k6", "k5"))
+    stages = [Stage(id, "", "", before) for id, before in chain]
+    full, causal = (sweep_problem(causal=mask) for mask in (False, True))
+    measured = {
+        "k1": make_results("k1", make_row("k1", 2.0), make_row("k1", 5.0, causal), make_row("fa2", 99.0)),
+        "fa1": make_results("fa1", make_row("fa1", 7.0), make_row("fa1", 4.0, causal)),
+        "k2": make_results("k2", make_row("k2", 91.0, full), make_row("k2", 3.0, sweep_problem(8192))),
+        "k4": make_results("k4", make_row("k4", 100.1), make_row("k4", 44.0, causal)),
+        "k5": make_results("k5", make_row("k5", None, error="OOM: 3 GB"), make_row("k5", 46.2, causal)),
+        "k6": make_results("k6", make_row("k6", 400.0), make_row("k6", 231.0, causal, dtype="float16")),
+    }
+    table = report.ladder_table(stages, measured, {stage.id: stage.id for stage in stages})
+    assert [cell for cell in cells(table, "forward") if "before" in cell] == [
+        "full: × before",
+        "causal: × before",
+    ]
+    assert {stage.id: cells(table, f"[`{stage.id}`]")[4::4] for stage in stages} == {
+        "k1": ["", ""],
+        "fa1": ["3.50×", "0.80×"],
+        "k2": ["13×", ""],
+        "k4": ["1.10×", "not measured"],
+        "k5": ["", "1.05×"],
+        "k6": ["OOM: 3 GB", "not measured"],  # another dtype is another problem
+    }
+
+
+def test_ablation_table() -> None:
+    short, causal = sweep_problem(512), sweep_problem(causal=True)
+    results = make_results(
+        "k2",
+        make_row("a", 100.0, short),
+        make_row("b", 125.0, short),
+        make_row("b", 60.0),
+        make_row("a", None, causal, error="OOM: 3 GB"),
+        make_row("b", 70.0, causal),
+    )
+    full, masked = report.ablation_table(results, ["a", "b"]).split("\n\n")
+    assert cells(full, "a") == ["a", "100 (1.00×)", "not measured"]
+    assert cells(full, "b") == ["b", "125 (1.25×)", "60"]
+    assert cells(masked, "a") == ["a", "OOM: 3 GB"]
+    assert cells(masked, "b") == ["b", "70"]
 
 
 def backward_sample(stage: str = "bwd1", rate: float = 4.0) -> Results:
@@ -323,13 +370,15 @@ def test_backward_stages_have_a_table_of_their_own() -> None:
     table = report.ladder_table(stages, measured, files)
     forward, backward, caption = table.split("\n\n")
     assert cells(forward, "forward")[1] == cells(backward, "backward")[1] == "adds"
-    assert cells(forward, "[`k2`]")[4] == "0.016× cuDNN"
+    assert cells(forward, "[`k2`]")[5] == "0.016× cuDNN"
     assert "bwd1" not in forward
     assert cells(backward, "[`bwd1`]")[2:] == [
         "**4.00**",
         "0.37%",
+        "",
         "0.02× FlashAttention-2",
         "not measured",
+        "",
         "",
         "",
     ]
@@ -427,6 +476,84 @@ def test_replace_blocks_touches_only_the_blocks() -> None:
     assert once.startswith("one\n<!-- results:begin a -->\n\nA\n\n<!-- results:end a -->\ntwo `<!--")
     assert report.replace_blocks(once, {"a": "A", "b": "B"}, "x.md") == once
     assert report.stale_blocks(once, {"a": "A", "b": "C"}, "x.md") == ["b"]
+
+
+# Several GPUs
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    """A repository with results of three GPUs, no two rates alike; the one measured last is not the first by
+    name, nor is every file of its folder the newest."""
+    rates = iter(range(101, 999, 7))
+    for gpu, dates in (
+        ("NVIDIA H100 A", {"k1": "2000-01-03", "k2": "2000-01-03"}),
+        ("NVIDIA H100 B", {"k1": "2000-01-04", "k2": "2000-01-02"}),
+        ("NVIDIA H100 C", {"k1": "2000-01-01", "k2": "2000-01-04"}),
+    ):
+        folder = tmp_path / "results" / gpu_folder(gpu)
+        for stage, date in dates.items():
+            rows = [make_row(name, float(next(rates))) for name in (stage, "fa2")]
+            if (gpu[-1], stage) == ("B", "k2"):  # of the stage itself nothing
+                rows = rows[1:]
+            make_results(stage, *rows, gpu=gpu, date=date).save(folder / f"{stage}.json")
+        for stage in ("k4",) if gpu[-1] != "B" else ():
+            _, file = ladder.load(stage)
+            passed = {"check": "pass", "max_error": 0.1, "cubin_sha256": SHA}
+            rows = [make_row(name, float(next(rates)), **passed) for name in file.VARIANTS]
+            path = folder / "ablations" / "k4.json"
+            make_results(stage, *rows, gpu=gpu, date="2000-01-01").save(path)
+    names = ("ladder", "environment", "stage-k1", "stage-k2", "stage-k4", "ablation-k4", "ablation-k6")
+    (tmp_path / "README.md").write_text("".join(f"\n## {name}\n{block(name)}" for name in names))
+    return tmp_path
+
+
+def rate_of(root: Path, folder: str, stage: str, provider: str | None = None) -> str:
+    results = Results.load(root / "results" / folder / f"{stage}.json")
+    return plots.format_rate(results.find(provider or results.stage, sweep_problem()).tflops)
+
+
+def test_gpus_stand_newest_first(three: Path) -> None:
+    assert list(report.load_ladder(three)) == ["h100-c", "h100-b", "h100-a"]
+
+
+def test_the_gpu_measured_last_is_the_one_of_the_ladder(three: Path) -> None:
+    assert report.main([], three, STAGES) == 0
+    sections = dict(part.split("\n", 1) for part in (three / "README.md").read_text().split("\n## ")[1:])
+    assert "on NVIDIA H100 C." in sections["ladder"]
+    for stage in ("k1", "k2"):
+        assert cells(sections["ladder"], f"[`{stage}`]")[2] == f"**{rate_of(three, 'h100-c', stage)}**"
+    assert sections["environment"].count("NVIDIA") == 1
+    assert "NVIDIA H100 C" in sections["environment"]
+
+
+def test_a_stages_block_has_a_table_of_each_gpu(three: Path) -> None:
+    assert report.main([], three, STAGES) == 0
+    sections = dict(part.split("\n", 1) for part in (three / "README.md").read_text().split("\n## ")[1:])
+
+    def tables(name: str) -> dict[str, str]:
+        parts = sections[name].split("\n**NVIDIA H100 ")[1:]
+        return {part[0]: part[1:] for part in parts}
+
+    assert list(tables("stage-k1")) == ["C", "B", "A"]
+    assert list(tables("stage-k2")) == ["C", "A"]
+    for stage in ("k1", "k2"):
+        for letter, table in tables(f"stage-{stage}").items():
+            assert table.startswith("**\n\n| ")
+            cell = cells(table, "**128**, full")[1]
+            assert cell.startswith(f"**{rate_of(three, f'h100-{letter.lower()}', stage)}**<br>")
+            peer = rate_of(three, f"h100-{letter.lower()}", stage, "fa2")
+            assert cell.endswith(f"FlashAttention-2 ({peer})")
+            assert cells(table, "**64**, full")[1] == "not measured"
+            assert f"NVIDIA H100 {letter} · power cap" in table
+    assert "`k4` is not measured." in sections["stage-k4"]
+
+    assert list(tables("ablation-k4")) == ["C", "A"]
+    for letter, table in tables("ablation-k4").items():
+        for variant in ladder.load("k4")[1].VARIANTS:
+            rate = rate_of(three, f"h100-{letter.lower()}/ablations", "k4", variant)
+            assert cells(table, f"{variant} |")[1].startswith(f"{rate} (")
+    assert "The variants of `k6` are not measured." in sections["ablation-k6"]
 
 
 # The command
