@@ -6,6 +6,7 @@ problem, so that what was measured survives whatever comes later.
 """
 
 import contextlib
+import gc
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -77,6 +78,7 @@ def host_microseconds(contender: Contender, problem: Problem) -> float:
 @contextlib.contextmanager
 def peak_memory() -> Iterator[Callable[[], int]]:
     """Yields a function that says how much device memory was held at most, beyond what was before."""
+    gc.collect()  # what is freed inside would be missing from the peak
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -32,7 +32,7 @@ OTHER_COLOUR = "#8c8c8c"
 INK, MUTED, GRID = "#222222", "#666666", "#e4e4e4"
 
 PROGRESS_SEQLEN = 4096
-PROGRESS_PEERS = ("cudnn", "fa4", "fa2")
+PROGRESS_PEERS = ("cudnn", "fa4", "fa3", "fa2")
 PROGRESS_HEAD_DIMS = (128, 64)
 
 STYLE = {

@@ -11,6 +11,7 @@ Blocks: `ladder`, `environment` and `sustained`, of the GPU measured last; `stag
 """
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,12 +24,13 @@ from harness.plots import format_rate, label
 from harness.results import PEER_LABELS, Results, Row, bound_gpu, load_all, repository, write_atomically
 from harness.sweep import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, sweep_problem
 from hopper_attention.kernels import ladder
-from hopper_attention.kernels.contract import Stage
+from hopper_attention.kernels.contract import Problem, Stage
 
 MARKER = re.compile(r"^<!-- results:(begin|end) (\S+) -->[ \t]*$", re.MULTILINE)
 LADDER_HEAD_DIM, LADDER_SEQLEN = 128, 4096
 NOT_MEASURED = "not measured"
 NOTHING = "Nothing is measured yet."
+PRODUCTION = {"k6": "The forward pass", "bwd4": "The backward pass"}
 DIRECTION_WORDS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}
 
 
@@ -107,6 +109,38 @@ def stage_table(results: Results) -> str:
     )
     parts.append(environment_line({results.stage: results}))
     return "\n\n".join(parts)
+
+
+def lead(measured: Mapping[str, Results]) -> str:
+    """How far the production stages are ahead of the best peer, by head_dim, and where they are not."""
+    ratios: dict[tuple[str, int], list[tuple[float, Problem]]] = {}
+    for stage in PRODUCTION:
+        for row in measured[stage].rows if stage in measured else ():
+            peer = measured[stage].best_peer(row.problem) if row.provider == stage and row.tflops else None
+            if peer is not None and row.dtype == "bfloat16":
+                ratios.setdefault((stage, row.head_dim), []).append((row.tflops / peer.tflops, row.problem))
+    if not ratios:
+        return NOTHING
+    head_dims = sorted({d for _, d in ratios})
+    lines = []
+    for stage, words in PRODUCTION.items():
+        cells = []
+        for d in head_dims:
+            found = [ratio for ratio, _ in ratios.get((stage, d), [])]
+            mean = math.exp(sum(map(math.log, found)) / len(found)) if found else 0.0
+            cells.append(f"{min(found):.3f}–{max(found):.3f}, mean {mean:.3f}" if found else NOT_MEASURED)
+        lines.append([f"{words}, `{stage}`", *cells])
+    rows = [row for stage in PRODUCTION if stage in measured for row in measured[stage].rows]
+    peers = sorted({row.provider for row in rows} - set(PRODUCTION), key=_peer_order)
+    behind = [f"{problem} ({x:.3f})" for found in ratios.values() for x, problem in sorted(found) if x < 1]
+    header = ["against the best peer", *(f"head_dim {d}" for d in head_dims)]
+    gpus = _join(dict.fromkeys(measured[stage].gpu for stage in PRODUCTION if stage in measured))
+    sentence = (
+        f"Least and greatest ratio to the fastest of {', '.join(map(label, peers))}, each row in one run, "
+        f"and the geometric mean: bf16, {TOTAL_TOKENS} tokens, hidden size {HIDDEN_SIZE}, N = {SEQLENS[0]} to "
+        f"{SEQLENS[-1]}, full and causal, in bursts, on {gpus}. Below 1.000: {', '.join(behind) or 'none'}."
+    )
+    return f"{_table(header, lines, 'l' + 'r' * len(head_dims))}\n\n{sentence}"
 
 
 def environment_line(measured: Mapping[str, Results]) -> str:
@@ -226,6 +260,7 @@ def make_blocks(
     measured = next(iter(everything.values()), {})
     blocks = {
         "ladder": ladder_table(stages, measured, files, notes),
+        "lead": lead(measured),
         "environment": environment_line(measured),
         "sustained": sustained_table(measured),
     }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from harness.hardware import H100_SXM, H200_SXM, Gpu
 from harness.sweep import sweep
-from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.contract import BYTES_PER_ELEMENT, Problem
 
 if TYPE_CHECKING:
     from harness.timing import Timing
@@ -340,6 +340,12 @@ def _defect(results: Results) -> str | None:
     return None
 
 
+def _output_bytes(row: Row) -> int:
+    """O, or dQ, dK and dV."""
+    queries, keys = row.heads * row.seqlen_q, 2 * row.kv_heads * row.seqlen_kv
+    return row.batch * row.head_dim * BYTES_PER_ELEMENT * (queries + keys * (row.direction == "bwd"))
+
+
 def _fits(value: object, hint: Any) -> bool:
     """Whether a value that JSON gave is of a type: a union, a dict, or one of JSON's own."""
     if get_origin(hint) is dict:
@@ -376,6 +382,8 @@ def _row_defect(row: Row) -> str | None:
         row.tflops * row.ms_median * 1e9, row.problem.flops, rel_tol=1e-9
     ):
         return f"tflops is {row.tflops!r}, which is not its FLOPs over ms_median"
+    if row.peak_bytes is not None and row.peak_bytes < _output_bytes(row):
+        return f"peak_bytes is {row.peak_bytes}, less than what a call writes"
     if row.provider in PEER_LABELS and (row.check or row.cubin_sha256):
         return "a peer's row with a check, which peers do not take"
     if row.provider not in PEER_LABELS and timed:

@@ -92,8 +92,8 @@ class Barrier(IntEnum):
 
 
 class Backward(LoadingTiles):
-    """dK, dV, and the sums of dQ. The CTA: two consumers of 64 keys each, then a warpgroup of which one warp
-    loads, two add dQ to its sum and one writes the zeros it is added to.
+    """dK, dV, and the sums of dQ. The CTA: consumers 0 and 1 of 64 keys each (warps 0–3, 4–7), then a
+    warpgroup: warp 8 loads, 9 and 10 add dQ to its sum, 11 writes the zeros it is added to, if it needs any.
 
     mbarriers                   arrivals that complete a phase       who waits
     q, do, k, v   full          the producer's, and the bytes        both consumers
@@ -155,7 +155,7 @@ class Backward(LoadingTiles):
             grid=(self.ctas(tiles, kv_blocks), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
-            use_pdl=True,  # K, V, Q and dO are loaded while the preprocess ends
+            use_pdl=True,  # K and the first Q are loaded while the preprocess ends
             stream=stream,
         )
 
@@ -374,8 +374,8 @@ class Backward(LoadingTiles):
         warpgroup.wait_group(0)
 
     def issue_dQ(self, x: Consumer, f: Fragments, k_get, parity):
-        """Issue dQ = dS·K over the keys of both consumers, as one commit group: of one block of 64 queries
-        the consumer's 64 columns, or all 64 columns of the consumer's block."""
+        """Issue dQ = dS·K over the keys of both consumers, as one commit group. At head_dim 128: of the one
+        block of 64 queries the consumer's 64 columns; at 64: of two blocks the consumer's, all 64 columns."""
         warpgroup.fence()
         atom = cute.make_mma_atom(f.dQ.mma.op)  # its own, as in `multiply`
         own_block, own_column = (x.index, 0) if self.blocks == CONSUMERS else (0, x.index)

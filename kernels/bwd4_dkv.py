@@ -32,7 +32,7 @@ from .device.tile_order import fetch, hear, message_ring, tell
 from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
 from .device.wgmma import by_row, exchanged, operand_a, round_fragment
 
-STAGES = 2  # of Q and dO
+STAGES = 2  # of Q, dO and P; less than 2 KiB are left
 OF_P, OF_DS = range(CONSUMERS)  # the consumers
 
 
@@ -104,7 +104,8 @@ class KeyGradients(Tiles):
 
     P's buffers have no barrier that says they are free. A buffer belongs to a stage of Q and dO, and OF_P
     writes it when both have come: they come when both consumers have left that stage, OF_DS after it had
-    read P.
+    read P. So OF_P gets at most two tiles ahead, and OF_DS waits at P_READY of its own. No cycle: P of a tile
+    waits for nothing but that both left the tile two before.
 
     What compute-sanitizer does not see: racecheck reports P's buffers. It would have to follow two ways. P is
     read after it has been written: P_READY, where OF_P only arrives. And it is written after it has been
@@ -118,6 +119,7 @@ class KeyGradients(Tiles):
     column_bytes = 4  # of a query's column in Q and dO: there is no sum
 
     def __init__(self, head_dim: int, mask: Mask, dtype: type):
+        # Not `deterministic`: that is taking turns at dQ's sums, of which there are none.
         super().__init__(head_dim, mask, dtype, False, tile_q=ROWS, tile_kv=ROWS)
 
     @property
@@ -149,7 +151,7 @@ class KeyGradients(Tiles):
             grid=(cutlass.min(tiles, SMS), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
-            use_pdl=True,  # K, V, Q and dO are loaded while the preprocess ends
+            use_pdl=True,  # the first Q is loaded while the preprocess ends
             stream=stream,
         )
 
@@ -381,6 +383,7 @@ class KeyGradients(Tiles):
         dV but in time for P's buffer, which is free when both Q and dO have come.
         """
         stage, sP, sStats = q_get.index, x.shared.P, x.shared.stats
+        # OF_P: for dO, with which P's buffer is free. OF_DS: for Q, with which D comes.
         x.other_ring.consumer_wait(q_get)
         if role == OF_P:
             hides = x.places, kv_block * ROWS, q_tile * ROWS, x.seqlen_q, x.seqlen_kv

@@ -32,7 +32,7 @@ from .device.tile_order import fetch, hear, message_ring, tell
 from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
 from .device.wgmma import by_row, exchanged, operand_a, round_fragment
 
-STAGES = 2  # of K
+STAGES = 2  # of K: S of the next tile needs one while dQ reads the other; V is left earlier and has one
 
 
 class Barrier(IntEnum):
@@ -248,8 +248,8 @@ class QueryGradient(QueryTiles):
         x = self.fragments(rings, shared, mma_s, mma_q, consumer, thread, lengths)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         copy_dQ = cute.make_tiled_copy_C(stmatrix, mma_q).get_slice(thread)
-        # For LSE and D. It also waits for all of KeyGradients: without that this kernel could end, and
-        # the stream go on, before dK and dV are there.
+        # Until KeyGradients has ended, which waited for the preprocess: LSE and D are there. Without it this
+        # kernel could also end, and the stream go on, before dK and dV are there.
         cute.arch.griddepcontrol_wait()
 
         valid, q_block, head, batch = hear(tile_ring, tile_get, shared.tile)
@@ -355,6 +355,7 @@ class QueryGradient(QueryTiles):
     def step(self, x: Consumer, k_get, k_next, v_get, first_row, kv_block, masked: bool, final: bool):
         """A tile of keys; its S is there already. `masked` and `final` are Python's.
 
+            products                  meanwhile, or with the result
             issue dP                  P = exp2(S·c − LSE), 0 where the mask hides
             wait for dP; leave V      dS = P∘(dP − D), rounded
             issue dQ

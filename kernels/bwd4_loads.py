@@ -58,6 +58,8 @@ class LoadingTiles(SummedTiles):
                 tOgO, tOsO = partition_tma(load_dO, mDO[None, None, head, batch], shared.dO)
                 for i in range(first, last, unroll=1):
                     put(q_ring, q_put, load_Q, tQgQ[None, i], tQsQ)
+                    # Until here only what the caller gave is read, and the counter, which the call before
+                    # left at zero: the preprocess, launched without PDL, began when that had ended.
                     if not waited:
                         cute.arch.griddepcontrol_wait()
                         waited = cutlass.Boolean(True)

@@ -148,7 +148,8 @@ class Fragments:
     """What a thread of a consumer holds, and its consumer's operands.
 
     The scores, (key, query) = (2, tile_q/4): a thread has two rows of Sᵀ and dPᵀ, and the same elements of
-    both. P replaces S in its registers, and dS replaces dP.
+    both. P replaces S in its registers, and dS replaces dP. Of fp32 registers at head_dim 128, dK and dV take
+    64 each, all the time; S, dP and dQ 32 each: S and dP, then dQ and the next S, are live at once.
     """
 
     S: Product  # last mode of K: consumer + 2 · stage; of Q: stage

@@ -142,8 +142,8 @@ class SummedTiles(Tiles):
         """How many tiles of keys add to dQ of a tile of queries."""
         keys = seqlen_kv
         if const_expr(self.mask.hides):
-            # last_key of row (q_tile + 1)·tile_q, which a diagonal lets one add up; asked for as such, ptxas
-            # gets another order of operations at head_dim 128, deterministic.
+            # How many keys its last row sees: last_key of that row, + 1. Tiles of keys behind them have no
+            # turn, as `q_tiles` skips them. As a sum: otherwise bwd4_det has other machine code at 128.
             seen = (q_tile + 1) * self.tile_q + self.mask.last_key(0, seqlen_q, seqlen_kv)
             keys = cutlass.max(0, cutlass.min(keys, seen))
         return cute.ceil_div(keys, self.tile_kv)
@@ -152,7 +152,8 @@ class SummedTiles(Tiles):
     def turn_of(self, kv_block, q_tile, seqlen_q, seqlen_kv):
         """(sum, turn, final): to which sum of a tile of queries' dQ a tile of keys adds, and when.
 
-        Whoever comes before it was fetched before it, so nobody waits for one who has not begun.
+        Whoever comes before it was fetched before it (`Tiles.order`: blocks ascend, under a mask descend, as
+        turns do), so nobody waits for one who has not begun.
         """
         turns = self.turns_at(q_tile, seqlen_q, seqlen_kv)
         turn = kv_block
@@ -164,7 +165,8 @@ class SummedTiles(Tiles):
 
 @cute.jit
 def await_value(place, value):
-    """One warp: wait until `place` holds `value`, before what the async proxy does next."""
+    """One warp: lane 0, which alone issues bulk copies, waits until `place` holds `value`, before what its
+    async proxy does next; the other lanes go on."""
     if cute.arch.lane_idx() == 0:
         seen = cute.arch.load(place, Int32, sem="acquire", scope="gpu")
         while seen != value:

@@ -15,7 +15,7 @@ from .constants import LOG2_E, SMS, WARP, WARPGROUP
 from .masks import Mask
 from .tile_order import ByHead, BySection, final_section
 
-ROWS = 64  # keys of a consumer, queries of a block: the M of a WGMMA
+ROWS = 64  # of a consumer, queries of a block; at head_dim 256 keys of a tile too: the M of a WGMMA
 CONSUMERS = 2  # warpgroups that multiply
 CONSUMER_WARPS = WARPGROUP // WARP * CONSUMERS
 THREADS = WARPGROUP * (CONSUMERS + 1)
@@ -61,7 +61,8 @@ class Tiles:
 
     @cute.jit
     def q_tiles(self, kv_block, seqlen_q, seqlen_kv):
-        """(first, masked, last): the tiles of queries that see some of the keys, from `masked` on all."""
+        """(first, masked, last): the tiles of queries from first to last − 1 see some of the keys. Those
+        before `masked` need the mask, those from it on see all of them; first == last if none sees any."""
         last = cute.ceil_div(seqlen_q, self.tile_q)
         first, masked = Int32(0), Int32(0)
         if const_expr(self.mask.hides):
