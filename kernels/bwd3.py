@@ -32,7 +32,8 @@ from .device.compiling import (
     refuse_unless_plain,
 )
 from .device.constants import LOG2_E, WARP, WARPGROUP
-from .device.tma import PRODUCER_CONSUMER, allocate_tiles, load_atom, partition_tma, store_atom
+from .device.rings import PRODUCER_CONSUMER
+from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
 from .device.wgmma import by_row, exchanged, multiply, operand_a, round_fragment
 
 STAGES = (

@@ -31,14 +31,8 @@ from .device.compiling import (
 )
 from .device.constants import LN_2, LOG2_E, VECTOR, WARP
 from .device.cuda_cores import swizzle, widen
-from .device.tma import (
-    PRODUCER_CONSUMER,
-    SWIZZLE_BYTES,
-    load_atom,
-    partition_tma,
-    swizzled_chunks,
-    swizzled_tiles,
-)
+from .device.rings import PRODUCER_CONSUMER
+from .device.tma import SWIZZLE_BYTES, load_atom, partition_tma, swizzled_chunks, swizzled_tiles
 
 
 def ring(stage_id: str, before: str, stages: int, adds: str) -> Stage:

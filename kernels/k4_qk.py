@@ -29,7 +29,8 @@ from .device.compiling import (
 )
 from .device.constants import LN_2, LOG2_E, VECTOR, WARP
 from .device.cuda_cores import swizzle, widen
-from .device.tma import PRODUCER_CONSUMER, allocate_tiles, load_atom, partition_tma, swizzled_chunks
+from .device.rings import PRODUCER_CONSUMER
+from .device.tma import allocate_tiles, load_atom, partition_tma, swizzled_chunks
 
 STAGES = (
     Stage(

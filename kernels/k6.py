@@ -2,9 +2,9 @@
 
 The idea          The CTAs stay and fetch tiles, longest first, so that loads of the next tile hide the end of
                   this one. O is rescaled only when a row's maximum has grown by more than 2⁸; mostly that is
-                  asked of three exponents at a time, as integers, and a warp's vote on it keeps the question
-                  before the wait for P·V. At head_dim 64 it is asked of the second half of a tile's keys
-                  while the first half is exponentiated.
+                  asked of three exponents at a time, as integers (`arithmetic.largest_positive`), by a warp's
+                  vote before the wait for P·V; at head_dim 64 of the second half of a tile's keys while the
+                  first half is exponentiated.
 What changes      against k6_2: persistent CTAs and a tile counter; a tile's last P·V beside the next one's
                   first Q·Kᵀ, up to head_dim 128; tiles with hidden keys in a loop of their own; lazy
                   rescaling; O leaves through shared memory by TMA; a tile shape for each head_dim; fp16, GQA,
@@ -31,7 +31,7 @@ from cutlass.memory import SmemAllocator
 from .contract import Problem, Stage, Tensors, Work
 from .device.arithmetic import largest_positive
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
-from .device.constants import LN_2, LOG2_E, WARP, WARPGROUP
+from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
 from .device.masks import Mask, mask_of
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
 from .device.query_tiles import ROWS, Config, QueryTiles, refuse_unless_gqa, work_on_query_tiles
@@ -59,9 +59,7 @@ CONFIGS = {  # by head_dim; registers of a producer's thread and of a consumer's
     256: Config(consumers=2, tile_kv=64, stages=2, registers=(24, 240)),
 }
 END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
-SMS = 132  # CTAs that stay; on a smaller chip some start late and find less left to fetch
 GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is rescaled
-SMEM_MAX = 232448  # bytes a CTA may have on Hopper; 1 KiB of it is left to the barriers
 
 
 class Barrier(IntEnum):
@@ -82,7 +80,7 @@ class FlashAttentionForward(QueryTiles):
     tile told, 1               the producer's lanes, 32                  all consumers
     tile heard, 1              all consumers' threads, 128·C             the producer
     Barrier.CTA                everyone, once: the rings are there       everyone
-    Barrier.Q_READ + c, C      consumer c's threads, 128, done with Q    the same: O may take Q's place
+    Barrier.Q_READ + c, C      consumer c's threads, 128, done with Q    the same, where O takes Q's place
     """
 
     def __init__(self, head_dim: int, mask: Mask, dtype: str, config: Config | None = None):
@@ -93,22 +91,22 @@ class FlashAttentionForward(QueryTiles):
         self.threads = WARPGROUP * (self.consumers + 1)
         assert self.tile_kv % (8 * config.parts) == 0, "a part is some of the tile's groups of 8 columns"
         self.scale_log2 = LOG2_E / math.sqrt(head_dim)
-        # Two of Q and one of O; or two of Q, where O is written over the one it came from; or one for both.
-        self.q_buffers = max(n for n in (1, 2, 3) if self.tile_bytes(n) <= SMEM_MAX - 1024)
-        self.q_stages, self.o_over_q = min(self.q_buffers, 2), self.q_buffers < 3
+        # 3 tiles of queries (head_dim 64): two of Q, one of O; 2 (128): O over its own Q; 1 (256): for both.
+        self.q_and_o = max(n for n in (1, 2, 3) if self.tile_bytes(n) <= SMEM_MAX - 1024)
+        self.q_stages, self.o_over_q = min(self.q_and_o, 2), self.q_and_o < 3
         # The tiles that only other consumers see must fit beside one stage of V: see `leave_hidden`.
         assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
 
     def section_bytes(self, seqlen_kv):
         return cutlass.min(seqlen_kv, 2048) * 4096  # the same heads up to 2048 keys, then 8 MiB
 
-    def tile_bytes(self, q_buffers: int) -> int:
-        return (q_buffers * self.tile_q + 2 * self.stages * self.tile_kv) * self.head_dim * 2
+    def tile_bytes(self, q_and_o: int) -> int:
+        return (q_and_o * self.tile_q + 2 * self.stages * self.tile_kv) * self.head_dim * 2
 
     @property
     def smem_bytes(self) -> int:
         barriers = 2 * (self.q_stages * self.consumers + 2 * self.stages + 1)
-        return self.tile_bytes(self.q_buffers) + 16 + barriers * 8
+        return self.tile_bytes(self.q_and_o) + 16 + barriers * 8
 
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, mCounter, stream):
@@ -206,7 +204,7 @@ class FlashAttentionForward(QueryTiles):
             x = Products(mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring)
             rows = Rows(x, self.config.parts, thread, seqlen_q, seqlen_kv)
             S, O, row_max, row_sum = rows.S, rows.O, rows.max, rows.sum
-            leave = WarpStores(mma_pv, sO, store_O, mO, thread, warp_idx, consumer_warps)
+            o_stores = WarpStores(mma_pv, sO, store_O, mO, thread, warp_idx, consumer_warps)
 
             announced, q_block, head, batch = hear(tile_ring, tile_get, sTile)
             tile_get.advance()
@@ -216,7 +214,7 @@ class FlashAttentionForward(QueryTiles):
             first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
             warpgroup.wait_group(0)
             while announced != END:
-                # The first tile's S is there; K runs one tile ahead of V from here on.
+                # The first S is there, waited for above or at the loop's end. K runs one tile ahead of V now.
                 k_ring.consumer_release(k_get)
                 k_get.advance()
                 row_max.fill(-Float32.inf)
@@ -234,7 +232,7 @@ class FlashAttentionForward(QueryTiles):
                 # 3. main loop: the tiles that are seen whole, those with hidden keys, those all hidden
                 for block in range(1, visible, unroll=1):
                     self.step(x, rows, first_row, block, q_get, k_get, v_get, masked=False)
-                    # V is one behind: 2 instructions less than to advance it, in the other loop 20 more.
+                    # V's next stage is K's of now: 2 instructions less than to advance it, below 20 more.
                     v_get = k_get.clone()
                     k_get.advance()
                 for block in range(cutlass.max(1, visible), own_blocks, unroll=1):
@@ -246,12 +244,12 @@ class FlashAttentionForward(QueryTiles):
                 if const_expr(not self.o_over_q):
                     q_ring.consumer_release(q_get)
 
-                # 4. the last P·V, with two stages of Q beside the next tile's first Q·Kᵀ; then O and LSE
+                # 4. the last P·V (if Q has two stages, beside the next tile's first Q·Kᵀ); then O and LSE
                 q_left = q_get.this
                 o_place = q_left.index if const_expr(self.o_over_q) else consumer
                 this_tile, this_row = (q_block, head, batch), first_row
                 v_ring.consumer_wait(v_get)
-                multiply_pv(x, v_get, own_blocks)
+                multiply_pv(x, v_get, own_blocks)  # of the tile before `own_blocks`, the last
                 inverse, lse = [None, None], [None, None]
                 for r in range_constexpr(OWN_ROWS):
                     total = sum_of_row(row_sum[r])
@@ -266,7 +264,7 @@ class FlashAttentionForward(QueryTiles):
                     multiply_qk(x, q_get, k_get)
                 # Here, beside products, what the next tile's start would wait for.
                 first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
-                warpgroup.wait_group(self.q_stages - 1)
+                warpgroup.wait_group(self.q_stages - 1)  # P·V; the next Q·Kᵀ, if it is issued, may go on
                 v_ring.consumer_release(v_get)
                 v_get.advance()
                 v_get = skip(v_ring, v_get, hidden)
@@ -279,7 +277,7 @@ class FlashAttentionForward(QueryTiles):
                     cute.arch.barrier(barrier_id=Barrier.Q_READ + consumer, number_of_threads=WARPGROUP)
                 else:
                     await_stores()
-                store_warp_rows(leave, rO16, o_place, this_tile)
+                store_warp_rows(o_stores, rO16, o_place, this_tile)
                 if const_expr(self.q_stages == 1):
                     await_stores()
                 # After O: the fence of its store would wait for this one (notes/k6.md, "Fewer instructions").
@@ -294,12 +292,13 @@ class FlashAttentionForward(QueryTiles):
 
     @cute.jit
     def leave_hidden(self, hidden, past_the_end, k_ring, v_ring, k_get, v_get):
-        """The tiles of keys that only rows of other consumers see: how many are left to be left.
+        """The tiles of keys that only rows of other consumers see: how many are still to be released.
 
-        A consumer leaves their K while it waits for the next tile (`await_next`), and their V after its own
-        last one. Hazard: until then it holds that stage of V, and the producer puts V beside K, so they must
-        all fit into the other stages (the assertion in `__init__`), or all wait forever. Rows past the end
-        have no such bound and leave theirs here, K and V in turn; their last P·V, which is not stored, is of
+        Each consumer must release every stage, or the producer waits for its warps when the ring comes
+        round. It releases their K while it waits for the next tile (`await_next`), their V after its own last
+        one. Hazard: until then it holds that stage of V, and the producer puts V beside K, so they must all
+        fit into the other stages (the assertion in `__init__`), or all wait forever. Rows past the end have
+        no such bound and release theirs here, K and V in turn; their last P·V, which is not stored, is of
         another V. `tests/test_rings.py` runs this schedule.
         """
         if past_the_end:
@@ -336,6 +335,7 @@ class FlashAttentionForward(QueryTiles):
         """S of a row's first keys becomes P; row_max is scaled, in powers of two."""
         for r in range(OWN_ROWS):
             tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+            # A row that sees any key sees the first one: only of rows that see none is it not finite.
             row_max[r] = finite(largest_of_row(Float32(tile_max))) * self.scale_log2
         self.subtract(S, row_max)
         exponentiate(S, row_sum)
@@ -371,8 +371,8 @@ class FlashAttentionForward(QueryTiles):
                 # The exponents keep the rounding of their size before: 2⁻²⁴ of the growth.
                 part[r, None].store(part[r, None].load() - growth)
                 factor = cute.math.exp2(-growth, fastmath=True)
-                for x in relative:
-                    x[r, None].store(x[r, None].load() * factor)
+                for values in relative:
+                    values[r, None].store(values[r, None].load() * factor)
                 row_sum[r] *= factor
 
     def subtract(self, S, row_max):
@@ -383,7 +383,7 @@ class FlashAttentionForward(QueryTiles):
 
 @cute.jit
 def await_next(q_ring, k_ring, q_get, k_get, hidden, announced):
-    """Leave the K of `hidden` tiles, then wait for the next tile's Q and first K, if there is one."""
+    """Release the K of `hidden` tiles, then wait for the next tile's Q and first K, if there is one."""
     k_get = skip(k_ring, k_get, hidden)
     if announced != END:
         q_ring.consumer_wait(q_get)
@@ -399,12 +399,11 @@ def exponentiate(S, row_sum):
         row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
 
 
-def supports(problem: Problem) -> str | None:
-    return refuse_unless_gqa(problem)
+supports = refuse_unless_gqa
 
 
 def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {"counter": ((1,), "int32")}  # of tiles taken; two launches at once must not share it
+    return {"counter": ((1,), "int32")}  # of tiles taken, 0 again after each launch; not for two at once
 
 
 def kernel_for(problem: Problem, config: Config | None = None) -> FlashAttentionForward:

@@ -27,7 +27,8 @@ from .device.compiling import (
     refuse_unless_plain,
 )
 from .device.constants import LN_2, LOG2_E, WARP, WARPGROUP
-from .device.tma import CONSUMER, PRODUCER, allocate_tiles, load_atom, partition_tma, put
+from .device.rings import CONSUMER, PRODUCER, put
+from .device.tma import allocate_tiles, load_atom, partition_tma
 from .device.wgmma import by_row, exchanged, multiply, operand_a, round_fragment, work_on_wgmma
 
 STAGES = (

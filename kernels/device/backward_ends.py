@@ -57,6 +57,10 @@ class Preprocess:
 
     `theirs` = (how many key heads a batch has, first, last) leaves the sums of the key heads from `first` to
     `last`, of all batches, to the main kernel. Without mDQ_sum there are no zeros to write.
+
+    compute-sanitizer's initcheck reports reads of O. They lie inside the caller's tensor: rows past the end
+    read the last row again. What the tool does not count as written is what the async proxy wrote, as the TMA
+    does the O of k6.
     """
 
     def __init__(self, head_dim: int):

@@ -1,35 +1,29 @@
-"""What bwd4's kernels share beside their products: the tiles of keys they walk; and, of heads up to 128, the
-way dQ takes to its sum.
-
-tiles     which queries see a tile of keys, the mask inside a tile, the order tiles are fetched in
-zeros     dQ's sums must be zero before the first addition. Zeros written by the preprocess have left L2 by
-          then; a warp of the main kernel writes them a section of heads ahead, and they are still there.
-turns     what makes bwd4_det deterministic: a tile of keys adds to dQ when those before it have. The first
-          stores, and nobody needs zeros
-sums      bulk reduction of a tile of dQ, by one thread, from shared memory
+"""What the kernels of bwd4 that walk tiles of keys share beside their products: which queries see a tile of
+keys, the order tiles are fetched in, the mask inside a tile, P and dS. The counterpart for tiles of queries
+is `query_tiles.QueryTiles`; the way dQ takes to its sum, up to head_dim 128, is in `dq_sums`.
 """
 
 import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..contract import Problem, Work
-from .constants import LOG2_E, WARP, WARPGROUP
+from .constants import LOG2_E, SMS, WARP, WARPGROUP
 from .masks import Mask
-from .tile_order import ByHead, BySection, final_section, hear
+from .tile_order import ByHead, BySection, final_section
 
 ROWS = 64  # keys of a consumer, queries of a block: the M of a WGMMA
 CONSUMERS = 2  # warpgroups that multiply
+CONSUMER_WARPS = WARPGROUP // WARP * CONSUMERS
 THREADS = WARPGROUP * (CONSUMERS + 1)
+BOTH = WARPGROUP * CONSUMERS  # threads at a named barrier where the consumers meet
 REGISTERS = (24, 240)  # of a producer's thread, of a consumer's
-SMS = 132  # CTAs that stay; where one waits for another, it is for an earlier tile, fetched by one at work
 SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked on together and stay in L2
 SECTION_BYTES_MAX = 2**31 - 1  # what `Tiles.section` can count
 TILES_AHEAD = 16  # without a mask zeros are written so many tiles, but at least a head, ahead
-PART = ROWS * 64  # elements of dQ_sum in a row: 64 queries × 64 columns
 
 
 class Tiles:
@@ -148,37 +142,39 @@ class Tiles:
 
     @cute.jit
     def exponentials(
-        self, S, sLSE, where_S, first_S, first_key, first_query, seqlen_q, seqlen_kv,
-        masked: cutlass.Constexpr,
+        self, S, sLSE, places, first_key, first_query, seqlen_q, seqlen_kv, masked: cutlass.Constexpr
     ):  # fmt: skip
-        """S (key, query) becomes P = exp(S·scale − LSE), 0 where the mask hides; sLSE (query) is LSE·log2 e,
-        +∞ past the end."""
-        _, query = where_S[0, 0]  # of the thread's first column; the rest are static
+        """S (key, query) becomes P = exp(S·scale − LSE), 0 where the mask hides; sLSE (query, block) is
+        LSE·log2 e, +∞ past the end. `places` are the `Coordinates` of S, whose tile begins at first_key and
+        first_query."""
+        _, query = places.own[0, 0]  # of the thread's first column; the rest are at static distances
         rLSE = self.by_query(sLSE, query)
         for r in range_constexpr(2):
             p = S[r, None].load() * self.scale_log2 - rLSE.load()
             S[r, None].store(cute.math.exp2(p, fastmath=True))
-        if const_expr(masked):  # after LSE's registers are free
+        # Only now, when the LSE's registers are free: notes/bwd4.md, "What the assembler takes".
+        if const_expr(masked):
             for r in range_constexpr(2):
-                row = first_key + where_S[r, 0][0]
+                row = first_key + places.own[r, 0][0]
                 hidden = Int32(0)  # queries from first_query + query on
                 if const_expr(self.mask.hides):
                     hidden = self.mask.first_query(row, seqlen_q, seqlen_kv) - first_query - query
                 if row >= seqlen_kv:
                     hidden = Int32(self.tile_q)
                 for c in range_constexpr(cute.size(S, mode=[1])):
-                    S[r, c] = S[r, c] if first_S[0, c][1] >= hidden else Float32(0.0)
+                    S[r, c] = S[r, c] if places.first[0, c][1] >= hidden else Float32(0.0)
 
     @cute.jit
-    def gradients(self, P, dP, sD, where_S):
-        """dP becomes dS = P∘(dP − D), without the scale."""
-        rD = self.by_query(sD, where_S[0, 0][1])
+    def gradients(self, P, dP, sD, places):
+        """dP becomes dS = P∘(dP − D), without the scale; sD (query, block)."""
+        rD = self.by_query(sD, places.own[0, 0][1])
         for r in range_constexpr(2):
             dP[r, None].store(P[r, None].load() * (dP[r, None].load() - rD.load()))
 
     @cute.jit
     def by_query(self, sX, query):
-        """What a thread needs of sX (query, block): pairs, 8 queries apart, from `query` on."""
+        """What a thread needs of sX (query, block), of the queries of its columns: pairs, 8 queries apart,
+        from `query` on."""
         rX = cute.make_rmem_tensor(cute.make_layout(((2, 8 * self.blocks),)), Float32)
         for block in range_constexpr(self.blocks):
             pairs = cute.make_tensor(
@@ -213,76 +209,6 @@ class Tiles:
             both = [cute.make_tensor(x.iterator, flat) for x in (gStats, sX)]
             cute.copy(bulk, *both, mbar_ptr=ring.producer_get_barrier(state))
 
-    # ---- zeros --------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def left_to_zero(self, mQ, mK):
-        """(first, last): the key heads whose dQ sums the main kernel zeroes. The preprocess has the rest."""
-        section, heads = self.section(mQ, mK), mK.shape[2] * mK.shape[3]
-        return section, self.final(heads, section)
-
-    @cute.jit
-    def write_zeros(self, tile_ring, tile_get, sTile, mQ, mK, mDQ_sum, mZeroed):
-        """One warp, to the end: with each tile of keys a share of the zeros for the same head of the next
-        section. All tiles that write them are fetched before any that waits for them, so nobody waits for
-        one who has not begun."""
-        group = mQ.shape[2] // mK.shape[2]
-        kv_blocks = cute.ceil_div(mK.shape[0], self.tile_kv)
-        ahead, last = self.left_to_zero(mQ, mK)
-        sums = mDQ_sum.shape[1] * mDQ_sum.shape[2] * group  # blocks of a key head
-        share = cute.ceil_div(sums, kv_blocks)
-        zero = cute.make_rmem_tensor(cute.make_layout(4), Float32)
-        zero.fill(0.0)
-        valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
-        tile_get.advance()
-        while valid != 0:
-            head = batch * mK.shape[2] + kv_head + ahead
-            if head < last:
-                first = mDQ_sum[head * group, None, None, None].iterator
-                for i in range(kv_block * share, cutlass.min(sums, kv_block * share + share), unroll=1):
-                    block = cute.make_layout((4, WARP, PART // (4 * WARP)))
-                    gSum = cute.make_tensor(first + Int64(i) * PART, block)
-                    for j in range_constexpr(block.shape[2]):
-                        cute.autovec_copy(zero, gSum[None, cute.arch.lane_idx(), j])
-                cute.arch.fence_acq_rel_gpu()
-                cute.arch.sync_warp()
-                if cute.arch.lane_idx() == 0:
-                    done = (mZeroed.iterator + head).llvm_ptr
-                    cute.arch.atomic_add(done, Int32(1), sem="release", scope="gpu")
-            valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
-            tile_get.advance()
-
-    @cute.jit
-    def await_zeros(self, mZeroed, mK, kv_head, batch, first, last):
-        """One warp: wait until all of a head's dQ sums have been zeroed."""
-        head = batch * mK.shape[2] + kv_head
-        if head >= first and head < last:
-            await_value(mZeroed.iterator + head, cute.ceil_div(mK.shape[0], self.tile_kv))
-
-    # ---- turns --------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def turns_at(self, q_tile, seqlen_q, seqlen_kv):
-        """How many tiles of keys add to dQ of a tile of queries."""
-        keys = seqlen_kv
-        if const_expr(self.mask.hides):
-            seen = self.mask.last_key((q_tile + 1) * self.tile_q, seqlen_q, seqlen_kv)
-            keys = cutlass.max(0, cutlass.min(keys, seen))
-        return cute.ceil_div(keys, self.tile_kv)
-
-    @cute.jit
-    def turn_of(self, kv_block, q_tile, seqlen_q, seqlen_kv):
-        """(sum, turn, final): to which sum of a tile of queries' dQ a tile of keys adds, and when.
-
-        Whoever comes before it was fetched before it, so nobody waits for one who has not begun.
-        """
-        turns = self.turns_at(q_tile, seqlen_q, seqlen_kv)
-        turn = kv_block
-        if const_expr(self.mask.hides):
-            # From the diagonal to the left: CTAs that begin together reach the tile in this order.
-            turn = turns - 1 - kv_block
-        return turn % self.sums, turn // self.sums, turn + self.sums >= turns
-
 
 def work_of(kernel: object, problem: Problem, products: int, unit: str, roles: int = 1) -> Work:
     """The `Work` of a main loop with so many products a step; of `roles` consumers that have code of their
@@ -303,44 +229,14 @@ def work_of(kernel: object, problem: Problem, products: int, unit: str, roles: i
     )
 
 
-@cute.jit
-def await_value(place, value):
-    """One warp: wait until `place` holds `value`, before what the async proxy does next."""
-    if cute.arch.lane_idx() == 0:
-        seen = cute.arch.load(place, Int32, sem="acquire", scope="gpu")
-        while seen != value:
-            seen = cute.arch.load(place, Int32, sem="acquire", scope="gpu")
-        cute.arch.fence_proxy("async.global")
-
-
-@cute.jit
-def pass_turn(order, turn, final):
-    """One warp: let the next in, with all that was added so far; the last leaves 0 for the next launch."""
-    if cute.arch.lane_idx() == 0:
-        cute.arch.cp_async_bulk_wait_group(0)  # what was added has arrived, and not only left
-        cute.arch.fence_proxy("async.global")
-        cute.arch.store(order, 0 if final else turn + 1, sem="release", scope="gpu")
-
-
-def bulk_copy(target: cute.Pointer, source: cute.Pointer, size: int, adds: bool) -> None:
-    """One thread: copy or add `size` bytes of fp32 from `source` in shared memory to `target` in global
-    memory."""
-    reduce, add = (".reduce", ".add.f32") if adds else ("", "")
-    ptx = f"cp{reduce}.async.bulk.global.shared::cta.bulk_group{add} [{{$r0}}], [{{$r1}}], {{$r2}};"
-    cute.arch.inline_ptx(ptx, read_only_args=[Int64(target.toint()), Int32(source.toint()), Int32(size)])
-
-
-@cute.jit
-def add_to_sum(target, source, size: cutlass.Constexpr, turn=None):
-    """One warp: start the addition of `size` bytes, and wait until `source` has been read. With turns, the
-    first one stores."""
-    if cute.arch.lane_idx() == 0:
-        if const_expr(turn is None):
-            bulk_copy(target, source, size, adds=True)
-        elif turn == 0:
-            bulk_copy(target, source, size, adds=False)
-        else:
-            bulk_copy(target, source, size, adds=True)
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-    cute.arch.sync_warp()
+def refuse_long_heads(problem: Problem, column_bytes: int) -> str | None:
+    """Why `Tiles.section` cannot count the bytes of a head, of which a query's column takes `column_bytes`,
+    or None."""
+    head_bytes = column_bytes * problem.head_dim * problem.seqlen_q
+    head_bytes *= problem.heads // max(1, problem.kv_heads)
+    if problem.causal and head_bytes > SECTION_BYTES_MAX:
+        return (
+            f"takes at most {SECTION_BYTES_MAX} bytes of a key head's queries (Q, dO, sums) under a "
+            f"causal mask, not {head_bytes}: the order of tiles is computed from them, in 32 bits"
+        )
+    return None

@@ -49,7 +49,8 @@ class QueryTiles:
         """Tiles of keys that some of the first `rows` queries sees; at least one, so that what they get is
         written."""
         keys = seqlen_kv
-        if const_expr(self.mask.hides):  # one more key than the last one before row `rows` sees
+        # The first `rows` queries see keys up to last_key(rows − 1) = last_key(rows) − 1: so many.
+        if const_expr(self.mask.hides):
             keys = cutlass.max(1, cutlass.min(seqlen_kv, self.mask.last_key(rows, seqlen_q, seqlen_kv)))
         return cute.ceil_div(keys, self.tile_kv)
 
@@ -64,7 +65,7 @@ class QueryTiles:
     @cute.jit
     def visible_blocks(self, first_row, own_blocks, seqlen_q, seqlen_kv):
         """How many of a consumer's `own_blocks` hide no pair: they are its first."""
-        seen = seqlen_kv  # by its first row
+        seen = seqlen_kv  # keys that its first row sees; with a mask as many as in `kv_blocks`
         if const_expr(self.mask.hides):
             seen = cutlass.min(seen, cutlass.max(0, self.mask.last_key(first_row + 1, seqlen_q, seqlen_kv)))
         return cutlass.min(own_blocks, seen // self.tile_kv)

@@ -1,15 +1,42 @@
-"""Places in rings, and what a consumer does with a ring beside waiting for a stage and leaving it. The rings
-themselves are `tma.tma_rings`, which the stages before k6 take from there."""
+"""Rings of stages in shared memory: barriers, who puts what into a stage, and how a consumer leaves it."""
 
 import copy
 
 import cutlass.cute as cute
-from cutlass import Int32
-from cutlass.pipeline import PipelineState
+from cutlass import Int32, Int64
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineState, PipelineTmaAsync, PipelineUserType
 
-from .tma import CONSUMER, PRODUCER, put, tma_rings
+PRODUCER, CONSUMER = PRODUCER_CONSUMER = PipelineUserType.Producer, PipelineUserType.Consumer
 
-__all__ = ["CONSUMER", "PRODUCER", "OwnStages", "put", "skip", "tma_rings"]
+
+def tma_rings(
+    smem: object, *rings: tuple[int, int, int], lane: Int32 | None = None
+) -> list[PipelineTmaAsync]:
+    """A ring for each (stages, bytes of a stage, warps that release it), its barriers in shared memory. They
+    wait for `pipeline_init_arrive` and `pipeline_init_wait`. A stage is full by one arrival, of an elected
+    lane of the producer, and its bytes; it is empty when one lane of each releasing warp has arrived. Each
+    release asks for the lane; given `lane`, that is not read anew."""
+    return [
+        PipelineTmaAsync.create(
+            num_stages=stages,
+            tx_count=tx_count,
+            barrier_storage=smem.allocate_array(Int64, 2 * stages),
+            producer_group=CooperativeGroup(Agent.Thread),
+            consumer_group=CooperativeGroup(Agent.Thread, warps),
+            tidx=lane,
+            defer_sync=True,
+        )
+        for stages, tx_count, warps in rings
+    ]
+
+
+@cute.jit
+def put(ring, state, atom, source: cute.Tensor, destination: cute.Tensor):
+    """One warp: wait until the consumers have left the stage of `state`, expect its bytes, start the copy of
+    `source` (TMA,) into that stage of `destination` (TMA, stage)."""
+    ring.producer_acquire(state)
+    # A copy by TMA elects its lane itself: never call it inside `elect_one`.
+    cute.copy(atom, source, destination[None, state.index], tma_bar_ptr=ring.producer_get_barrier(state))
 
 
 class OwnStages(PipelineState):

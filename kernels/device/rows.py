@@ -1,4 +1,8 @@
-"""Rows of an accumulator of 64: a thread holds pairs of columns of two of them, four lanes share each."""
+"""Rows of an accumulator of 64: a thread holds pairs of columns of two of them, four lanes share each.
+
+Of warp w of a warpgroup, lane l holds rows 16·w + l/4 and + 8, of each group of 8 columns columns 2·(l mod 4)
+and the next (PTX ISA, the fragment of wgmma's D).
+"""
 
 import cutlass.cute as cute
 from cutlass import Float32

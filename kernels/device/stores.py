@@ -50,7 +50,7 @@ def store_warp_rows(x: WarpStores, rX16: cute.Tensor, place, tile) -> None:
     block, head, batch = tile
     tXgX, tXsX = partition_tma(x.atom, x.mX[None, None, head, batch], x.sX_warps)  # (TMA, rows of a warp)
     here, there = place * WARPS + x.warp_idx % WARPS, block * x.warps + x.warp_idx
-    cute.copy(x.atom, tXsX[None, here], tXgX[None, there])
+    cute.copy(x.atom, tXsX[None, here], tXgX[None, there])  # which elects a lane itself
     cute.arch.cp_async_bulk_commit_group()
 
 

@@ -24,7 +24,9 @@ def fetch(mCounter, tiles, own_first: cutlass.Constexpr = True):
     for what earlier tiles leave: one of those would be held by a CTA that is not dispatched yet.
     """
     grid, _, _ = cute.arch.grid_dim()
-    fetches = tiles if const_expr(own_first) else tiles + grid  # the last of each CTA finds no tile
+    # A CTA fetches once for each tile it takes, or once more and finds none: so many fetches, numbered from
+    # 0, and the one with the last number is the last.
+    fetches = tiles if const_expr(own_first) else tiles + grid
     taken = Int32(0)
     if cute.arch.lane_idx() == 0:
         taken = cute.arch.atomic_add(mCounter.iterator.llvm_ptr, Int32(1))

@@ -1,13 +1,10 @@
 """Tiles that the TMA moves, with its 128-byte swizzle, and the rings of barriers they arrive through."""
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync, PipelineUserType
 
 from .constants import VECTOR
 
-PRODUCER, CONSUMER = PRODUCER_CONSUMER = PipelineUserType.Producer, PipelineUserType.Consumer
 SWIZZLE_COLUMNS = 64  # 16-bit elements in the 128 bytes that the swizzle permutes
 SWIZZLE_BYTES = 1024  # the 128-byte swizzle repeats every 8 rows of 128 bytes: regions start on its period
 
@@ -81,31 +78,3 @@ def partition_tma(atom, mX: cute.Tensor, sX: cute.Tensor):
     parts = (cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
     tXsX, tXgX = cpasync.tma_partition(atom, 0, cute.make_layout(1), *parts)
     return tXgX, tXsX
-
-
-def tma_rings(
-    smem: object, *rings: tuple[int, int, int], lane: Int32 | None = None
-) -> list[PipelineTmaAsync]:
-    """A ring for each (stages, bytes of a stage, warps that release it), its barriers in shared memory. They
-    wait for `pipeline_init_arrive` and `pipeline_init_wait`. Each release asks for the lane; given `lane`,
-    that is not read anew."""
-    return [
-        PipelineTmaAsync.create(
-            num_stages=stages,
-            tx_count=tx_count,
-            barrier_storage=smem.allocate_array(Int64, 2 * stages),
-            producer_group=CooperativeGroup(Agent.Thread),
-            consumer_group=CooperativeGroup(Agent.Thread, warps),
-            tidx=lane,
-            defer_sync=True,
-        )
-        for stages, tx_count, warps in rings
-    ]
-
-
-@cute.jit
-def put(ring, state, atom, source: cute.Tensor, destination: cute.Tensor):
-    """One warp: wait until the consumers have left the stage of `state`, expect its bytes, start the copy of
-    `source` (TMA,) into that stage of `destination` (TMA, stage)."""
-    ring.producer_acquire(state)
-    cute.copy(atom, source, destination[None, state.index], tma_bar_ptr=ring.producer_get_barrier(state))

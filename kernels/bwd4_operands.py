@@ -1,0 +1,234 @@
+"""Where bwd4's kernel for head_dim 64 and 128 keeps things: shared memory, registers, operands.
+
+Two consumers have 64 keys each of a tile of 128. A step takes a tile of queries through five products; keys
+are rows, so that P and dS come out as operand A of dV and dK, in registers:
+
+    Sᵀ  = K·Qᵀ       (64, d) · (d, tile_q)         K and Q in shared memory
+    dPᵀ = V·dOᵀ      (64, d) · (d, tile_q)         V in shared memory, or (keep_V) in registers
+    dV += Pᵀ·dO      (64, tile_q) · (tile_q, d)    Pᵀ in registers
+    dK += dSᵀ·Q      (64, tile_q) · (tile_q, d)    dSᵀ in registers
+    dQ  = dS·K       (64, 128) · (128, 64)         dS of both consumers, in shared memory
+
+dQ sums over the keys of both, so a consumer computes not what its own keys add but half of the result: 64 of
+the columns of 64 queries (d = 128), or all 64 columns of 64 of the 128 queries (d = 64).
+"""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
+
+from .device.constants import WARPGROUP
+from .device.fragments import Coordinates, Product, coordinates
+from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS
+from .device.rings import tma_rings
+from .device.tile_order import message_ring
+from .device.tma import allocate_tiles, swizzled_tiles
+from .device.wgmma import by_row, exchanged, operand_a
+
+TILE_KV = ROWS * CONSUMERS
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a head_dim allows; notes/bwd4.md, "What the assembler takes", tells why these."""
+
+    tile_q: int
+    early_dV: bool  # issue dV before dPᵀ is waited for, where registers allow, and not only with dK
+    keep_V: bool  # V in registers, operand A of dPᵀ, where dV is not early: fewer reads of shared memory
+    stages: int = 2  # of Q and dO
+    k_stages: int = 2  # so that the next tile's K is loaded while this one is worked on
+
+    @property
+    def blocks(self) -> int:
+        return self.tile_q // ROWS  # of 64 queries
+
+
+CONFIGS = {64: Config(128, False, True), 128: Config(64, True, False)}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory. Tiles of 16-bit elements lie as the TMA's 128-byte swizzle puts them."""
+
+    K: cute.Tensor  # (key, head_dim, consumer + 2 · stage)
+    V: cute.Tensor  # (key, head_dim, consumer)
+    Q: cute.Tensor  # (query, head_dim, stage)
+    dO: cute.Tensor  # (query, head_dim, stage)
+    dS: cute.Tensor  # (key, query, consumer + 2 · parity of the step)
+    dQ: cute.Tensor  # (register, thread, quad, consumer) fp32: as the accumulator of 64×64 holds it
+    stats: cute.Tensor  # (query, LSE or D, block of 64 queries, stage) fp32
+    tile: cute.Tensor  # (4,) int32: valid, kv_block, kv_head, batch
+
+
+def allocate(smem: SmemAllocator, config: Config, head_dim: int, dtype: type) -> Shared:
+    """Shared memory but for the barriers, in the order of `Shared`."""
+    quads = cute.make_layout((4, WARPGROUP, 8, CONSUMERS))
+    stats = cute.make_layout((ROWS, 2, config.blocks, config.stages))
+    return Shared(
+        K=allocate_tiles(smem, dtype, ROWS, head_dim, CONSUMERS * config.k_stages),
+        V=allocate_tiles(smem, dtype, ROWS, head_dim, CONSUMERS),
+        Q=allocate_tiles(smem, dtype, config.tile_q, head_dim, config.stages),
+        dO=allocate_tiles(smem, dtype, config.tile_q, head_dim, config.stages),
+        dS=allocate_tiles(smem, dtype, ROWS, config.tile_q, CONSUMERS * 2),
+        dQ=smem.allocate_tensor(Float32, quads, 1024),
+        stats=smem.allocate_tensor(Float32, stats, 128),
+        tile=smem.allocate_tensor(Int32, cute.make_layout(4), 16),
+    )
+
+
+def shared_bytes(config: Config, head_dim: int) -> int:
+    """What `allocate` takes, and the barriers of the rings and of `own`."""
+    rows = TILE_KV * (config.k_stages + 1) + 2 * config.stages * config.tile_q  # K, V, Q and dO
+    ds = 2 * TILE_KV * config.tile_q * 2
+    dq = TILE_KV * 64 * 4
+    stats = 2 * config.stages * config.tile_q * 4
+    barriers = 2 * (2 * config.stages + config.k_stages + 2) * 8 + CONSUMERS * 8
+    return rows * head_dim * 2 + ds + dq + stats + 16 + barriers
+
+
+@dataclass(frozen=True)
+class Rings:
+    """Barriers in shared memory. `bwd4.Backward` has the table of who comes."""
+
+    q: pipeline.PipelineTmaAsync  # Q, and its queries' LSE and D
+    do: pipeline.PipelineTmaAsync
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+    tile: pipeline.PipelineAsync  # which tile of keys is next
+    own: cute.Pointer  # a barrier for each consumer: its dK and dV are in shared memory
+
+
+def make_rings(smem: SmemAllocator, config: Config, head_dim: int, listeners: int) -> Rings:
+    """The rings, in the order of `Rings`; `listeners` are the threads that hear of a tile. The barriers of
+    `own` are not initialised."""
+    q_bytes, kv_bytes = config.tile_q * head_dim * 2, TILE_KV * head_dim * 2
+    loads = tma_rings(
+        smem,
+        (config.stages, q_bytes + 2 * config.tile_q * 4, CONSUMER_WARPS),
+        (config.stages, q_bytes, CONSUMER_WARPS),
+        (config.k_stages, kv_bytes, CONSUMER_WARPS),
+        (1, kv_bytes, CONSUMER_WARPS),
+    )
+    return Rings(*loads, message_ring(smem, listeners), smem.allocate_array(Int64, CONSUMERS))
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What a step needs beside its thread's fragments."""
+
+    index: Int32
+    other: Int32  # the other consumer
+    thread: Int32  # in the consumer
+    seqlen_q: Int32
+    seqlen_kv: Int32
+    shared: Shared
+    rings: Rings
+
+
+def tiled_mmas(config: Config, head_dim: int, dtype: type) -> list[cute.TiledMma]:
+    """Of Sᵀ, of dPᵀ, of dV and dK, of dQ: a warpgroup's products of 64 rows."""
+    source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
+    return [
+        make_trivial_tiled_mma(dtype, dtype, a, b, Float32, (1, 1, 1), (ROWS, n), place)
+        for a, b, n, place in (
+            (K, K, config.tile_q, source.SMEM),  # Sᵀ = K·Qᵀ
+            (K, K, config.tile_q, source.RMEM if config.keep_V else source.SMEM),  # dPᵀ = V·dOᵀ
+            (K, MN, head_dim, source.RMEM),  # dV = Pᵀ·dO, dK = dSᵀ·Q
+            (MN, MN, 64, source.SMEM),  # dQ = dS·K
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """What a thread of a consumer holds, and its consumer's operands.
+
+    The scores, (key, query) = (2, tile_q/4): a thread has two rows of Sᵀ and dPᵀ, and the same elements of
+    both. P replaces S in its registers, and dS replaces dP.
+    """
+
+    S: Product  # last mode of K: consumer + 2 · stage; of Q: stage
+    dP: Product  # V has none; of dO: stage
+    dV: Product  # P: registers; of dO: stage
+    dK: Product  # dS: registers; of Q: stage
+    dQ: Product  # of dS: block of 64 queries, fastest, in `Shared.dS`'s; of K: of 64 columns in `Shared.K`'s
+    scores: cute.Tensor  # S.acc as (key, query)
+    dscores: cute.Tensor  # dP.acc as (key, query)
+    places: Coordinates  # of both
+    words_P: cute.Tensor  # (tile_q/4,) int32: P rounded, two values a word; dV's operand A is a view of it
+    words_dS: cute.Tensor  # the same of dS, for dK
+    dS_out: cute.Tensor  # words_dS as 16-bit values in the accumulator's layout, which stmatrix takes
+    copy_dS: cute.TiledCopy  # registers to shared memory by stmatrix
+    tSsdS: cute.Tensor  # (CPY, CPY_M, CPY_N, consumer + 2 · parity): where copy_dS puts them
+    copy_dKV: cute.TiledCopy  # the same for dV and dK
+    copy_V: cute.TiledCopy | None  # shared memory to dP's operand A by ldmatrix, where V stays in registers
+
+
+def fragments(
+    config: Config, mmas: list[cute.TiledMma], shared: Shared, dtype: type, consumer: Int32, thread: Int32
+) -> Fragments:
+    """A consumer's fragments. In another order the same lines may give other machine code."""
+    d, tile_q = cute.size(shared.K, mode=[1]), config.tile_q
+    mma_s, mma_p, mma_kv, mma_q = mmas
+    thr_s, thr_p, thr_kv, thr_q = [mma.get_slice(0) for mma in mmas]
+    rS, rdP = [
+        cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, tile_q)), Float32) for _ in range(2)
+    ]  # ((2, 2, tile_q/8), 1, 1)
+    rdK, rdV = [
+        cute.make_rmem_tensor(mma_kv.partition_shape_C((ROWS, d)), Float32) for _ in range(2)
+    ]  # ((2, 2, d/8), 1, 1)
+    rdQ = cute.make_rmem_tensor(mma_q.partition_shape_C((ROWS, 64)), Float32)  # ((2, 2, 8), 1, 1)
+    words_P, words_dS = [
+        cute.make_rmem_tensor(cute.make_layout(cute.size(rS) // 2), Int32) for _ in range(2)
+    ]  # (tile_q/4,)
+    scores, dscores = by_row(rS), by_row(rdP)  # (key, query) = ((2, 1), (2, tile_q/8))
+    tP, tdS = [
+        cute.make_tensor(cute.recast_ptr(words.iterator, None, dtype), operand_a(rS.layout))
+        for words in (words_P, words_dS)
+    ]  # (MMA, MMA_M, MMA_K) = ((2, 2, 2), 1, tile_q/16)
+    dS_out = cute.make_tensor(tdS.iterator, rS.layout)  # ((2, 2, tile_q/8), 1, 1)
+    tSK = mma_s.make_fragment_A(thr_s.partition_A(shared.K))  # (MMA, 1, d/16, consumer + 2 · stage)
+    tSQ = mma_s.make_fragment_B(thr_s.partition_B(shared.Q))  # (MMA, 1, d/16, stage)
+    tPdO = mma_p.make_fragment_B(thr_p.partition_B(shared.dO))  # (MMA, 1, d/16, stage)
+    copy_V = None
+    if config.keep_V:
+        tPV = mma_p.make_fragment_A(mma_p.partition_shape_A((ROWS, d)))  # ((2, 2, 2), 1, d/16)
+        ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), dtype)
+        copy_V = cute.make_tiled_copy_A(ldmatrix, mma_p).get_slice(thread)
+    else:
+        tPV = mma_p.make_fragment_A(thr_p.partition_A(shared.V))[None, None, None, consumer]  # (MMA, 1, d/16)
+    tKQ, tVdO = [
+        mma_kv.make_fragment_B(thr_kv.partition_B(exchanged(sX))) for sX in (shared.Q, shared.dO)
+    ]  # (MMA, 1, tile_q/16, stage)
+    # dS and K once more, as tiles of 64 columns, which is how the swizzle lays them out: dQ is divided by
+    # those columns between the consumers.
+    blocks = config.blocks * CONSUMERS * 2
+    sdS = cute.make_tensor(shared.dS.iterator, swizzled_tiles(dtype, ROWS, 64, blocks).outer)
+    tQdS = mma_q.make_fragment_A(thr_q.partition_A(exchanged(sdS)))  # (MMA, 1, 64/16, block + …)
+    columns = d // 64 * CONSUMERS * config.k_stages
+    sK = cute.make_tensor(shared.K.iterator, swizzled_tiles(dtype, ROWS, 64, columns).outer)
+    tQK = mma_q.make_fragment_B(thr_q.partition_B(exchanged(sK)))  # (MMA, 1, 64/16, column block + …)
+    places = coordinates(mma_s, (ROWS, tile_q), thread)
+    stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+    copy_dS, copy_dKV = [cute.make_tiled_copy_C(stmatrix, mma).get_slice(thread) for mma in (mma_s, mma_kv)]
+    return Fragments(
+        S=Product(mma_s, rS, tSK, tSQ),
+        dP=Product(mma_p, rdP, tPV, tPdO),
+        dV=Product(mma_kv, rdV, tP, tVdO),
+        dK=Product(mma_kv, rdK, tdS, tKQ),
+        dQ=Product(mma_q, rdQ, tQdS, tQK),
+        scores=scores,
+        dscores=dscores,
+        places=places,
+        words_P=words_P,
+        words_dS=words_dS,
+        dS_out=dS_out,
+        copy_dS=copy_dS,
+        tSsdS=copy_dS.partition_D(shared.dS),
+        copy_dKV=copy_dKV,
+        copy_V=copy_V,
+    )

@@ -1,0 +1,205 @@
+"""The way dQ takes to its sum, where every tile of keys adds to it: bwd4 at head_dim 64 and 128.
+
+The consumers leave dQ of a step in shared memory. Two warps add it to its sum in global memory, by bulk
+reduction: a kind of TMA copy that adds fp32 in L2 (RED from registers was slower: notes/bwd4.md, "What was
+predicted"). What this module does besides has a section of its own in the note.
+
+zeros     The sums must be zero before the first addition. Zeros written by the preprocess have left L2 by
+          then; a warp of the main kernel writes them a section of heads ahead, and they are still there
+          ("Zeros").
+turns     What makes bwd4_det deterministic: a tile of keys adds to dQ when those before it have. The first
+          one stores, and nobody needs zeros ("Deterministic").
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
+
+from .constants import WARP, WARPGROUP
+from .key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, Tiles
+from .rings import CONSUMER
+from .tile_order import hear
+
+PART = ROWS * 64  # elements of dQ_sum in a row: 64 queries × 64 columns
+AND_ADDER = WARPGROUP + WARP  # threads at a named barrier where a consumer and an adding warp meet
+
+
+class SummedTiles(Tiles):
+    """Tiles of keys that add to sums of dQ.
+
+    Global memory: mDQ_sum (head · sums, block, column block, PART) fp32, as `backward_ends` describes it;
+    mZeroed (key head), how many shares of its sums are zero; mOrder (head, q_tile · sums), whose turn it is.
+    """
+
+    # ---- additions ----------------------------------------------------------------------------------------
+
+    @cute.jit
+    def add_gradients(
+        self, warp_idx, tile_ring, shared, mQ, mK, mDQ_sum, mZeroed, mOrder, lengths,
+        full: cutlass.Constexpr, empty: cutlass.Constexpr,
+    ):  # fmt: skip
+        """One of the two warps behind the producer, to the end. It has every other step:
+
+            for each tile of keys, query head of its key head, and tile of queries that sees it:
+                wait for the tile's turn                            (only in one order: bwd4_det)
+                for each consumer:
+                    wait at `full`      its part of dQ is in shared memory
+                    add it to the sum, wait until it has been read
+                    arrive at `empty`   it may be written again
+                pass the turn on                                    (bwd4_det)
+
+        `full` + 2 · mine + consumer is a named barrier of this warp and that consumer; both warps arrive at
+        `empty` + consumer, in turns, since a consumer's buffer is one.
+        """
+        seqlen_q, seqlen_kv, group = lengths
+        sdQ, sTile = shared.dQ, shared.tile
+        cute.arch.griddepcontrol_wait()  # for the preprocess's zeros, if it writes some
+        cute.arch.griddepcontrol_launch_dependents()
+        mine, step = warp_idx - CONSUMER_WARPS - 1, Int32(0)
+        zeroed = self.left_to_zero(mQ, mK)
+        tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
+        self.sync(empty, mine, AND_ADDER, arrive=True)  # at first both consumers' parts are free
+        valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
+        tile_get.advance()
+        while valid != 0:
+            first, _, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
+            if const_expr(not self.deterministic):
+                self.await_zeros(mZeroed, mK, kv_head, batch, *zeroed)
+            for g in range(group, unroll=1):
+                head_index = batch * mQ.shape[2] + kv_head * group + g
+                for i in range(first, last, unroll=1):
+                    if step % 2 == mine:
+                        at, turn, final = self.turn_of(kv_block, i, seqlen_q, seqlen_kv)
+                        order = mOrder[head_index, None].iterator + (i * self.sums + at)
+                        if const_expr(self.deterministic):
+                            await_value(order, turn)
+                        else:
+                            turn = None
+                        for c in range_constexpr(CONSUMERS):
+                            self.sync(full, CONSUMERS * mine + c, AND_ADDER)
+                            gDQ_sum = mDQ_sum[head_index * self.sums + at, i * self.blocks, 0, None].iterator
+                            source = sdQ[None, None, None, c].iterator
+                            add_to_sum(gDQ_sum + c * PART, source, PART * 4, turn)
+                            self.sync(empty, c, AND_ADDER, arrive=True)
+                        if const_expr(self.deterministic):
+                            pass_turn(order, turn, final)
+                    step += 1
+            valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
+            tile_get.advance()
+
+    # ---- zeros --------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def left_to_zero(self, mQ, mK):
+        """(first, last): the key heads whose dQ sums the main kernel zeroes. The preprocess has the rest."""
+        section, heads = self.section(mQ, mK), mK.shape[2] * mK.shape[3]
+        return section, self.final(heads, section)
+
+    @cute.jit
+    def write_zeros(self, tile_ring, sTile, mQ, mK, mDQ_sum, mZeroed):
+        """One warp, to the end: with each tile of keys a share of the zeros for the same head of the next
+        section. All tiles that write them are fetched before any that waits for them, so nobody waits for
+        one who has not begun."""
+        cute.arch.griddepcontrol_wait()  # zeros beside the preprocess's reads may leave L2
+        tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
+        group = mQ.shape[2] // mK.shape[2]
+        kv_blocks = cute.ceil_div(mK.shape[0], self.tile_kv)
+        ahead, last = self.left_to_zero(mQ, mK)
+        sums = mDQ_sum.shape[1] * mDQ_sum.shape[2] * group  # blocks of a key head
+        share = cute.ceil_div(sums, kv_blocks)
+        zero = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+        zero.fill(0.0)
+        valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
+        tile_get.advance()
+        while valid != 0:
+            head = batch * mK.shape[2] + kv_head + ahead
+            if head < last:
+                first = mDQ_sum[head * group, None, None, None].iterator
+                for i in range(kv_block * share, cutlass.min(sums, kv_block * share + share), unroll=1):
+                    block = cute.make_layout((4, WARP, PART // (4 * WARP)))
+                    gSum = cute.make_tensor(first + Int64(i) * PART, block)
+                    for j in range_constexpr(block.shape[2]):
+                        cute.autovec_copy(zero, gSum[None, cute.arch.lane_idx(), j])
+                cute.arch.fence_acq_rel_gpu()
+                cute.arch.sync_warp()
+                if cute.arch.lane_idx() == 0:
+                    done = (mZeroed.iterator + head).llvm_ptr
+                    cute.arch.atomic_add(done, Int32(1), sem="release", scope="gpu")
+            valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
+            tile_get.advance()
+
+    @cute.jit
+    def await_zeros(self, mZeroed, mK, kv_head, batch, first, last):
+        """One warp: wait until all of a head's dQ sums have been zeroed."""
+        head = batch * mK.shape[2] + kv_head
+        if head >= first and head < last:
+            await_value(mZeroed.iterator + head, cute.ceil_div(mK.shape[0], self.tile_kv))
+
+    # ---- turns --------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def turns_at(self, q_tile, seqlen_q, seqlen_kv):
+        """How many tiles of keys add to dQ of a tile of queries."""
+        keys = seqlen_kv
+        if const_expr(self.mask.hides):
+            # last_key of row (q_tile + 1)·tile_q, which a diagonal lets one add up; asked for as such, ptxas
+            # gets another order of operations at head_dim 128, deterministic.
+            seen = (q_tile + 1) * self.tile_q + self.mask.last_key(0, seqlen_q, seqlen_kv)
+            keys = cutlass.max(0, cutlass.min(keys, seen))
+        return cute.ceil_div(keys, self.tile_kv)
+
+    @cute.jit
+    def turn_of(self, kv_block, q_tile, seqlen_q, seqlen_kv):
+        """(sum, turn, final): to which sum of a tile of queries' dQ a tile of keys adds, and when.
+
+        Whoever comes before it was fetched before it, so nobody waits for one who has not begun.
+        """
+        turns = self.turns_at(q_tile, seqlen_q, seqlen_kv)
+        turn = kv_block
+        if const_expr(self.mask.hides):
+            # From the diagonal to the left: CTAs that begin together reach the tile in this order.
+            turn = turns - 1 - kv_block
+        return turn % self.sums, turn // self.sums, turn + self.sums >= turns
+
+
+@cute.jit
+def await_value(place, value):
+    """One warp: wait until `place` holds `value`, before what the async proxy does next."""
+    if cute.arch.lane_idx() == 0:
+        seen = cute.arch.load(place, Int32, sem="acquire", scope="gpu")
+        while seen != value:
+            seen = cute.arch.load(place, Int32, sem="acquire", scope="gpu")
+        cute.arch.fence_proxy("async.global")
+
+
+@cute.jit
+def pass_turn(order, turn, final):
+    """One warp: let the next in, with all that was added so far; the last leaves 0 for the next launch."""
+    if cute.arch.lane_idx() == 0:
+        cute.arch.cp_async_bulk_wait_group(0)  # what was added has arrived, and not only left
+        cute.arch.fence_proxy("async.global")
+        cute.arch.store(order, 0 if final else turn + 1, sem="release", scope="gpu")
+
+
+def bulk_copy(target: cute.Pointer, source: cute.Pointer, size: int, adds: bool) -> None:
+    """One thread: copy or add `size` bytes of fp32 from `source` in shared memory to `target` in global
+    memory."""
+    reduce, add = (".reduce", ".add.f32") if adds else ("", "")
+    ptx = f"cp{reduce}.async.bulk.global.shared::cta.bulk_group{add} [{{$r0}}], [{{$r1}}], {{$r2}};"
+    cute.arch.inline_ptx(ptx, read_only_args=[Int64(target.toint()), Int32(source.toint()), Int32(size)])
+
+
+@cute.jit
+def add_to_sum(target, source, size: cutlass.Constexpr, turn=None):
+    """One warp: start the addition of `size` bytes, and wait until `source` has been read. With turns, the
+    first one stores."""
+    if cute.arch.lane_idx() == 0:
+        if const_expr(turn is None):
+            bulk_copy(target, source, size, adds=True)
+        elif turn == 0:
+            bulk_copy(target, source, size, adds=False)
+        else:
+            bulk_copy(target, source, size, adds=True)
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.sync_warp()
