@@ -75,7 +75,8 @@ def plot_stage(results: Results, path: Path | str) -> None:
     """Draw a stage beside its peers: a panel per head_dim and mask, a group of bars per sequence length.
 
     The axis is logarithmic, for slow stages stand beside peers a hundred times faster; every bar carries its
-    value, a missing one the reason. Raises ValueError when no row belongs to the benchmark's sweep.
+    value, a missing one the reason, and the stage's place "not measured" where it has no row. Raises
+    ValueError when no row belongs to the benchmark's sweep.
     """
     rows = results.sweep_rows()
     if not rows:
@@ -147,12 +148,13 @@ def _draw_groups(
     for i, provider in enumerate(providers):
         for group, n in enumerate(seqlens):
             row, x = found.get((provider, n)), group + (i - (len(providers) - 1) / 2) * width
-            if row is None:
+            if row is None and provider != stage:
                 continue
             text = {"ha": "center", "va": "bottom", "rotation": 90, "fontsize": 7}
             text |= {"fontweight": "bold", "color": STAGE_COLOUR} if provider == stage else {"color": INK}
-            if row.tflops is None:
-                axes.text(x, bottom * 1.08, short_error(row.error), **text)
+            if row is None or row.tflops is None:
+                reason = "not measured" if row is None else short_error(row.error)
+                axes.text(x, bottom * 1.08, reason, **text)
                 continue
             axes.bar(x, row.tflops - bottom, width * 0.9, bottom=bottom, color=_colour(provider, stage))
             axes.text(x, row.tflops * 1.06, format_rate(row.tflops), **text)

@@ -161,6 +161,17 @@ def test_a_stages_legend_names_each_colour(drawn: dict[str, Figure]) -> None:
     assert len({*colours}) == len(colours)
 
 
+def test_a_stage_says_where_it_was_not_measured(drawn: dict[str, Figure]) -> None:
+    results = stage_results("k2", "fwd", Rates())
+    missing = sweep_problem(4096, 64, True, "fwd")
+    results.rows = [row for row in results.rows if row.key != ("k2", missing)]
+    plots.plot_stage(results, "k2.png")
+    rates, texts = read(drawn["k2.png"])
+    place = ("head_dim 64, causal", "4096", "k2")
+    assert place not in rates
+    assert [where for where, text in texts.items() if text == "not measured"] == [place]
+
+
 def ladder_results(rates: Rates) -> dict[str, Results]:
     """Stages of both directions; one has failed at d = 64, one was not measured there."""
     found = {}
