@@ -137,8 +137,9 @@ def lead(measured: Mapping[str, Results]) -> str:
     gpus = _join(dict.fromkeys(measured[stage].gpu for stage in PRODUCTION if stage in measured))
     sentence = (
         f"Least and greatest ratio to the fastest of {', '.join(map(label, peers))}, each row in one run, "
-        f"and the geometric mean: bf16, {TOTAL_TOKENS} tokens, hidden size {HIDDEN_SIZE}, N = {SEQLENS[0]} to "
-        f"{SEQLENS[-1]}, full and causal, in bursts, on {gpus}. Below 1.000: {', '.join(behind) or 'none'}."
+        f"and the geometric mean: bf16, {TOTAL_TOKENS} tokens, hidden size {HIDDEN_SIZE}, N from "
+        f"{SEQLENS[0]} to {SEQLENS[-1]}, full and causal, in bursts, on {gpus}. "
+        f"Below 1.000: {', '.join(behind) or 'none'}."
     )
     return f"{_table(header, lines, 'l' + 'r' * len(head_dims))}\n\n{sentence}"
 

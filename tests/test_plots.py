@@ -25,7 +25,7 @@ LABELS = {  # what a reader knows each peer by
     "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",
 }
-LINES = ("cudnn", "fa4", "fa2")
+LINES = ("cudnn", "fa4", "fa3", "fa2")
 PANELS = {
     "head_dim 64, full": (64, False),
     "head_dim 64, causal": (64, True),
