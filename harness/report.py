@@ -341,10 +341,11 @@ def _blocks_of(root: Path, everything: Mapping[str, dict[str, Results]], stages:
 def find_stale(root: Path, stages: Sequence[Stage]) -> list[str]:
     """A line for each block that regenerating would change, and for each figure that does not exist."""
     everything = load_ladder(root)
+    blocks_with = {notes: _blocks_of(root, everything, stages, notes) for notes in ("notes/", "")}
     lines = []
     for path, notes in documents(root):
         name = str(path.relative_to(root))
-        blocks = _blocks_of(root, everything, stages, notes)
+        blocks = blocks_with[notes]
         stale = stale_blocks(path.read_text(encoding="utf-8"), blocks, name)
         lines += [f"{name}: block {block} is not what the results say" for block in stale]
     missing = [path for path in figures(root, everything) if not path.exists()]
@@ -354,10 +355,11 @@ def find_stale(root: Path, stages: Sequence[Stage]) -> list[str]:
 def regenerate(root: Path, stages: Sequence[Stage]) -> list[str]:
     """Rewrite every document whose blocks changed and draw every figure; a line for each file written."""
     everything = load_ladder(root)
+    blocks_with = {notes: _blocks_of(root, everything, stages, notes) for notes in ("notes/", "")}
     new_texts = {}
     for path, notes in documents(root):
         text = path.read_text(encoding="utf-8")
-        blocks = _blocks_of(root, everything, stages, notes)
+        blocks = blocks_with[notes]
         new_text = replace_blocks(text, blocks, str(path.relative_to(root)))
         if new_text != text:
             new_texts[path] = new_text

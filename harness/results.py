@@ -4,6 +4,7 @@ A file that loads can be trusted: a stage's time always comes with a passed chec
 code that ran. Writing is all or nothing, so a run that fails leaves the committed file as it was.
 """
 
+import functools
 import json
 import math
 import os
@@ -101,9 +102,9 @@ class Row:
             **fields,
         )
 
-    @property
+    @functools.cached_property
     def problem(self) -> Problem:
-        """The problem this row is about."""
+        """The problem this row is about. Computed once: a row is not changed, only replaced."""
         return Problem(**{f.name: getattr(self, f.name) for f in fields(Problem)})
 
     @property
@@ -148,7 +149,8 @@ class Results:
     def sweep_rows(self) -> list[Row]:
         """The rows, of every provider, whose shape is one of the benchmark's sweep."""
         shapes = {problem for direction in ("fwd", "bwd") for problem in sweep(direction)}
-        return [row for row in self.rows if row.problem.with_(dtype="bfloat16") in shapes]
+        in_bf16 = lambda problem: problem if problem.dtype == "bfloat16" else problem.with_(dtype="bfloat16")
+        return [row for row in self.rows if in_bf16(row.problem) in shapes]
 
     def save(self, path: Path | str) -> None:
         """Write the file, rows sorted, one a line. Raises ValueError before writing if a row is at fault."""

@@ -176,9 +176,9 @@ def test_processes_compile_a_kernel_once(own: Path) -> None:
         print(len(kernel.__cubin__))
     """
     run = [sys.executable, "-c", code]
-    processes = [subprocess.Popen(run, cwd=repository(), stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    processes = [subprocess.Popen(run, cwd=repository(), stdout=subprocess.PIPE, text=True) for _ in range(2)]
     out = [process.communicate(timeout=300)[0].split() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert [process.returncode for process in processes] == [0, 0]
     assert sum(words.count("compiles") for words in out) == 1
     assert len({words[-1] for words in out}) == 1
 

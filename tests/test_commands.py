@@ -197,6 +197,7 @@ def test_bench_refuses(
         ("python bench.py k99", "bench.py: unknown stage 'k99'"),
         ("SEQLEN=no python bench.py k2", "bench.py: SEQLEN must be"),
         ("python ref_check.py k99", "ref_check.py: unknown stage 'k99'"),
+        ("python ref_check.py k2 --save", "ref_check.py: nothing to save without a Hopper GPU"),
         ("python -m harness.profile k99", "harness.profile: unknown stage 'k99'"),
         ("python -m harness.ablation k99", "harness.ablation: unknown stage 'k99'"),
         ("python -m harness.ablation k2", "harness.ablation: k2 declares no VARIANTS"),
@@ -307,7 +308,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
     monkeypatch.setattr("harness.sweep.HIDDEN_SIZE", 128)
     monkeypatch.setattr(measuring, "random_inputs", lambda problem: random_inputs(problem, "cpu"))
     monkeypatch.setattr(measuring, "ready", ready)
-    monkeypatch.setattr(measuring, "peak_memory", lambda: contextlib.nullcontext(lambda: 4096))
+    monkeypatch.setattr(measuring, "peak_memory", lambda: contextlib.nullcontext(lambda: 2**20))
     monkeypatch.setattr(measuring, "SUSTAINED_TFLOPS", 0.0)
     for rate in ("gemm_tflops", "copy_tb_per_s"):
         monkeypatch.setattr(timing, rate, lambda: 12.5)
@@ -344,7 +345,7 @@ def test_a_passing_run_is_saved(toys: dict, tmp_path: Path, capsys: pytest.Captu
         assert row.problem == Problem.square(4, 2, 64, 64, True)
         assert (row.check, row.ms_median, row.tflops_sustained) == ("pass", 0.25, None)
         assert row.tflops == row.problem.flops / 0.25e-3 / 1e12
-        assert row.peak_bytes == 4096
+        assert row.peak_bytes == 2**20
         assert 0 < row.max_error < 0.02
         assert row.cubin_sha256 == sha_of(SimpleNamespace(name=stage_id))
         assert saved.environment["host_us"] == {stage_id: 4.32}
@@ -637,9 +638,12 @@ TESTED = {
     "python bench.py all": PARSED,
     "python bench.py all --save": PARSED,
     "python bench.py k1 fa1 k2": PARSED,
+    "python bench.py k3": PARSED,
     "python bench.py bwd4 bwd4_det": PARSED,
     "python bench.py k2 --save": PARSED,
     "python ref_check.py --mutations": RUN_HERE,
+    "python ref_check.py k2 --save": RUN_HERE,
+    "python -m harness.records": ELSEWHERE,
     "python -m harness.ablation fa1": RUN_HERE,
     "python -m harness.report": ELSEWHERE,
     "python -m harness.diff k2 k3_1": ELSEWHERE,
