@@ -1,1 +1,1 @@
-"""The harness every stage runs through, up to the contract in `harness.stage`."""
+"""What checks, measures and reports on the stages: for development, never imported by the library."""
