@@ -38,5 +38,5 @@ def test_sampled_rows_are_whole_blocks_with_both_ends(n: int) -> None:
     rows = mutations.sampled_rows(n, "cpu")
     assert rows[0] == 0
     assert rows[-1] == n - 1
-    assert len(rows) == len(rows.unique()) == min(n, 12 * reference.BLOCK_ROWS)
+    assert len(rows) == len(rows.unique()) == min(n, 6 * reference.BLOCK_ROWS)
     assert bool((rows.view(-1, reference.BLOCK_ROWS)[:, 0] % reference.BLOCK_ROWS == 0).all())
