@@ -25,7 +25,7 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .device.constants import SMS, WARP, WARPGROUP
 from .device.fragments import Coordinates, Product, coordinates
-from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS, Tiles
+from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS, Rings, Tiles
 from .device.masks import Mask
 from .device.rings import CONSUMER, PRODUCER, put, tma_rings
 from .device.tile_order import fetch, hear, message_ring, tell
@@ -55,17 +55,6 @@ class Shared:
     P: cute.Tensor  # (register, thread, quad, stage) fp32: as the threads of both consumers hold it
     stats: cute.Tensor  # (query, LSE or D, block of 64 queries: 1, stage) fp32
     tile: cute.Tensor  # (4,) int32: valid, kv_block, kv_head, batch
-
-
-@dataclass(frozen=True)
-class Rings:
-    """Barriers in shared memory. `KeyGradients` has the table of who comes."""
-
-    q: pipeline.PipelineTmaAsync  # Q, and its queries' LSE and D
-    do: pipeline.PipelineTmaAsync
-    k: pipeline.PipelineTmaAsync
-    v: pipeline.PipelineTmaAsync
-    tile: pipeline.PipelineAsync  # which tile of keys is next
 
 
 @dataclass(frozen=True)

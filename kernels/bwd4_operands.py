@@ -16,14 +16,14 @@ the columns of 64 queries (d = 128), or all 64 columns of 64 of the 128 queries 
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, pipeline
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .device.constants import WARPGROUP
 from .device.fragments import Coordinates, Product, coordinates
-from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS
+from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, Rings
 from .device.rings import tma_rings
 from .device.tile_order import message_ring
 from .device.tma import allocate_tiles, swizzled_tiles
@@ -91,19 +91,14 @@ def shared_bytes(config: Config, head_dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class Rings:
-    """Barriers in shared memory. `bwd4.Backward` has the table of who comes."""
+class RingsAndOwn(Rings):
+    """And the barriers of this kernel alone. `bwd4.Backward` has the table of who comes."""
 
-    q: pipeline.PipelineTmaAsync  # Q, and its queries' LSE and D
-    do: pipeline.PipelineTmaAsync
-    k: pipeline.PipelineTmaAsync
-    v: pipeline.PipelineTmaAsync
-    tile: pipeline.PipelineAsync  # which tile of keys is next
     own: cute.Pointer  # a barrier for each consumer: its dK and dV are in shared memory
 
 
-def make_rings(smem: SmemAllocator, config: Config, head_dim: int, listeners: int) -> Rings:
-    """The rings, in the order of `Rings`; `listeners` are the threads that hear of a tile. The barriers of
+def make_rings(smem: SmemAllocator, config: Config, head_dim: int, listeners: int) -> RingsAndOwn:
+    """The barriers, in the order of `RingsAndOwn`; `listeners` are the threads that hear of a tile. Those of
     `own` are not initialised."""
     q_bytes, kv_bytes = config.tile_q * head_dim * 2, TILE_KV * head_dim * 2
     loads = tma_rings(
@@ -113,7 +108,7 @@ def make_rings(smem: SmemAllocator, config: Config, head_dim: int, listeners: in
         (config.k_stages, kv_bytes, CONSUMER_WARPS),
         (1, kv_bytes, CONSUMER_WARPS),
     )
-    return Rings(*loads, message_ring(smem, listeners), smem.allocate_array(Int64, CONSUMERS))
+    return RingsAndOwn(*loads, message_ring(smem, listeners), smem.allocate_array(Int64, CONSUMERS))
 
 
 @dataclass(frozen=True)
@@ -126,7 +121,7 @@ class Consumer:
     seqlen_q: Int32
     seqlen_kv: Int32
     shared: Shared
-    rings: Rings
+    rings: RingsAndOwn
 
 
 def tiled_mmas(config: Config, head_dim: int, dtype: type) -> list[cute.TiledMma]:

@@ -26,9 +26,13 @@ LADDER: dict[str, str] = {
 }
 
 
-def stages_of(name: str) -> list[str]:
-    """The stages of a kernel file, or of an id itself: "k3" is three of them."""
-    return [name] if name in LADDER else [x for x, file in LADDER.items() if file == name] or [name]
+def stages_named(names: list[str]) -> list[str]:
+    """The stages that a user names: by id, by kernel file, whose stages they then are ("k3" is three), or
+    "all". What is neither stays, for `load` to refuse."""
+    if names == ["all"]:
+        return list(LADDER)
+    of_file = lambda name: [stage_id for stage_id, file in LADDER.items() if file == name]
+    return [x for name in names for x in ([name] if name in LADDER else of_file(name) or [name])]
 
 
 def load(stage_id: str) -> tuple[Stage, KernelFile]:

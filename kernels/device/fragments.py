@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
 
-from .wgmma import by_row, multiply
+from .rows import coordinates as places
+from .wgmma import multiply
 
 
 @dataclass(frozen=True)
@@ -56,5 +57,4 @@ class Coordinates:
 
 def coordinates(mma: cute.TiledMma, shape: tuple[int, int], thread: object) -> Coordinates:
     """Where the elements of an accumulator of `shape` lie that a thread of the warpgroup holds."""
-    places = cute.make_identity_tensor(shape)
-    return Coordinates(*[by_row(mma.get_slice(t).partition_C(places)) for t in (thread, 0)])
+    return Coordinates(*places(mma, *shape, thread))

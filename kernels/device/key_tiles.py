@@ -4,10 +4,11 @@ is `query_tiles.QueryTiles`; the way dQ takes to its sum, up to head_dim 128, is
 """
 
 import math
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..contract import Problem, Work
@@ -24,6 +25,17 @@ REGISTERS = (24, 240)  # of a producer's thread, of a consumer's
 SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked on together and stay in L2
 SECTION_BYTES_MAX = 2**31 - 1  # what `Tiles.section` can count
 TILES_AHEAD = 16  # without a mask zeros are written so many tiles, but at least a head, ahead
+
+
+@dataclass(frozen=True)
+class Rings:
+    """Barriers in shared memory. The kernels' classes have the tables of who comes."""
+
+    q: pipeline.PipelineTmaAsync  # Q, and its queries' LSE and D
+    do: pipeline.PipelineTmaAsync
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+    tile: pipeline.PipelineAsync  # which tile of keys is next
 
 
 class Tiles:
