@@ -70,9 +70,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args.peers = [] if args.peers == "none" else args.peers.split(",")
     if unknown := [name for name in args.peers if name not in peers.PEERS]:
         raise Usage(f"unknown peer {unknown[0]!r}; there are {', '.join(peers.PEERS)}")
-    if args.stages == ["all"]:
-        args.stages = list(ladder.LADDER)
-    args.stages = [stage_id for name in args.stages for stage_id in ladder.stages_of(name)]
+    args.stages = ladder.stages_named(args.stages)
     try:
         args.problems = [
             sweep_problem(n, d, causal, direction)

@@ -31,9 +31,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--save", action="store_true", help="write the record of what passed")
     args = parser.parse_args(arguments)
-    if args.stages == ["all"]:
-        args.stages = list(ladder.LADDER)
-    args.stages = [stage_id for name in args.stages for stage_id in ladder.stages_of(name)]
+    args.stages = ladder.stages_named(args.stages)
     if not args.stages and not args.mutations:
         raise Usage("name a stage, or --mutations")
     if args.repeats < 1:

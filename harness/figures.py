@@ -17,9 +17,9 @@ from matplotlib.ticker import NullLocator
 
 from harness import plots
 from harness.plots import INK, MUTED, PEER_COLOURS, STAGE_COLOUR, format_rate, label
-from harness.results import PEER_LABELS, Results, bound_gpu
+from harness.results import PEER_LABELS, Results, bound_gpu, output_bytes
 from harness.sweep import HEAD_DIMS, SEQLENS, sweep_problem
-from hopper_attention.kernels.contract import BYTES_PER_ELEMENT, Problem
+from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import BACKWARD, FORWARD
 
 STAGES = {"fwd": FORWARD, "bwd": BACKWARD}
@@ -130,7 +130,7 @@ def plot_memory(measured: Measured, path: Path | str) -> None:
         for axes, (direction, stage) in zip(figure.subplots(1, 2, sharey=True), STAGES.items()):
             peaks = _peaks(measured[stage], direction)
             peaks = {p: peaks[p] for p in _in_order(peaks, (*PEER_LABELS, stage))}
-            returned = _returned(sweep_problem(LADDER_SEQLEN, HEAD_DIM, False, direction))
+            returned = output_bytes(sweep_problem(LADDER_SEQLEN, HEAD_DIM, False, direction))
             for provider, held in peaks.items():
                 if short := [n for n, size in held.items() if size < returned]:
                     lengths = " and ".join(map(str, short))
@@ -140,7 +140,7 @@ def plot_memory(measured: Measured, path: Path | str) -> None:
             }
             _draw_memory(axes, {p: held for p, held in known.items() if held}, stage)
             names = {"fwd": "Q, K, V", "bwd": "Q, K, V, O, dO"}[direction]
-            inputs = len(names.split(", ")) * _returned(sweep_problem(LADDER_SEQLEN, HEAD_DIM, False))
+            inputs = len(names.split(", ")) * output_bytes(sweep_problem(LADDER_SEQLEN, HEAD_DIM, False))
             axes.axhline(inputs, color=INK, linewidth=1, linestyle=DASHED, zorder=0.9)
             axes.text(
                 SEQLENS[0] * 0.8,
@@ -435,12 +435,6 @@ def _length_axis(axes: Axes) -> None:
 
 
 # Memory
-
-
-def _returned(problem: Problem) -> int:
-    """Bytes of what a call of this problem, of equal lengths, has to return: o, or dq, dk and dv."""
-    elements = problem.batch * problem.heads * problem.seqlen_q * problem.head_dim
-    return (3 if problem.direction == "bwd" else 1) * elements * BYTES_PER_ELEMENT
 
 
 def _peaks(results: Results, direction: str) -> dict[str, dict[int, int]]:

@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullFormatter
 
-from harness.results import PEER_LABELS, Results, Row, write_atomically
+from harness.results import PEER_LABELS, Results, Row
 from harness.sweep import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, sweep_problem
+from hopper_attention.cache import write_atomically
 from hopper_attention.kernels.contract import Problem
 
 STAGE_COLOUR = "#c8102e"

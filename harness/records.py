@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import cases, machine_code, provenance
-from harness.results import ENVIRONMENT_IDENTITY, gpu_folder, results_dir, write_atomically
+from harness.results import ENVIRONMENT_IDENTITY, gpu_folder, results_dir
+from hopper_attention.cache import write_atomically
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import compile_stage, reachable

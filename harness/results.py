@@ -7,7 +7,6 @@ code that ran. Writing is all or nothing, so a run that fails leaves the committ
 import functools
 import json
 import math
-import os
 import re
 import tempfile
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from harness.hardware import H100_SXM, H200_SXM, Gpu
 from harness.sweep import sweep
+from hopper_attention.cache import write_atomically
 from hopper_attention.kernels.contract import BYTES_PER_ELEMENT, Problem
 
 if TYPE_CHECKING:
@@ -271,21 +271,6 @@ def probe(path: Path) -> None:
         raise IsADirectoryError(f"{path} is a folder")
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file in one step, creating its folder: a reader finds the old content or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, since os.replace may not leave a file system.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _written(row: Row) -> dict[str, Any]:
     """The row as a file has it."""
     return {name: value for name, value in asdict(row).items() if value or name not in ONLY_WHERE_TRUE}
@@ -342,10 +327,11 @@ def _defect(results: Results) -> str | None:
     return None
 
 
-def _output_bytes(row: Row) -> int:
-    """O, or dQ, dK and dV."""
-    queries, keys = row.heads * row.seqlen_q, 2 * row.kv_heads * row.seqlen_kv
-    return row.batch * row.head_dim * BYTES_PER_ELEMENT * (queries + keys * (row.direction == "bwd"))
+def output_bytes(problem: Problem) -> int:
+    """What a call writes at least: O, or dQ, dK and dV."""
+    queries, keys = problem.heads * problem.seqlen_q, 2 * problem.kv_heads * problem.seqlen_kv
+    rows = problem.batch * (queries + keys * (problem.direction == "bwd"))
+    return rows * problem.head_dim * BYTES_PER_ELEMENT
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -384,7 +370,7 @@ def _row_defect(row: Row) -> str | None:
         row.tflops * row.ms_median * 1e9, row.problem.flops, rel_tol=1e-9
     ):
         return f"tflops is {row.tflops!r}, which is not its FLOPs over ms_median"
-    if row.peak_bytes is not None and row.peak_bytes < _output_bytes(row):
+    if row.peak_bytes is not None and row.peak_bytes < output_bytes(row.problem):
         return f"peak_bytes is {row.peak_bytes}, less than what a call writes"
     if row.provider in PEER_LABELS and (row.check or row.cubin_sha256):
         return "a peer's row with a check, which peers do not take"

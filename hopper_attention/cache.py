@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import os
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,12 +89,12 @@ def key_of(**what: str | int | bool) -> str:
 @contextlib.contextmanager
 def alone(key: str) -> Iterator[None]:
     """While this runs, no other process is inside for the same key: one compiles, the others then load."""
-    if (path := folder()) is None:
+    with contextlib.ExitStack() as held:  # closing the file gives the lock back, as does a killed process
+        with contextlib.suppress(OSError):  # a folder that cannot be written, or a disk without locks
+            if path := folder():
+                file = held.enter_context(open(path / f"{key}.lock", "ab"))
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield
-        return
-    with open(path / f"{key}.lock", "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # closing the file gives the lock back, as does the end of a process that was killed
 
 
 def load(key: str) -> Entry | None:
@@ -120,21 +119,22 @@ def store(key: str, object_file: Path, cubin: bytes, **description: Any) -> None
     text = json.dumps(description, sort_keys=True).encode()
     with contextlib.suppress(OSError):  # a full disk costs the next process a compile, and this one nothing
         for suffix, content in ((".o", machine_code), (".cubin", cubin), (".json", text)):
-            _write(path / f"{key}{suffix}", content)
+            write_atomically(path / f"{key}{suffix}", content)
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Replace a file in one step: a reader finds the old content or the new."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file in one step, creating its folder: a reader finds the old content or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, since os.replace may not leave a file system.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(handle, "wb") as file:
+        with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _sha256(content: bytes) -> str:

@@ -50,7 +50,7 @@ class Kernel:
 
 
 _one_at_a_time = threading.RLock()  # the DSL aborts the process when two threads compile
-_compiled: dict[tuple[str, Problem, str], Kernel] = {}
+_compiled: dict[tuple[object, ...], Kernel] = {}
 
 
 def compile_stage(stage_id: str, problem: Problem) -> Kernel:
@@ -84,11 +84,16 @@ def reachable(stage_id: str) -> list[Problem]:
 def compile_kernel(stage_id: str, problem: Problem, **options: object) -> Kernel:
     """`compile_stage` with other options of its kernel file. Once in a process; in another process of the
     same user it comes from the cache."""
-    what = stage_id, compiled_for(stage_id, problem), repr(sorted(options.items()))
-    with _one_at_a_time:
-        if what not in _compiled:
-            _compiled[what] = _compile_or_load(stage_id, what[1], options)
-        return _compiled[what]
+    mask = problem.causal, problem.top_left
+    what = stage_id, problem.head_dim, mask, problem.dtype, repr(sorted(options.items()))
+    if what not in _compiled:  # every call comes by here: only the first asks the kernel file
+        least = compiled_for(stage_id, problem)
+        with _one_at_a_time:
+            if least.top_left != problem.top_left:
+                _compiled[what] = compile_kernel(stage_id, least, **options)
+            elif what not in _compiled:
+                _compiled[what] = _compile_or_load(stage_id, least, options)
+    return _compiled[what]
 
 
 @functools.cache  # once in a process

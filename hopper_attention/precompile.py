@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, help="processes; by default one a core")
     args = parser.parse_args(arguments)
     try:
-        stages = list(ladder.LADDER) if args.stages == ["all"] else args.stages
+        stages = ladder.stages_named(args.stages)
         jobs = [job for stage_id in stages for job in jobs_of(stage_id)]
         count = fill(jobs, args.workers)
     except (ValueError, RuntimeError) as error:

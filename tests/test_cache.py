@@ -103,6 +103,13 @@ def test_without_a_folder_everything_works_but_the_keeping(
     assert "there is no folder to keep compiled kernels in" in capsys.readouterr().err
 
 
+def test_a_folder_that_holds_no_lock_costs_only_the_lock(own: Path) -> None:
+    """As on a disk that is read-only: the caller's own errors still come through."""
+    (own / "a.lock").mkdir()
+    with pytest.raises(OSError, match="the caller's"), cache.alone("a"):
+        raise OSError("the caller's")
+
+
 def test_the_key_follows_sources_compiler_and_what_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
