@@ -11,6 +11,7 @@ Blocks: `ladder`, `environment` and `sustained`, of the GPU measured last; `stag
 """
 
 import argparse
+import json
 import math
 import re
 import sys
@@ -21,8 +22,9 @@ from pathlib import Path
 from harness import plots
 from harness.figures import drawable
 from harness.plots import format_rate, label
-from harness.results import PEER_LABELS, Results, Row, bound_gpu, load_all, repository, write_atomically
+from harness.results import PEER_LABELS, Results, Row, bound_gpu, load_all, repository
 from harness.sweep import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, sweep_problem
+from hopper_attention.cache import write_atomically
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem, Stage
 
@@ -230,6 +232,35 @@ def ablation_table(results: Results, variants: Sequence[str]) -> str:
     return "\n\n".join(parts)
 
 
+COUNTERS = {  # columns of the table, and what harness.profile calls them
+    "µs": "time, µs",
+    "MHz": "SM clock, MHz",
+    "issue slots": "issue slots, %",
+    "tensor": "tensor pipe, %",
+    "MUFU": "MUFU (XU) pipe, %",
+    "FMA": "FMA pipe, %",
+    "ALU": "ALU pipe, %",
+    "L1, shared": "L1 and shared data pipe, %",
+    "device memory": "device memory, %",
+    "warps": "warps resident, %",
+}
+
+
+def counters_table(folder: Path, stages: Iterable[str]) -> str:
+    """Of each stage that was profiled, the counters of the kernel that takes longest."""
+    lines = []
+    for stage in stages:
+        if (path := folder / f"{stage}.json").exists():
+            kernels = json.loads(path.read_text(encoding="utf-8"))
+            longest = max(kernels, key=lambda kernel: kernel["time, µs"])
+            share = f" ({100 * longest['time, µs'] / sum(kernel['time, µs'] for kernel in kernels):.0f}%)"
+            cells = [f"{longest[name]:.0f}" for name in COUNTERS.values()]
+            lines.append([f"`{stage}`{share if len(kernels) > 1 else ''}", *cells])
+    if not lines:
+        return f"The counters are {NOT_MEASURED}."
+    return _table(["stage", *COUNTERS], lines, "l" + "r" * len(COUNTERS))
+
+
 def replace_blocks(text: str, blocks: Mapping[str, str], where: str) -> str:
     """A document with the content of its marked blocks replaced.
 
@@ -255,15 +286,17 @@ def make_blocks(
     files: Mapping[str, str],
     notes: str = "notes/",
     ablations: Mapping[str, str] | None = None,
+    counters: str = "",
 ) -> dict[str, str]:
-    """Every block's content. `everything` holds each GPU's results in the ladder's order, newest first, and
-    `ablations` what is known of kernel files' variants, by file."""
+    """Every block's content. `everything` holds each GPU's results in the ladder's order, newest first,
+    `ablations` what is known of kernel files' variants, by file, and `counters` is the table of profiles."""
     measured = next(iter(everything.values()), {})
     blocks = {
         "ladder": ladder_table(stages, measured, files, notes),
         "lead": lead(measured),
         "environment": environment_line(measured),
         "sustained": sustained_table(measured),
+        "counters": counters,
     }
     for stage in stages:
         found = [results[stage.id] for results in everything.values() if stage.id in results]
@@ -335,7 +368,10 @@ def ablation_tables(root: Path, folders: Iterable[str]) -> dict[str, str]:
 
 
 def _blocks_of(root: Path, everything: Mapping[str, dict[str, Results]], stages: Sequence[Stage], notes: str):
-    return make_blocks(stages, everything, ladder.LADDER, notes, ablation_tables(root, everything))
+    newest = root / "results" / next(iter(everything), "")
+    counters = counters_table(newest / "profiles", [stage.id for stage in stages])
+    tables = ablation_tables(root, everything)
+    return make_blocks(stages, everything, ladder.LADDER, notes, tables, counters)
 
 
 def find_stale(root: Path, stages: Sequence[Stage]) -> list[str]:
