@@ -17,12 +17,13 @@ import torch
 from harness import models, reference
 from harness.inputs import poison, random_inputs
 from harness.results import repository
+from harness.stages import backward, forward, prepare, prepare_backward, starts_at_zero
 from harness.sweep import HEAD_DIMS
-from hopper_attention import attention, attention_backward
+from hopper_attention import attention
 from hopper_attention.checks import problem_of
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem, Tensors
-from hopper_attention.launch import BACKWARD, FORWARD, prepare, prepare_backward, reachable, starts_at_zero
+from hopper_attention.launch import BACKWARD, FORWARD, compile_stage, reachable
 
 LENGTHS = (1, 3, 63, 64, 65, 113, 127, 128, 129, 203, 255, 257, 1023, 1025, 4097)
 NEEDLE_LENGTHS = (16, 64, 65, 257, 1024, 4097)
@@ -71,12 +72,12 @@ def run(
     out: object = None,
     top_left: bool = False,
 ) -> Outputs:
-    """The stage's outputs through `attention` or `attention_backward`, for `Expected.inputs`."""
+    """The stage's outputs through `stages.forward` or `stages.backward`, for `Expected.inputs`."""
     options = {"causal": causal, "top_left": top_left, "stage": stage_id, "out": out}
     if len(inputs) == 3:
-        return dict(zip(("o", "lse"), attention(*inputs, **options, return_lse=True)))
+        return dict(zip(("o", "lse"), forward(*inputs, **options)))
     *inputs, do = inputs
-    return dict(zip(("dq", "dk", "dv"), attention_backward(do, *inputs, **options)))
+    return dict(zip(("dq", "dk", "dv"), backward(do, *inputs, **options)))
 
 
 def run_poisoned(
@@ -294,6 +295,9 @@ FORMS: dict[str, Shape] = {  # of a problem, on each kernel that a user can reac
 }
 
 
+SCALE = 1.4  # times 1/√head_dim, where a kernel is given its scale
+
+
 @case()
 def other_shapes(stage_id, args):
     """GQA, unequal lengths, fp16 and head_dim 256: computed correctly, or refused by name."""
@@ -350,13 +354,21 @@ def forms_of(stage_id: str, kernel: Problem) -> dict[str, Problem]:
 @case()
 def every_kernel(stage_id, args):
     """Each kernel that a user can reach, on every form of problem that it is for."""
+    stage, module = ladder.load(stage_id)
     for kernel in reachable(stage_id):
         for name, problem in forms_of(stage_id, kernel).items():
             q, k, v, *do = random_inputs(problem)
-            rest = do or [None]
-            failures = list(judged(stage_id, q, k, v, *rest, problem.causal, problem, problem.top_left))
-            yield from failures
-            if not failures:
+            mask = {"causal": problem.causal, "top_left": problem.top_left}
+            scale = SCALE / math.sqrt(problem.head_dim) if problem.scaled else None
+            dlse = torch.randn(q.shape[:3], device=q.device) if problem.lse_grad else None
+            expected = reference.Expected(
+                q, k, v, do=(do or [None])[0], **mask, softmax_scale=scale, dlse=dlse
+            )
+            tensors = expected.allocate(module, problem, **stage.options)
+            rounding = reference.rounding_of(stage, module, problem)
+            verdict = expected.run(module, compile_stage(stage_id, kernel), tensors, rounding)
+            yield from noted(verdict, problem)
+            if verdict.passed:
                 forms_passed.setdefault(kernel, []).append(name)
 
 
@@ -372,7 +384,7 @@ def after_the_forward_stage(stage_id, args):
             continue
         q, k, v, do = random_inputs(problem)
         mask = {"causal": problem.causal, "top_left": problem.top_left}
-        o, lse = attention(q, k, v, **mask, stage=FORWARD, return_lse=True)
+        o, lse = attention(q, k, v, **mask, return_lse=True)
         found = run(stage_id, (q, k, v, o, lse, do), **mask)
         expected = reference.Expected(q, k, v, do=do, **mask)
         rounding = reference.rounding_of(*ladder.load(FORWARD), problem.with_(direction="fwd"))
@@ -401,11 +413,11 @@ def causality(stage_id, args):
         if not problem.causal:
             continue
         q, k, v = random_inputs(problem)
-        plain = attention(q, k, v, causal=True, stage=stage_id)
+        plain, _ = forward(q, k, v, causal=True, stage=stage_id)
         for row in (0, 62, 63, 64, 127, 200):
             k2, v2 = k.clone(), v.clone()
             k2[:, :, row + 1 :], v2[:, :, row + 1 :] = 1e4, 1e4
-            later = attention(q, k2, v2, causal=True, stage=stage_id)
+            later, _ = forward(q, k2, v2, causal=True, stage=stage_id)
             if not same(later[:, :, : row + 1], plain[:, :, : row + 1]):
                 yield f"{problem}: keys after row {row} change rows up to it"
 

@@ -4,8 +4,8 @@ import math
 
 import torch
 
+from harness.stages import starts_at_zero
 from hopper_attention.kernels.contract import Problem, Tensors
-from hopper_attention.launch import starts_at_zero
 
 
 def random_inputs(problem: Problem, device: str = "cuda", seed: int = 0) -> tuple[torch.Tensor, ...]:

@@ -26,7 +26,7 @@ from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import compile_stage, reachable
 
 SCHEMA = 1
-KERNEL_FIELDS = ("head_dim", "causal", "top_left", "dtype", "direction")
+KERNEL_FIELDS = ("head_dim", "causal", "top_left", "dtype", "direction", "scaled", "lse_grad")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def load(path: Path) -> Record:
         data["cases"] = tuple(data["cases"])
         data["kernels"] = tuple(
             Checked(
-                Problem.square(1, 1, 1, **{key: line.pop(key) for key in KERNEL_FIELDS}),
+                Problem.square(1, 1, 1, **{key: line.pop(key) for key in KERNEL_FIELDS if key in line}),
                 line.pop("cubin_sha256"),
                 tuple(line.pop("forms")),
             )

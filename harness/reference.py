@@ -9,11 +9,12 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from harness.stages import allocate, allocate_backward
 from hopper_attention.kernels.contract import Problem, Tensors
-from hopper_attention.launch import allocate, allocate_backward
 
 from .inputs import poison
 
@@ -70,15 +71,18 @@ def diagonal_offset(seqlen_q: int, seqlen_kv: int, top_left: bool) -> int:
     return 0 if top_left else seqlen_kv - seqlen_q
 
 
-def _scores(queries, keys, rows: torch.Tensor, columns: torch.Tensor, offset: int, causal: bool):
-    """scale·Q·Kᵀ (heads, rows, keys), −∞ where a causal mask of this `diagonal_offset` hides."""
-    scores = (queries @ keys.transpose(-1, -2)).div_(math.sqrt(queries.shape[-1]))
+def _scores(queries, keys, rows: torch.Tensor, columns: torch.Tensor, offset: int, causal: bool, scale):
+    """scale·Q·Kᵀ (heads, rows, keys), 1/√d without one; −∞ where a causal mask of this `diagonal_offset`
+    hides."""
+    scores = queries @ keys.transpose(-1, -2)
+    scores = scores.div_(math.sqrt(queries.shape[-1])) if scale is None else scores.mul_(scale)
     return scores.masked_fill_(columns > rows[:, None] + offset, -math.inf) if causal else scores
 
 
 def _attention(
-    q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dtype, rounds_p: Rounding, top_left: bool
-):
+    q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dtype, rounds_p: Rounding, top_left: bool,
+    scale: float | None,
+):  # fmt: skip
     """(O, LSE) of q, k, v (B, H, N, d) computed in `dtype`; `rows` selects query rows (all by default).
 
     A query that sees no key has O = 0 and LSE = −∞.
@@ -94,7 +98,7 @@ def _attention(
         kv_heads = torch.arange(some_heads.start, some_heads.stop, device=q.device) // group
         keys, values = k[b, kv_heads].to(dtype), v[b, kv_heads].to(dtype)
         queries = q[b, some_heads][:, rows[piece]].to(dtype)
-        scores = _scores(queries, keys, rows[piece], columns, offset, causal)
+        scores = _scores(queries, keys, rows[piece], columns, offset, causal, scale)
         maximum = scores.amax(-1, keepdim=True)
         maximum.masked_fill_(maximum == -math.inf, 0.0)  # −∞ − (−∞) would be NaN
         if isinstance(rounds_p, tuple):
@@ -115,11 +119,17 @@ def _attention(
 
 
 def reference(
-    q, k, v, causal: bool, rows: torch.Tensor | None = None, top_left: bool = False
+    q,
+    k,
+    v,
+    causal: bool,
+    rows: torch.Tensor | None = None,
+    top_left: bool = False,
+    scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in float64 from the rounded inputs, never downcast: O (B, H, rows, d) and LSE (B, H,
     rows)."""
-    return _attention(q, k, v, causal, rows, torch.float64, rounds_p=False, top_left=top_left)
+    return _attention(q, k, v, causal, rows, torch.float64, False, top_left, scale)
 
 
 def rounding_of(stage: object, module: object, problem: Problem, **options: object) -> Rounding:
@@ -130,27 +140,43 @@ def rounding_of(stage: object, module: object, problem: Problem, **options: obje
 
 
 def yardstick(
-    q, k, v, causal: bool, rounds_p: Rounding, rows: torch.Tensor | None = None, top_left: bool = False
-) -> torch.Tensor:
+    q, k, v, causal: bool, rounds_p: Rounding, rows: torch.Tensor | None = None, top_left: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attention with the kernel's roundings and no others: fp32 scores, softmax and sums, output to q's type,
     and P to q's type where the kernel's P·V multiplies rounded P (`rounding_of`)."""
-    return _attention(q, k, v, causal, rows, torch.float32, rounds_p, top_left)[0].to(q.dtype)
+    return _attention(q, k, v, causal, rows, torch.float32, rounds_p, top_left, scale)[0].to(q.dtype)
 
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # dQ (B, H, Nq, d), dK and dV (B, Hkv, Nkv, d)
 
 
 def gradients_of(
-    q, k, v, o, lse, do, causal, dtype, rounds_p, rows=None, columns=None, top_left=False
+    q,
+    k,
+    v,
+    o,
+    lse,
+    do,
+    causal,
+    dtype,
+    rounds_p,
+    rows=None,
+    columns=None,
+    top_left=False,
+    scale=None,
+    dlse=None,
 ) -> Gradients:
     """(dQ, dK, dV) computed in `dtype` by the formulas every kernel uses, from the O and LSE given:
 
-    P = e^(S − LSE), D = rowsum(dO∘O), dS = P∘(dO·Vᵀ − D); dQ = scale·dS·K, dK = scale·dSᵀ·Q, dV = Pᵀ·dO.
+    P = e^(S − LSE), D = rowsum(dO∘O) − dLSE, dS = P∘(dO·Vᵀ − D); dQ = scale·dS·K, dK = scale·dSᵀ·Q,
+    dV = Pᵀ·dO.
     `rows` and `columns` select queries and keys (all by default): the gradients are of those selected, and
     what the others add to them is left out.
     """
     batch, heads, seqlen_q, head_dim = q.shape
-    seqlen_kv, group, scale = k.shape[2], heads // max(1, k.shape[1]), 1.0 / math.sqrt(head_dim)
+    seqlen_kv, group = k.shape[2], heads // max(1, k.shape[1])
+    factor = 1.0 / math.sqrt(head_dim) if scale is None else scale
     rows = torch.arange(seqlen_q, device=q.device) if rows is None else rows
     columns = torch.arange(seqlen_kv, device=q.device) if columns is None else columns
     offset = diagonal_offset(seqlen_q, seqlen_kv, top_left)
@@ -165,30 +191,31 @@ def gradients_of(
         queries, out, d_out = (x[b, some_heads][:, rows[piece]].to(dtype) for x in (q, o, do))
         shift = lse[b, some_heads][:, rows[piece], None].to(dtype)
         shift = shift.masked_fill(shift == -math.inf, 0.0)  # a row that sees no key: P = e^(−∞ − 0) = 0
-        p = _scores(queries, keys, rows[piece], columns, offset, causal).sub_(shift).exp_()
+        p = _scores(queries, keys, rows[piece], columns, offset, causal, scale).sub_(shift).exp_()
         ds = d_out @ values.transpose(-1, -2)
-        ds.sub_((d_out * out).sum(-1, keepdim=True)).mul_(p)
+        row_dot = (d_out * out).sum(-1, keepdim=True)
+        if dlse is not None:
+            row_dot -= dlse[b, some_heads][:, rows[piece], None].to(dtype)
+        ds.sub_(row_dot).mul_(p)
         p, ds = rounded(p), rounded(ds)
-        dq[b, some_heads, piece] = ds @ keys * scale
-        dk[b].index_add_(0, kv_heads, ds.transpose(-1, -2) @ queries * scale)
+        dq[b, some_heads, piece] = ds @ keys * factor
+        dk[b].index_add_(0, kv_heads, ds.transpose(-1, -2) @ queries * factor)
         dv[b].index_add_(0, kv_heads, p.transpose(-1, -2) @ d_out)
     return dq, dk, dv
 
 
-def reference_gradients(q, k, v, o, lse, do, causal: bool, top_left: bool = False) -> Gradients:
-    """dQ, dK, dV in float64, never downcast, from `reference`'s O and LSE."""
-    return gradients_of(q, k, v, o, lse, do, causal, torch.float64, rounds_p=False, top_left=top_left)
+def reference_gradients(q, k, v, o, lse, do, causal: bool, **options: Any) -> Gradients:
+    """dQ, dK, dV in float64, never downcast, from `reference`'s O and LSE; options as `gradients_of`'s."""
+    return gradients_of(q, k, v, o, lse, do, causal, torch.float64, rounds_p=False, **options)
 
 
-def yardstick_gradients(
-    q, k, v, o, lse, do, causal: bool, rounds_p: bool, top_left: bool = False
-) -> Gradients:
+def yardstick_gradients(q, k, v, o, lse, do, causal: bool, rounds_p: bool, **options: Any) -> Gradients:
     """dQ, dK, dV with a kernel's roundings and no others, from what it reads: O in q's type and LSE in fp32.
 
     All in fp32 but P and dS, which are rounded to q's type before their products where `rounds_p`, and the
     results, in q's type.
     """
-    found = gradients_of(q, k, v, o, lse, do, causal, torch.float32, rounds_p, top_left=top_left)
+    found = gradients_of(q, k, v, o, lse, do, causal, torch.float32, rounds_p, **options)
     return tuple(x.to(q.dtype) for x in found)
 
 
@@ -329,7 +356,7 @@ def judge_gradients(
     return Verdict(tuple(failures), **worst)
 
 
-def cancellation(q, k, v, do) -> dict[str, float]:
+def cancellation(q, k, v, do, scale: float | None = None) -> dict[str, float]:
     """The least error that the rule credits the yardstick with in each gradient.
 
     Where a row sees one key, dS = dP − D is zero: two sums of d products, each of size √d·|dO|·|V|, whose
@@ -338,6 +365,8 @@ def cancellation(q, k, v, do) -> dict[str, float]:
     """
     rms = lambda x: x.float().square().mean().sqrt().item()
     unit = CANCELLATION * rms(do) * rms(v)
+    if scale is not None:
+        unit *= scale * math.sqrt(q.shape[-1])
     queries = q.shape[1] * q.shape[2] / max(1, k.shape[1] * k.shape[2])  # to a key
     return {"dq": unit * rms(k), "dk": unit * rms(q) * math.sqrt(max(1.0, queries)), "dv": 0.0}
 
@@ -349,14 +378,19 @@ class Expected:
     they judge.
     """
 
-    def __init__(self, q, k, v, causal: bool, do: torch.Tensor | None = None, top_left: bool = False):
-        self.q, self.k, self.v, self.do, self.causal, self.top_left = q, k, v, do, causal, top_left
+    def __init__(
+        self, q, k, v, causal: bool, do: torch.Tensor | None = None, top_left: bool = False,
+        softmax_scale: float | None = None, dlse: torch.Tensor | None = None,
+    ):  # fmt: skip
+        self.q, self.k, self.v, self.do, self.causal = q, k, v, do, causal
+        self.softmax_scale, self.dlse = softmax_scale, dlse
+        self.options = {"top_left": top_left, "scale": softmax_scale}
         self._yardsticks: dict[tuple[str, Rounding], torch.Tensor | Gradients] = {}
 
     @functools.cached_property
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """O and LSE in float64."""
-        return reference(self.q, self.k, self.v, self.causal, top_left=self.top_left)
+        return reference(self.q, self.k, self.v, self.causal, **self.options)
 
     @functools.cached_property
     def saved(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -368,7 +402,7 @@ class Expected:
     def gradients(self) -> Gradients:
         """dQ, dK, dV in float64."""
         inputs = self.q, self.k, self.v, *self.forward, self.do
-        return reference_gradients(*inputs, self.causal, top_left=self.top_left)
+        return reference_gradients(*inputs, self.causal, **self.options, dlse=self.dlse)
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -378,7 +412,9 @@ class Expected:
     def allocate(self, module: object, problem: Problem, **options: object) -> Tensors:
         """What the kernel of `module` with these options reads and writes, of either direction."""
         of_direction = allocate if self.do is None else allocate_backward
-        return of_direction(module, problem, *self.inputs, **options)
+        tensors = of_direction(module, problem, *self.inputs, **options)
+        tensors.softmax_scale, tensors.dlse = self.softmax_scale, self.dlse
+        return tensors
 
     def run(self, module: object, compiled: object, tensors: Tensors, rounding: Rounding) -> Verdict:
         """Run a kernel into outputs and scratch filled with NaN, and judge what it wrote."""
@@ -391,15 +427,22 @@ class Expected:
         Gradients are held to a yardstick that reads what `saved` gives.
         """
         if "o" in outputs:
-            yard = self._yardstick("o", rounding, yardstick, self.q, self.k, self.v, self.causal)
+            yard = self._yardstick(
+                "o", rounding, yardstick, self.q, self.k, self.v, self.causal, **self.options
+            )
             return judge(outputs["o"], self.forward[0], yard, outputs.get("lse"), self.forward[1])
-        yard = self._yardstick("gradients", rounding, yardstick_gradients, *self.inputs, self.causal)
-        floors = cancellation(self.q, self.k, self.v, self.do)
+        options = self.options | {"dlse": self.dlse}
+        yard = self._yardstick(
+            "gradients", rounding, yardstick_gradients, *self.inputs, self.causal, **options
+        )
+        floors = cancellation(self.q, self.k, self.v, self.do, self.softmax_scale)
         return judge_gradients(outputs, self.gradients, yard, floors)
 
-    def _yardstick(self, kind: str, rounding: Rounding, compute: Callable, *inputs: object) -> object:
+    def _yardstick(
+        self, kind: str, rounding: Rounding, compute: Callable, *inputs: object, **options: Any
+    ) -> object:
         if (kind, rounding) not in self._yardsticks:
-            self._yardsticks[kind, rounding] = compute(*inputs, rounding, top_left=self.top_left)
+            self._yardsticks[kind, rounding] = compute(*inputs, rounding, **options)
         return self._yardsticks[kind, rounding]
 
 

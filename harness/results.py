@@ -66,6 +66,8 @@ class Row:
     causal: bool
     dtype: str
     top_left: bool = False
+    scaled: bool = False
+    lse_grad: bool = False
     ms_median: float | None = None
     ms_iqr: float | None = None
     tflops: float | None = None
@@ -114,7 +116,7 @@ class Row:
 
 
 ROW_TYPES = get_type_hints(Row)
-ONLY_WHERE_TRUE = ("top_left", "peak_bytes")  # fields that a file's rows otherwise lack
+ONLY_WHERE_TRUE = ("top_left", "scaled", "lse_grad", "peak_bytes")  # fields that a file's rows otherwise lack
 TIMING_FIELDS = ("ms_median", "ms_iqr", "tflops", "tflops_sustained")
 
 

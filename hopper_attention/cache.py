@@ -1,12 +1,14 @@
 """Compiled kernels on disk: what names an entry, who may write it, and how two processes share it.
 
 Standard library only. What is loaded from here runs in the caller's process, so a folder is used only if its
-owner is the user and nobody else can write it; there is no fallback to a shared place. An entry is the object
-file that the DSL's runtime loads, the cubin inside it and a description, each written whole or not at all.
+owner is the user and nobody else can write it; there is no fallback to a shared place. An entry is the host
+code with its cubin, as a shared library or as an object, that cubin by itself, and a description, each
+written whole or not at all.
 """
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -24,7 +26,7 @@ KERNELS = Path(__file__).resolve().parent / "kernels"
 class Entry(NamedTuple):
     """A compiled kernel as the cache keeps it."""
 
-    object_file: Path
+    file: Path  # the host code with its cubin: a shared library, or an object
     cubin: bytes
     description: dict[str, Any]
 
@@ -52,6 +54,7 @@ def is_private(path: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
+@functools.cache  # 50 ms, of which a first call has few
 def compiler_versions() -> dict[str, str]:
     """Every installed distribution of the DSL by its name: they can be upgraded one without the other. Of two
     copies the first on the path counts, which is the one that Python imports."""
@@ -103,22 +106,25 @@ def load(key: str) -> Entry | None:
         return None
     try:
         description = json.loads((path / f"{key}.json").read_text())
-        cubin, object_file = (path / f"{key}.cubin").read_bytes(), path / f"{key}.o"
-        digests = {"cubin": _sha256(cubin), "object": _sha256(object_file.read_bytes())}
-    except (OSError, ValueError):
+        cubin, file = (path / f"{key}.cubin").read_bytes(), path / f"{key}{description.pop('suffix')}"
+        digests = {"cubin": _sha256(cubin), "file": _sha256(file.read_bytes())}
+    except (OSError, ValueError, KeyError):
         return None
-    return Entry(object_file, cubin, description) if description.pop("sha256", None) == digests else None
+    return Entry(file, cubin, description) if description.pop("sha256", None) == digests else None
 
 
-def store(key: str, object_file: Path, cubin: bytes, **description: Any) -> None:
+def store(key: str, host_code: Path, cubin: bytes, **description: Any) -> None:
     """Keep a compiled kernel. The description comes last: without it there is no entry."""
     if (path := folder()) is None:
         return
-    machine_code = object_file.read_bytes()
-    description["sha256"] = {"cubin": _sha256(cubin), "object": _sha256(machine_code)}
+    machine_code = host_code.read_bytes()
+    description |= {
+        "suffix": host_code.suffix,
+        "sha256": {"cubin": _sha256(cubin), "file": _sha256(machine_code)},
+    }
     text = json.dumps(description, sort_keys=True).encode()
     with contextlib.suppress(OSError):  # a full disk costs the next process a compile, and this one nothing
-        for suffix, content in ((".o", machine_code), (".cubin", cubin), (".json", text)):
+        for suffix, content in ((host_code.suffix, machine_code), (".cubin", cubin), (".json", text)):
             write_atomically(path / f"{key}{suffix}", content)
 
 

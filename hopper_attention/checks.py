@@ -66,6 +66,28 @@ def check_like(name: str, x: object, like_name: str, like: torch.Tensor) -> None
         )
 
 
+def check_scale(softmax_scale: float | None, head_dim: int) -> float | None:
+    """`softmax_scale`, or None where it is 1/√head_dim, which kernels have as a constant."""
+    if softmax_scale is not None and not 0.0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale must be positive and finite, not {softmax_scale}")
+    return None if softmax_scale in (None, head_dim**-0.5, 1 / math.sqrt(head_dim)) else softmax_scale
+
+
+def check_lse(name: str, lse: object, q: torch.Tensor) -> None:
+    """Raise unless `lse` has a number for each row of `q`: fp32 (batch, heads, seqlen_q), contiguous if it
+    is the lse itself."""
+    check_tensor(name, lse)
+    if lse.dtype != torch.float32:
+        raise TypeError(f"{name} must be float32, not {str(lse.dtype).removeprefix('torch.')}")
+    if (lse.shape, lse.device) != (q.shape[:3], q.device):
+        raise ValueError(
+            f"{name} must be (batch, heads, seqlen_q) = {tuple(q.shape[:3])} on {q.device}, "
+            f"not {tuple(lse.shape)} on {lse.device}"
+        )
+    if name == "lse" and not lse.is_contiguous():
+        raise ValueError(f"lse must be contiguous, its strides are {lse.stride()}")
+
+
 def check_layout(name: str, x: torch.Tensor, written: bool = False) -> None:
     """Raise ValueError unless the rows of `x` are contiguous and 16-byte aligned, and, if `written`, no two
     elements share memory."""

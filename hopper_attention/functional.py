@@ -1,40 +1,9 @@
-"""`attention(q, k, v)` and `attention_backward(do, q, k, v, o, lse)`: any stage as a PyTorch call, with every
-wrong input refused before a launch. `attention` is differentiable."""
+"""`attention(q, k, v)`, `attention_backward(do, q, k, v, o, lse)`, and FlashAttention's `flash_attn_func`."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from .checks import check_layout, problem_of, refuse
-from .launch import BACKWARD, FORWARD, prepare, prepare_backward
-
-
-def _attention(q, k, v, causal: bool, top_left: bool, stage: str, out: torch.Tensor | None = None):
-    module, compiled, tensors = prepare(q, k, v, causal=causal, top_left=top_left, stage=stage, out=out)
-    with torch.cuda.device(q.device):
-        module.run_kernel(compiled, tensors)
-    return tensors.o, tensors.lse
-
-
-class _Differentiable(torch.autograd.Function):
-    """Forward by a stage, backward by the stage BACKWARD. LSE is a second output without a gradient."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, causal: bool, top_left: bool, stage: str):
-        o, lse = _attention(q, k, v, causal, top_left, stage)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.mark_non_differentiable(lse)
-        ctx.mask = {"causal": causal, "top_left": top_left}
-        return o, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do, _):
-        try:
-            check_layout("do", do)
-        except ValueError:  # such as the expanded scalar that sum() hands back
-            do = do.contiguous()
-        grads = attention_backward(do, *ctx.saved_tensors, **ctx.mask, stage=BACKWARD)
-        return *grads, None, None, None
+from . import ops
+from .checks import check_tensor
 
 
 def attention(
@@ -44,31 +13,28 @@ def attention(
     *,
     causal: bool = False,
     top_left: bool = False,
-    stage: str = FORWARD,
-    out: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    deterministic: bool = False,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q·kᵀ/√d)·v by the kernel of `stage`, on PyTorch's current stream.
+    """softmax(softmax_scale·q·kᵀ)·v on PyTorch's current stream.
 
-    q, k, v: (batch, heads, seqlen, head_dim), rows 16-byte aligned and contiguous, any other strides; k and v
-    may have fewer heads. Returns o like q, with `return_lse` also the natural-log logsumexp of each row's
-    scaled scores, fp32 (batch, heads, seqlen), which carries no gradient. `out` receives o instead of a new
-    tensor.
+    q, k, v: (batch, heads, seqlen, head_dim), bf16 or fp16, head_dim 64, 128 or 256, rows 16-byte aligned and
+    contiguous, any other strides; k and v may have fewer heads. Returns o like q, dense, its dimensions in
+    memory in q's order, and with `return_lse` also the natural-log logsumexp of each row's scaled scores,
+    fp32 (batch, heads, seqlen). Both can be differentiated, once.
 
-    With `causal` query i sees keys up to i + seqlen_kv − seqlen_q, a mask aligned at the bottom right; one
-    that sees none has o = 0 and lse = −∞. With `top_left` besides it sees keys up to i, as PyTorch's
-    `is_causal` means it. At equal lengths the two are one mask, and every stage takes either.
+    `softmax_scale` is 1/√head_dim by default. With `causal` query i sees keys up to i + seqlen_kv − seqlen_q,
+    a mask aligned at the bottom right; one that sees none has o = 0 and lse = −∞. With `top_left` besides it
+    sees keys up to i, as PyTorch's `is_causal` means it. At equal lengths the two are one mask.
 
-    Where autograd is on and an input requires a gradient, o has one, computed by the stage BACKWARD; `out` is
-    then refused. Raises TypeError, ValueError or MemoryError before anything is launched.
+    With `deterministic`, or under `torch.use_deterministic_algorithms`, gradients have the same bits in every
+    run. Under autocast q, k and v are cast to its type. Raises TypeError or ValueError before anything is
+    launched, also when called from a compiled graph.
     """
-    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v)):
-        if out is not None:
-            raise ValueError("out cannot be given where an input requires a gradient")
-        refuse(BACKWARD, problem_of(q, k, v, causal, top_left).with_(direction="bwd"))
-        o, lse = _Differentiable.apply(q, k, v, causal, top_left, stage)
-    else:
-        o, lse = _attention(q, k, v, causal, top_left, stage, out)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    o, lse = ops.forward(q, k, v, softmax_scale, causal, top_left, deterministic)
     return (o, lse) if return_lse else o
 
 
@@ -80,23 +46,61 @@ def attention_backward(
     o: torch.Tensor,
     lse: torch.Tensor,
     *,
+    dlse: torch.Tensor | None = None,
     causal: bool = False,
     top_left: bool = False,
-    stage: str = BACKWARD,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    softmax_scale: float | None = None,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `attention` by the kernel of `stage`, on PyTorch's current stream: dq, dk, dv.
+    """Gradients of `attention` on PyTorch's current stream: dq, dk, dv, each like its input, dense, its
+    dimensions in memory in that input's order.
 
-    do is the gradient of o; q, k, v, o, lse are what `attention` took and, with `return_lse`, gave. Mask and
-    layouts as there, lse contiguous. `out`, three tensors like q, k and v, receives the gradients instead of
-    new ones. Raises TypeError, ValueError or MemoryError before anything is launched.
+    do and dlse are the gradients of o and lse; q, k, v, o, lse are what `attention` took and, with
+    `return_lse`, gave: those of a larger problem are as good, of which k and v are a part. The rest as there;
+    lse must be contiguous.
     """
-    mask = {"causal": causal, "top_left": top_left}
-    module, compiled, tensors = prepare_backward(do, q, k, v, o, lse, **mask, stage=stage, out=out)
-    with torch.cuda.device(q.device):
-        if q.numel() and k.numel():
-            module.run_kernel(compiled, tensors)
-        else:  # no query or no key: no output that an input could have changed, and nothing to launch
-            for x in tensors.outputs.values():
-                x.zero_()
-    return tuple(tensors.outputs.values())
+    tensors = ("do", do), ("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse)
+    for name, x in tensors if dlse is None else (*tensors, ("dlse", dlse)):
+        check_tensor(name, x)
+    return ops.backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    learnable_sink: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    dropout_p: float = 0.0,
+    return_attn_probs: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`attention` in FlashAttention's layout: q, k, v and the result are (batch, seqlen, heads, head_dim).
+
+    Takes the arguments of FlashAttention-2, -3 and -4 by name; by position the three would mean different
+    things. With `return_lse`, or `return_attn_probs` as FlashAttention-3 calls it, also the LSE, fp32 (batch,
+    heads, seqlen). A causal mask is aligned at the bottom right. Raises NotImplementedError, with the
+    argument's name, for windows, soft caps, sinks and dropout.
+    """
+    window = tuple(-1 if x is None else x for x in window_size)
+    for name, given, plain in (
+        ("window_size", window, ((-1, -1), (-1, 0)) if causal else ((-1, -1),)),
+        ("softcap", softcap, (0.0,)),
+        ("learnable_sink", learnable_sink, (None,)),
+        ("dropout_p", dropout_p, (0.0,)),
+    ):
+        if not any(given is x or (x is not None and given == x) for x in plain):
+            raise NotImplementedError(f"flash_attn_func does not take {name} = {given!r}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), not {x.dim()}")
+    options = {"causal": causal, "softmax_scale": softmax_scale, "deterministic": deterministic}
+    o, lse = attention(*(x.transpose(1, 2) for x in (q, k, v)), **options, return_lse=True)
+    o = o.transpose(1, 2)
+    return (o, lse) if return_lse or return_attn_probs else o

@@ -20,11 +20,11 @@ from .device.compiling import (
     compile_for_torch,
     fake_backward,
     fake_fp32,
-    refuse_heads_on_grid,
     refuse_unless_plain,
 )
 from .device.constants import LOG2_E, VECTOR
 from .device.cuda_cores import load_tile, swizzle, tile_layout, widen
+from .device.limits import refuse_heads_on_grid
 
 STAGES = (
     Stage(

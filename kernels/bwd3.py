@@ -23,15 +23,15 @@ from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .contract import Problem, Stage, Tensors, Work
-from .device.backward_ends import BLOCK, QUAD, Postprocess, Preprocess, fake_scratch, scratch_shapes
+from .device.backward_ends import QUAD, Postprocess, Preprocess, fake_scratch
 from .device.compiling import (
     compile_for_torch,
     fake_backward,
     fake_fp32,
-    refuse_heads_on_grid,
     refuse_unless_plain,
 )
 from .device.constants import LOG2_E, WARP, WARPGROUP
+from .device.limits import BLOCK, refuse_heads_on_grid, scratch_shapes
 from .device.rings import PRODUCER_CONSUMER
 from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
 from .device.wgmma import by_row, exchanged, multiply, operand_a, round_fragment

@@ -25,7 +25,7 @@ from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr, pipeline, range_constexpr
+from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -45,11 +45,12 @@ from .bwd4_operands import (
     tiled_mmas,
 )
 from .bwd4_passes import FlashAttentionBackward, WideFlashAttentionBackward
-from .contract import Problem, Stage, Tensors, Work
-from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa_backward, refuse_heads_on_grid
-from .device.constants import ROWS_MAX, WARP, WARPGROUP
+from .calls import DETERMINISTIC, backward_scratch, refuse_backward, run_backward
+from .contract import Problem, Scratch, Stage, Work
+from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa_backward
+from .device.constants import LOG2_E, WARP, WARPGROUP
 from .device.dq_sums import AND_ADDER
-from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS, refuse_long_heads
+from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS
 from .device.masks import Mask, mask_of
 from .device.rings import CONSUMER
 from .device.tile_order import hear
@@ -75,7 +76,7 @@ STAGES = (
         direction="bwd",
         model="flash_attention_2_backward",
         rounds_p=True,
-        options={"deterministic": True},
+        options=DETERMINISTIC,
     ),
 )
 
@@ -141,7 +142,7 @@ class Backward(LoadingTiles):
         return shared_bytes(self.config, self.head_dim)
 
     @cute.jit
-    def launch(self, mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream):
+    def launch(self, mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream, scale):
         batch, kv_heads, seqlen_kv, _ = mK.shape
         tma = []
         for mX, rows in ((mQ, self.tile_q), (mDO, self.tile_q), (mK, ROWS), (mV, ROWS)):
@@ -151,7 +152,7 @@ class Backward(LoadingTiles):
         mmas = tiled_mmas(self.config, self.head_dim, self.dtype)
         kv_blocks = cute.ceil_div(seqlen_kv, TILE_KV)
         tiles = kv_blocks * kv_heads * batch
-        self.kernel(*mmas, *tma, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles).launch(
+        self.kernel(*mmas, *tma, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles, scale).launch(
             grid=(self.ctas(tiles, kv_blocks), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
@@ -162,10 +163,12 @@ class Backward(LoadingTiles):
     @cute.kernel
     def kernel(
         self, mma_s, mma_p, mma_kv, mma_q, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV,
-        store_dK, mDK, store_dV, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles,
+        store_dK, mDK, store_dV, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles, scale,
     ):  # fmt: skip
         """mQ, mDO, mK, mV, mDK, mDV are (seqlen, head_dim, heads, batch), as TMA descriptors see them."""
         # 1. shared memory, rings, and who is who
+        if const_expr(scale is not None):
+            self.scale, self.scale_log2 = scale, scale * LOG2_E
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
@@ -399,21 +402,12 @@ def kernel_for(
     return FlashAttentionBackward(Backward(*options, deterministic, config or CONFIGS[problem.head_dim]))
 
 
-def supports(problem: Problem) -> str | None:
-    if problem.direction != "bwd":
-        return f"computes the backward pass, not {problem.direction!r}"
-    if problem.head_dim not in (64, 128, 256):
-        return f"takes head_dim 64, 128 or 256, not {problem.head_dim}"
-    if (problem.seqlen_q == 0) != (problem.seqlen_kv == 0):
-        return "takes at least one query and one key"
-    if max(problem.seqlen_q, problem.seqlen_kv) * problem.batch * problem.heads > ROWS_MAX:
-        return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
-    tiles = KeyGradients if problem.head_dim == 256 else Backward
-    return refuse_long_heads(problem, tiles.column_bytes) or refuse_heads_on_grid(problem)
+supports = refuse_backward
+run_kernel = run_backward
 
 
-def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int, ...], str]]:
-    return kernel_for(problem, **options).workspace(problem)
+def workspace(problem: Problem, deterministic: bool = False, **_: object) -> Scratch:
+    return backward_scratch(problem, deterministic)
 
 
 def work(problem: Problem, **options: object) -> list[Work]:
@@ -423,9 +417,9 @@ def work(problem: Problem, **options: object) -> list[Work]:
 def compile_kernel(problem: Problem, **options: object) -> object:
     kernel = kernel_for(problem, **options)
     q, *rest = fake_gqa_backward(problem.head_dim, problem.dtype)
-    return compile_for_torch(kernel, q, *rest, fake_fp32(q), *kernel.fake_workspace())
-
-
-def run_kernel(compiled: object, t: Tensors) -> None:
-    if t.dq.numel() or t.dk.numel():
-        compiled(t.q, t.k, t.v, t.o, t.do, t.dq, t.dk, t.dv, t.lse, *t.workspace.values())
+    tensors = q, *rest, fake_fp32(q), *kernel.fake_workspace()
+    if problem.lse_grad:
+        return compile_for_torch(kernel.with_lse_grad, *tensors, Float32(1.0), fake_fp32(q))
+    if problem.scaled:
+        return compile_for_torch(kernel.scaled, *tensors, Float32(1.0))
+    return compile_for_torch(kernel, *tensors)

@@ -18,12 +18,12 @@ from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline, range_constexpr
+from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from .device.constants import SMS, WARP, WARPGROUP
+from .device.constants import LOG2_E, SMS, WARP, WARPGROUP
 from .device.fragments import Coordinates, Product, coordinates
 from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS, Rings, Tiles
 from .device.masks import Mask
@@ -105,8 +105,6 @@ class KeyGradients(Tiles):
     before OWN a gradient's way from threads to the TMA.
     """
 
-    column_bytes = 4  # of a query's column in Q and dO: there is no sum
-
     def __init__(self, head_dim: int, mask: Mask, dtype: type):
         # Not `deterministic`: that is taking turns at dQ's sums, of which there are none.
         super().__init__(head_dim, mask, dtype, False, tile_q=ROWS, tile_kv=ROWS)
@@ -120,7 +118,7 @@ class KeyGradients(Tiles):
         return tiles + p + stats + 16 + barriers
 
     @cute.jit
-    def launch(self, mQ, mK, mV, mDO, mDK, mDV, mStats, mCounter, stream):
+    def launch(self, mQ, mK, mV, mDO, mDK, mDV, mStats, mCounter, stream, scale):
         batch, kv_heads, seqlen_kv, _ = mK.shape
         tma = []
         for mX in (mQ, mDO, mK, mV):
@@ -136,7 +134,7 @@ class KeyGradients(Tiles):
             )
         ]
         tiles = cute.ceil_div(seqlen_kv, ROWS) * kv_heads * batch
-        self.kernel(mma_s, mma_kv, *tma, mStats, mCounter, tiles).launch(
+        self.kernel(mma_s, mma_kv, *tma, mStats, mCounter, tiles, scale).launch(
             grid=(cutlass.min(tiles, SMS), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
@@ -147,10 +145,12 @@ class KeyGradients(Tiles):
     @cute.kernel
     def kernel(
         self, mma_s, mma_kv, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV, store_dK, mDK, store_dV, mDV,
-        mStats, mCounter, tiles,
+        mStats, mCounter, tiles, scale,
     ):  # fmt: skip
         """mQ, mDO, mK, mV, mDK, mDV are (seqlen, head_dim, heads, batch), as TMA descriptors see them."""
         # 1. shared memory, rings, and who is who
+        if const_expr(scale is not None):
+            self.scale, self.scale_log2 = scale, scale * LOG2_E
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]

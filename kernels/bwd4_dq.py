@@ -25,6 +25,7 @@ from .contract import Problem
 from .device.constants import LOG2_E, SMS, WARP, WARPGROUP
 from .device.fragments import Coordinates, Product, coordinates
 from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, SECTION_BYTES, THREADS
+from .device.limits import TILE_Q
 from .device.masks import Mask
 from .device.query_tiles import QueryTiles
 from .device.rings import CONSUMER, PRODUCER, put, tma_rings
@@ -104,7 +105,7 @@ class QueryGradient(QueryTiles):
     registers = (40, 232)  # of a producer's thread, of a consumer's; a causal producer spills with 24
 
     def __init__(self, head_dim: int, mask: Mask, dtype: type):
-        super().__init__(head_dim, mask, ROWS * CONSUMERS, ROWS)
+        super().__init__(head_dim, mask, TILE_Q[head_dim], ROWS)
         self.dtype = dtype
         self.scale = 1.0 / math.sqrt(head_dim)
         self.scale_log2 = self.scale * LOG2_E
@@ -119,7 +120,7 @@ class QueryGradient(QueryTiles):
         return tiles + 16 + barriers
 
     @cute.jit
-    def launch(self, mQ, mK, mV, mDO, mDQ, mStats, mCounter, stream):
+    def launch(self, mQ, mK, mV, mDO, mDQ, mStats, mCounter, stream, scale):
         batch, heads, seqlen_q, _ = mQ.shape
         tma = []
         for mX in (mQ, mDO, mK, mV):
@@ -133,7 +134,7 @@ class QueryGradient(QueryTiles):
             )
         ]
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
-        self.kernel(mma_s, mma_q, *tma, *store_atom(mDQ, ROWS), mStats, mCounter, tiles).launch(
+        self.kernel(mma_s, mma_q, *tma, *store_atom(mDQ, ROWS), mStats, mCounter, tiles, scale).launch(
             grid=(cutlass.min(tiles, SMS), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
@@ -144,10 +145,12 @@ class QueryGradient(QueryTiles):
     @cute.kernel
     def kernel(
         self, mma_s, mma_q, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV, store_dQ, mDQ, mStats, mCounter,
-        tiles,
+        tiles, scale,
     ):  # fmt: skip
         """mQ, mDO, mK, mV, mDQ are (seqlen, head_dim, heads, batch), as TMA descriptors see them."""
         # 1. shared memory, rings, and who is who
+        if const_expr(scale is not None):
+            self.scale, self.scale_log2 = scale, scale * LOG2_E
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         lengths = mQ.shape[0], mK.shape[0]

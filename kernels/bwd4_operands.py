@@ -24,6 +24,7 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 from .device.constants import WARPGROUP
 from .device.fragments import Coordinates, Product, coordinates
 from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, Rings
+from .device.limits import TILE_Q
 from .device.rings import tma_rings
 from .device.tile_order import message_ring
 from .device.tma import allocate_tiles, swizzled_tiles
@@ -47,7 +48,7 @@ class Config:
         return self.tile_q // ROWS  # of 64 queries
 
 
-CONFIGS = {64: Config(128, False, True), 128: Config(64, True, False)}
+CONFIGS = {64: Config(TILE_Q[64], False, True), 128: Config(TILE_Q[128], True, False)}
 
 
 @dataclass(frozen=True)

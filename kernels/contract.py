@@ -31,12 +31,16 @@ class Problem:
     dtype: str = "bfloat16"
     direction: str = "fwd"  # or "bwd"
     top_left: bool = False
+    scaled: bool = False  # scores are multiplied by a factor given at the launch, not by 1/√head_dim
+    lse_grad: bool = False  # of a scaled backward problem: the LSE has a gradient too
 
     def __post_init__(self) -> None:
         if not isinstance(self.top_left, bool):
             raise TypeError(f"top_left must be True or False, not {self.top_left!r}")
         if self.top_left and not self.causal:
             raise ValueError("top_left aligns a causal mask, and there is none: causal is False")
+        if self.lse_grad and not (self.scaled and self.direction == "bwd"):
+            raise ValueError("kernels for a gradient of the LSE are backward ones that are given their scale")
 
     @staticmethod
     def square(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool, **rest: Any) -> "Problem":
@@ -80,7 +84,8 @@ class Problem:
         causal = ("causal top-left" if self.top_left else "causal") if self.causal else "full"
         heads = f"h{self.heads}" if self.heads == self.kv_heads else f"h{self.heads}:{self.kv_heads}"
         n = f"n{self.seqlen_q}" if self.seqlen_q == self.seqlen_kv else f"n{self.seqlen_q}:{self.seqlen_kv}"
-        return f"b{self.batch} {heads} {n} d{self.head_dim} {causal} {self.dtype}"
+        more = " scaled" * self.scaled + " lse_grad" * self.lse_grad
+        return f"b{self.batch} {heads} {n} d{self.head_dim} {causal} {self.dtype}{more}"
 
 
 @dataclass
@@ -102,6 +107,8 @@ class Tensors:
     dq: torch.Tensor | None = None
     dk: torch.Tensor | None = None
     dv: torch.Tensor | None = None
+    dlse: torch.Tensor | None = None  # fp32 like lse, contiguous: of a problem with lse_grad
+    softmax_scale: float | None = None  # of a scaled problem
 
     @property
     def outputs(self) -> dict[str, torch.Tensor]:

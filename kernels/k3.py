@@ -26,11 +26,11 @@ from .device.compiling import (
     compile_for_torch,
     fake_fp32,
     fake_qkvo,
-    refuse_heads_on_grid,
     refuse_unless_plain,
 )
 from .device.constants import LN_2, LOG2_E, VECTOR, WARP
 from .device.cuda_cores import swizzle, widen
+from .device.limits import refuse_heads_on_grid
 from .device.rings import PRODUCER_CONSUMER
 from .device.tma import SWIZZLE_BYTES, load_atom, partition_tma, swizzled_chunks, swizzled_tiles
 

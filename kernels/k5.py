@@ -24,10 +24,10 @@ from .device.compiling import (
     compile_for_torch,
     fake_fp32,
     fake_qkvo,
-    refuse_heads_on_grid,
     refuse_unless_plain,
 )
 from .device.constants import LN_2, LOG2_E, WARP, WARPGROUP
+from .device.limits import refuse_heads_on_grid
 from .device.rings import CONSUMER, PRODUCER, put
 from .device.tma import allocate_tiles, load_atom, partition_tma
 from .device.wgmma import by_row, exchanged, operand_a, work_on_wgmma

@@ -28,13 +28,14 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from .contract import Problem, Stage, Tensors, Work
+from .calls import forward_scratch, refuse_forward, run_forward
+from .contract import Problem, Stage, Work
 from .device.arithmetic import largest_positive
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
 from .device.masks import Mask, mask_of
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
-from .device.query_tiles import ROWS, Config, QueryTiles, refuse_unless_gqa, work_on_query_tiles
+from .device.query_tiles import ROWS, Config, QueryTiles, work_on_query_tiles
 from .device.rings import CONSUMER, PRODUCER, OwnStages, put, skip, tma_rings
 from .device.rows import OWN_ROWS, finite, largest_of_row, sum_of_row
 from .device.stores import WARP_ROWS, WARPS, WarpStores, await_stores, rounded, store_of_rows, store_warp_rows
@@ -110,11 +111,19 @@ class FlashAttentionForward(QueryTiles):
 
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, mCounter, stream):
+        self.launch(mQ, mK, mV, mO, mLSE, mCounter, None, stream)
+
+    @cute.jit
+    def scaled(self, mQ, mK, mV, mO, mLSE, mCounter, scale, stream):
+        self.launch(mQ, mK, mV, mO, mLSE, mCounter, scale, stream)
+
+    @cute.jit
+    def launch(self, mQ, mK, mV, mO, mLSE, mCounter, scale, stream):
         batch, heads, seqlen_q, _ = mQ.shape
         loads = *load_atom(mQ, ROWS), *load_atom(mK, self.tile_kv), *load_atom(mV, self.tile_kv)
         mmas = attention_mmas(self.dtype, self.tile_kv, self.head_dim)
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
-        self.kernel(*mmas, *loads, *store_atom(mO, WARP_ROWS), mLSE, mCounter, tiles).launch(
+        self.kernel(*mmas, *loads, *store_atom(mO, WARP_ROWS), mLSE, mCounter, tiles, scale).launch(
             grid=(cutlass.min(tiles, SMS), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
@@ -122,7 +131,11 @@ class FlashAttentionForward(QueryTiles):
         )
 
     @cute.kernel
-    def kernel(self, mma_qk, mma_pv, load_Q, mQ, load_K, mK, load_V, mV, store_O, mO, mLSE, mCounter, tiles):
+    def kernel(
+        self, mma_qk, mma_pv, load_Q, mQ, load_K, mK, load_V, mV, store_O, mO, mLSE, mCounter, tiles, scale,
+    ):  # fmt: skip
+        if const_expr(scale is not None):
+            self.scale_log2 = scale * LOG2_E
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
@@ -399,11 +412,12 @@ def exponentiate(S, row_sum):
         row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
 
 
-supports = refuse_unless_gqa
+supports = refuse_forward
+run_kernel = run_forward
 
 
 def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {"counter": ((1,), "int32")}  # of tiles taken, 0 again after each launch; not for two at once
+    return forward_scratch(problem)
 
 
 def kernel_for(problem: Problem, config: Config | None = None) -> FlashAttentionForward:
@@ -425,12 +439,9 @@ def compile_kernel(problem: Problem, **options: object) -> object:
     q, k, v, o = fake_gqa(problem.head_dim, problem.dtype)
     kernel = kernel_for(problem, **options)
     counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
+    if problem.scaled:
+        return compile_for_torch(kernel.scaled, q, k, v, o, fake_fp32(q), counter, Float32(1.0))
     return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), counter)
-
-
-def run_kernel(compiled: object, t: Tensors) -> None:
-    if t.o.numel():
-        compiled(t.q, t.k, t.v, t.o, t.lse, t.workspace["counter"])
 
 
 # What CONFIGS were chosen from, for `python -m harness.ablation k6`.

@@ -1,11 +1,13 @@
 """Compiled kernels on disk: whose they are, when an entry is one, and that nobody compiles twice."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +17,7 @@ from hopper_attention import cache, launch, precompile
 from hopper_attention.kernels.contract import Problem
 
 PROBLEM = Problem.square(1, 1, 1, 64, False)
+LINKER = any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
 @pytest.fixture
@@ -25,17 +28,21 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "kernels"
 
 
-def keep(key: str, folder: Path, machine_code: bytes = b"object", **description: object) -> None:
-    path = folder.parent / "kernel.o"
+def keep(
+    key: str, folder: Path, machine_code: bytes = b"object", suffix: str = ".o", **description: object
+) -> None:
+    path = folder.parent / f"kernel{suffix}"
     path.write_bytes(machine_code)
     cache.store(key, path, b"cubin", **description)
 
 
-def test_an_entry_is_read_as_it_was_kept(own: Path) -> None:
+@pytest.mark.parametrize("suffix", [".o", ".so"])
+def test_an_entry_is_read_as_it_was_kept(suffix: str, own: Path) -> None:
     assert cache.load("a") is None
-    keep("a", own, constants=[1, 2])
+    keep("a", own, suffix=suffix, constants=[1, 2])
     entry = cache.load("a")
-    assert (entry.object_file.read_bytes(), entry.cubin) == (b"object", b"cubin")
+    assert entry.file == own / f"a{suffix}"
+    assert (entry.file.read_bytes(), entry.cubin) == (b"object", b"cubin")
     assert entry.description == {"constants": [1, 2]}
     assert own.stat().st_mode & 0o777 == 0o700
     assert cache.load("b") is None
@@ -69,7 +76,7 @@ def test_a_write_that_fails_leaves_the_entry_that_was(own: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "fsync", fail)
     keep("a", own, machine_code=b"other")
-    assert cache.load("a").object_file.read_bytes() == b"first"
+    assert cache.load("a").file.read_bytes() == b"first"
     assert sorted(path.name for path in own.iterdir()) == ["a.cubin", "a.json", "a.o"]
 
 
@@ -105,7 +112,8 @@ def test_without_a_folder_everything_works_but_the_keeping(
 
 def test_a_folder_that_holds_no_lock_costs_only_the_lock(own: Path) -> None:
     """As on a disk that is read-only: the caller's own errors still come through."""
-    (own / "a.lock").mkdir()
+    (own / "a.lock").mkdir(parents=True)
+    own.chmod(0o700)
     with pytest.raises(OSError, match="the caller's"), cache.alone("a"):
         raise OSError("the caller's")
 
@@ -131,19 +139,45 @@ def test_the_key_follows_sources_compiler_and_what_is_compiled(
     assert len(set(keys)) == len(keys)
 
 
-def test_a_second_process_loads_what_the_first_compiled(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("suffix", [".so", ".o"])
+def test_a_second_process_loads_what_the_first_compiled(
+    suffix: str, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared library where there is a linker, else an object file."""
+    if suffix == ".o":
+        monkeypatch.setattr(launch, "shutil", SimpleNamespace(which=lambda name: None))
+    elif not LINKER:
+        pytest.skip("there is no linker")
     first = launch.compile_stage("k2", PROBLEM)
     monkeypatch.setattr(launch, "_compiled", {})  # as a new process begins
     again = launch.compile_stage("k2", PROBLEM)
     assert again is not first
     assert machine_code.cubin_of(again) == machine_code.cubin_of(first)
     assert again.host_constants == first.host_constants
-    assert type(again.launch) is not type(first.launch)  # from the object file
-    monkeypatch.setattr(launch, "_compiled", {})
-    (path,) = own.glob("*.o")
-    path.write_bytes(b"no object file")  # compiled anew
-    assert machine_code.cubin_of(launch.compile_stage("k2", PROBLEM)) == machine_code.cubin_of(first)
-    assert path.read_bytes() != b"no object file"
+    assert type(again.launch) is not type(first.launch)  # from the file
+    (path,) = (path for path in own.iterdir() if path.suffix not in (".cubin", ".json", ".lock"))
+    assert path.suffix == suffix
+    for spoil in (lambda: path.write_bytes(b"no machine code"), lambda: keep(path.stem, own, suffix=suffix)):
+        monkeypatch.setattr(launch, "_compiled", {})
+        path.unlink()  # what is loaded is mapped: it must not be written
+        spoil()
+        spoilt = path.read_bytes()
+        assert machine_code.cubin_of(launch.compile_stage("k2", PROBLEM)) == machine_code.cubin_of(first)
+        assert path.read_bytes() != spoilt  # compiled anew
+
+
+@pytest.mark.skipif(not LINKER, reason="there is no linker")
+def test_what_is_cached_needs_no_compiler(own: Path) -> None:
+    launch.compile_stage("k2", PROBLEM)
+    code = """if True:
+        import sys
+        sys.modules["cutlass"] = None
+        from hopper_attention import launch
+        from hopper_attention.kernels.contract import Problem
+        launch.kernel_for("k2", Problem.square(1, 1, 1, 64, False), {})
+        assert "hopper_attention.kernels.k2" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", code], cwd=repository(), check=True, timeout=300)
 
 
 def test_threads_compile_one_after_the_other(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from harness import cases, reference
+from harness import cases, reference, stages
 from harness.inputs import random_inputs
-from hopper_attention import functional, launch
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem, Stage, Tensors
 
@@ -63,9 +62,10 @@ class Kernel:
             read = dataclasses.replace(t, **{name: getattr(t, name).clone() for name in ("q", "k", "v")})
             self.reading(read)
         if t.do is None:
-            found = reference.reference(read.q, read.k, read.v, **mask)
+            found = reference.reference(read.q, read.k, read.v, **mask, scale=read.softmax_scale)
         else:
-            found = reference.reference_gradients(read.q, read.k, read.v, t.o, t.lse, t.do, **mask)
+            inputs = read.q, read.k, read.v, t.o, t.lse, t.do
+            found = reference.reference_gradients(*inputs, **mask, scale=read.softmax_scale, dlse=read.dlse)
         for x, result in zip(t.outputs.values(), found):
             x.copy_(result)
         if self.writing:
@@ -85,6 +85,31 @@ def cpu_sized(shape: cases.Shape) -> cases.Shape:
     }
 
 
+def kernels_of(stage_id: str) -> list[Problem]:
+    """In place of what a user can reach: each head_dim, and each option of the softmax."""
+    direction = STAGES[stage_id].direction
+    plain = [Problem.square(1, 1, 1, d, True, top_left=d == 64, direction=direction) for d in (64, 128)]
+    scaled = plain[0].with_(scaled=True)
+    return [*plain, scaled, *([scaled.with_(lse_grad=True)] if direction == "bwd" else [])]
+
+
+def compile_to(monkeypatch: pytest.MonkeyPatch, compile_stage: Callable[[str, Problem], object]) -> None:
+    for module in (cases, stages):
+        monkeypatch.setattr(module, "compile_stage", compile_stage)
+
+
+def run_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
+    """The operator of the public call, by the stand-in for its stage."""
+    return stages.forward(q, k, v, causal=causal, top_left=top_left, stage="k6")
+
+
+def run_backward(
+    do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
+):
+    mask = {"causal": causal, "top_left": top_left}
+    return stages.backward(do.contiguous(), q, k, v, o, lse, **mask, stage="bwd")
+
+
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
     """The kernel in each stage's place; a test puts its own there."""
@@ -96,15 +121,10 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
     for name in ("OTHER_SHAPES", "TOP_LEFT_SHAPES", "TOP_LEFT_WIDE_SHAPES"):
         monkeypatch.setattr(cases, name, [cpu_sized(shape) for shape in getattr(cases, name)])
     monkeypatch.setattr(cases, "FORMS", {name: cpu_sized(shape) for name, shape in cases.FORMS.items()})
-    kernels = lambda stage_id: [
-        Problem.square(1, 1, 1, d, True, top_left=d == 64, direction=STAGES[stage_id].direction)
-        for d in (64, 128)
-    ]
-    monkeypatch.setattr(cases, "reachable", kernels)
-    for module in (cases, functional):
-        monkeypatch.setattr(module, "BACKWARD", "bwd")
+    monkeypatch.setattr(cases, "reachable", kernels_of)
+    monkeypatch.setattr(cases, "BACKWARD", "bwd")
     mask_of = lambda stage_id, problem: {"causal": problem.causal, "top_left": problem.top_left}
-    monkeypatch.setattr(launch, "compile_stage", mask_of)
+    compile_to(monkeypatch, mask_of)
     monkeypatch.setattr(cases, "random_inputs", functools.partial(random_inputs, device="cpu"))
     for name in ("needle_inputs", "needle_gradient_inputs"):
         make = getattr(reference, name)
@@ -115,8 +135,12 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
         monkeypatch.setattr(torch.cuda, name, lambda device=None, answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    library = torch.library.Library("hopper_attention", "IMPL", "CPU")
+    library.impl("forward", run_forward)
+    library.impl("backward", run_backward)
     with OnCpu():
         yield found
+    library._destroy()
 
 
 def cases_of(stage_id: str) -> list[str]:
@@ -189,6 +213,14 @@ def is_not_quite_zero_at_the_end(t: Tensors) -> None:
     t.dv[:, :, -1] += 1e-20
 
 
+def takes_no_options(t: Tensors) -> None:
+    t.softmax_scale = t.dlse = None
+
+
+def takes_no_gradient_of_the_lse(t: Tensors) -> None:
+    t.dlse = None
+
+
 def overflows(t: Tensors) -> None:
     last_output(t)[t.q.abs().amax((-1, -2)) > 100] = torch.inf
 
@@ -209,9 +241,16 @@ FAULTS = {
     "reads back": ({"writing": reads_back}, ("causality of gradients",)),
     "is not quite zero": ({"writing": is_not_quite_zero}, ("other shapes", "gradients that vanish")),
     "is not quite zero at the end": ({"writing": is_not_quite_zero_at_the_end}, ("top left mask",)),
+    "takes no options": ({"reading": takes_no_options}, ("every kernel",)),
+    "takes no gradient of the lse": ({"reading": takes_no_gradient_of_the_lse}, ("every kernel",)),
     "overflows": ({"writing": overflows}, ("extreme logits", "gradients at extreme logits")),
 }
-OF_GRADIENTS = ("reads back", "is not quite zero", "is not quite zero at the end")
+OF_GRADIENTS = (
+    "reads back",
+    "is not quite zero",
+    "is not quite zero at the end",
+    "takes no gradient of the lse",
+)
 SHOWS = [
     (stage_id, fault, name)
     for stage_id in ("k6", "bwd")
@@ -233,7 +272,7 @@ def test_a_mask_with_one_alignment_shows(
     stage_id: str, top_left: bool, stand_ins: dict[str, Kernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     always = lambda stage_id, problem: {"causal": problem.causal, "top_left": problem.causal and top_left}
-    monkeypatch.setattr(launch, "compile_stage", always)
+    compile_to(monkeypatch, always)
     found = failures(stage_id, "other shapes" if top_left else "top left mask")
     shapes = cases.OTHER_SHAPES if top_left else cases.TOP_LEFT_SHAPES
     taken = [shape for shape in shapes if shape.get("head_dim") != 256]

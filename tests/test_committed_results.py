@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from rotating import sample
 
 from harness import machine_code, report
 from harness.results import Results, Row, load_all, repository, stale_rows
@@ -67,21 +68,23 @@ def test_tables_and_figures_are_current() -> None:
     assert report.find_stale(repository(), stages) == []
 
 
+SAMPLE = 4  # variants of an ablation that a run of the tests recompiles
 ABLATIONS = sorted((repository() / "results").glob("*/ablations/*.json"))
 NOT_YET = [pytest.param(None, marks=pytest.mark.skip(reason="no variants are measured yet"))]
 
 
 @pytest.mark.parametrize("path", ABLATIONS or NOT_YET, ids=str)
 def test_variants_belong_to_the_source(path: Path) -> None:
-    """The least head_dim of each variant: all of them would take minutes, and they share every line of
-    source."""
+    """Of some variants, other ones for each commit, the least head_dim: all of them would take minutes, and
+    they share every line of source."""
     results = Results.load(path)
     stage, module = ladder.load(results.stage)
     assert {row.provider for row in results.rows} == set(module.VARIANTS)
     least = {
-        label: min(row.head_dim for row in results.rows if row.provider == label) for label in module.VARIANTS
+        label: min(row.head_dim for row in results.rows if row.provider == label)
+        for label in sample(list(module.VARIANTS), SAMPLE)
     }
-    results.rows = [row for row in results.rows if row.head_dim == least[row.provider]]
+    results.rows = [row for row in results.rows if row.head_dim == least.get(row.provider)]
 
     def sha_of(row: Row) -> str:
         options = stage.options | module.VARIANTS[row.provider]

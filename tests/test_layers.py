@@ -50,6 +50,11 @@ def imports(name: str, path: Path) -> list[Import]:
     return found
 
 
+def module_of(found: Import, modules: dict[str, Path]) -> str:
+    """The module that is imported, or that the member is of, where it is one of `modules`."""
+    return found.name if found.name in modules else found.name.rpartition(".")[0]
+
+
 def of(package: str) -> list[Import]:
     return [found for name, path in sources(package).items() for found in imports(name, path)]
 
@@ -58,6 +63,18 @@ def test_kernels_import_nothing_of_ours_but_each_other() -> None:
     found = of(KERNELS)
     assert [x for x in found if not x.relative and x.top in OURS] == []
     assert [x for x in found if x.relative and not x.name.startswith(f"{KERNELS}.")] == []
+
+
+def test_what_a_call_needs_of_kernels_imports_no_compiler() -> None:
+    modules = sources(KERNELS)
+    new, reached = [f"{KERNELS}.calls"], set()
+    while new:
+        name = new.pop()
+        reached.add(name)
+        found = imports(name, modules[name])
+        assert [x for x in found if x.top == "cutlass"] == []
+        new += {module_of(x, modules) for x in found} & modules.keys() - reached
+    assert {f"{KERNELS}.contract", f"{KERNELS}.device.limits"} < reached
 
 
 def test_the_library_imports_kernels_only() -> None:
@@ -84,7 +101,7 @@ def test_no_import_cycles() -> None:
     for name, path in modules.items():
         needed = graph.setdefault(name, set())
         for found in imports(name, path):
-            target = found.name if found.name in modules else found.name.rpartition(".")[0]
+            target = module_of(found, modules)
             needed |= {target} & modules.keys() - {name}
             # It also runs the packages above it, but for those that run already, being above this one too.
             parts = target.split(".")

@@ -252,7 +252,7 @@ def lazy_reference(
     dtype = torch.bfloat16 if rounding else torch.float64
     q, k, v = (torch.from_numpy(x)[None, None].to(dtype) for x in (q, k, v))
     causal, top_left = mask.get("causal", False), mask.get("top_left", False)
-    found = reference._attention(q, k, v, causal, None, torch.float64, rounding, top_left)
+    found = reference._attention(q, k, v, causal, None, torch.float64, rounding, top_left, scale=None)
     return [x[0, 0].numpy() for x in found]
 
 

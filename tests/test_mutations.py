@@ -1,15 +1,21 @@
-"""The mutations: each must be caught by the pass rule, on every shape of the sweep."""
+"""The mutations: each must be caught by the pass rule, on shapes of the sweep."""
 
 import pytest
 
 from harness import mutations, reference
-from harness.sweep import sweep
+from harness.sweep import SEQLENS, sweep
 from hopper_attention.kernels.contract import Problem
 
+# On a CPU two heads, and of the longest one head_dim and mask; `ref_check.py --mutations` takes the sweep.
+CPU_SIZED = [
+    problem.with_(batch=1, heads=2, kv_heads=2)
+    for problem in (*sweep(), *sweep("bwd"))
+    if problem.seqlen_q <= 4096
+    or (problem.seqlen_q, problem.head_dim, problem.causal) == (max(SEQLENS), 64, True)
+]
 
-@pytest.mark.parametrize(
-    "problem", [*sweep(), *sweep("bwd")], ids=lambda problem: f"{problem.direction} {problem}"
-)
+
+@pytest.mark.parametrize("problem", CPU_SIZED, ids=lambda problem: f"{problem.direction} {problem}")
 def test_every_mutation_is_caught(problem: Problem) -> None:
     assert mutations.survivors(problem, "cpu", all_rows=False) == []
 

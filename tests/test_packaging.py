@@ -234,15 +234,27 @@ def test_kernels_of_another_project_stays_its_own(
         ]
 
 
-def test_without_the_compiler_it_imports(empty: Path, installed: Path) -> None:
+def test_it_imports_neither_the_compiler_nor_a_kernel_file(empty: Path, installed: Path) -> None:
+    _, files = look(empty, (installed,), "hopper_attention")
+    assert "hopper_attention.kernels.calls" in files
+    assert [name for name in files if name.partition(".")[0] == "cutlass"] == []
+    assert files.keys() & {f"hopper_attention.kernels.{file}" for file in ladder.LADDER.values()} == set()
+
+
+def test_without_the_compiler_it_refuses_and_names_it(empty: Path, installed: Path) -> None:
     code = (
         "import sys; sys.modules['cutlass'] = None\n"
         "import hopper_attention, torch\n"
         "q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)\n"
         "try: hopper_attention.attention(q, q, q)\n"
+        "except ValueError as error: print(error)\n"
+        "from hopper_attention import checks, launch\n"
+        "try: launch.compile_stage('k6', checks.problem_of(q, q, q))\n"
         "except ModuleNotFoundError as error: print(error.name)"
     )
-    assert run("-c", code, folder=empty, path=(installed,)).split() == ["cutlass"]
+    refused, missing = run("-c", code, folder=empty, path=(installed,)).splitlines()
+    assert refused == "q, k and v must be on a CUDA device, not cpu"
+    assert missing == "cutlass"
 
 
 # ---- the compiler ------------------------------------------------------------------------------------------
@@ -319,7 +331,7 @@ def test_a_kernel_of_another_compiler_warns_once(
     monkeypatch.setenv(cache.VARIABLE, "")
     monkeypatch.setattr(cache, "compiler_versions", lambda: {cache.COMPILER: version})
     monkeypatch.setattr(cache, "load", lambda key: entry)
-    monkeypatch.setattr(launch, "_load", lambda object_file: print)
+    monkeypatch.setattr(launch, "_load", lambda entry: print)
     monkeypatch.setattr(ladder, "load", lambda stage_id: (stage, toy))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

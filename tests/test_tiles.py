@@ -11,7 +11,7 @@ from untraced import kernels
 from harness.sweep import HEAD_DIMS
 from hopper_attention.kernels.contract import Problem
 
-k6, bwd4 = kernels("k6"), kernels("bwd4")
+k6, bwd4, calls, limits = map(kernels, ("k6", "bwd4", "calls", "device.limits"))
 ROWS, CONSUMERS = kernels("device.query_tiles").ROWS, kernels("device.key_tiles").CONSUMERS
 
 # Beside the ends of tiles of 64 to 256; differences of 62 and 126, where a tile hides a single pair.
@@ -36,6 +36,30 @@ def keys_seen(problem: Problem, query: int) -> int:
         return problem.seqlen_kv
     last = query if problem.top_left else query + problem.seqlen_kv - problem.seqlen_q
     return min(problem.seqlen_kv, max(0, last + 1))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@every_mask_and_256
+def test_scratch_is_padded_to_the_tiles_of_the_kernels(
+    head_dim: int, causal: bool, top_left: bool, deterministic: bool
+) -> None:
+    """`calls` knows the kernels' tiles without importing them."""
+    for problem in problems(head_dim, causal, top_left, "bwd"):
+        kernel = bwd4.kernel_for(problem, deterministic)
+        wide = head_dim == 256
+        tile_q = kernel.queries.tile_q if wide else kernel.main.tile_q
+        assert tile_q == limits.TILE_Q[head_dim]
+        assert tile_q % kernel.main.tile_q == 0
+        tiles, sums = math.ceil(problem.seqlen_q / tile_q), kernel.main.sums
+        scratch = calls.backward_scratch(problem.with_(batch=2, heads=6, kv_heads=3), deterministic)
+        shapes = {name: shape for name, (shape, _) in scratch.items()}
+        blocks = tiles * tile_q // limits.BLOCK
+        assert shapes["stats"][:2] == (12, blocks)
+        assert ("dQ_sum" in shapes) != wide
+        if not wide:
+            assert sums == limits.sums_of_dq(deterministic, causal)
+            assert shapes["dQ_sum"][:2] == (12 * sums, blocks)
+            assert (shapes["order"], shapes["zeroed"]) == ((12, tiles * sums), (6,))
 
 
 def visits_of(kernel: object, problem: Problem) -> int:

@@ -21,23 +21,12 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from ..contract import Problem
 from .constants import LOG2_E, VECTOR, WARP, WARPGROUP
+from .limits import BLOCK
 from .tma import allocate_tiles, partition_tma, store_atom
 
-BLOCK = 64  # query rows of a block, and columns of a column block: M and N of dQ's product
 QUAD = 4  # fp32 in one 16-byte access
 ROWS_IN_FLIGHT = 4  # of O and of dO, a thread of the preprocess
-
-
-def scratch_shapes(problem: Problem, tile_q: int, sums: int = 1) -> dict[str, tuple[tuple[int, ...], str]]:
-    """What `workspace` returns for kernels with tiles of up to `tile_q` queries and so many sums of dQ."""
-    blocks = math.ceil(problem.seqlen_q / tile_q) * tile_q // BLOCK
-    heads, columns = problem.batch * problem.heads, problem.head_dim // BLOCK
-    return {
-        "stats": ((heads, blocks, 2, BLOCK), "float32"),
-        "dQ_sum": ((heads * sums, blocks, columns, BLOCK * BLOCK), "float32"),
-    }
 
 
 def fake_scratch(head_dim: int, sums: int = 1) -> tuple[object, object]:
@@ -53,7 +42,8 @@ def fake_scratch(head_dim: int, sums: int = 1) -> tuple[object, object]:
 
 
 class Preprocess:
-    """stats, and zeros for dQ_sum. A CTA takes a block; a thread holds 4 rows' chunks of O and dO at once.
+    """stats, and zeros for dQ_sum. With mDLSE, the gradient of the LSE, D is less by it: ∂LSE/∂S is P, so
+    that dS = P∘(dP − D) + P∘dLSE. A CTA takes a block; a thread holds 4 rows' chunks of O and dO at once.
 
     `theirs` = (how many key heads a batch has, first, last) leaves the sums of the key heads from `first` to
     `last`, of all batches, to the main kernel. Without mDQ_sum there are no zeros to write.
@@ -68,14 +58,14 @@ class Preprocess:
         self.threads = BLOCK * self.chunks // ROWS_IN_FLIGHT
 
     @cute.jit
-    def __call__(self, mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs=None):
+    def __call__(self, mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs=None, mDLSE=None):
         heads, blocks, _, _ = mStats.shape
-        self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, theirs).launch(
+        self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, theirs, mDLSE).launch(
             grid=(heads * blocks, 1, 1), block=(self.threads, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def preprocess(self, mO, mDO, mLSE, mStats, mDQ_sum, theirs):
+    def preprocess(self, mO, mDO, mLSE, mStats, mDQ_sum, theirs, mDLSE):
         tidx, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
         tiles, _, _ = cute.arch.grid_dim()
@@ -112,6 +102,8 @@ class Preprocess:
             row_dot = cute.arch.warp_reduction_sum(row_dot, threads_in_group=self.chunks)
             if chunk == 0:
                 past = block * BLOCK + row >= seqlen
+                if const_expr(mDLSE is not None):
+                    row_dot -= mDLSE[batch, head, cutlass.min(block * BLOCK + row, seqlen - 1)]
                 mStats[head_index, block, 1, row] = Float32(0.0) if past else row_dot
         if tidx < BLOCK:
             row = block * BLOCK + tidx
@@ -145,13 +137,13 @@ class Postprocess:
         self.scale = 1.0 / math.sqrt(head_dim)
 
     @cute.jit
-    def __call__(self, mDQ_sum, mDQ, stream, mZeroed=None, seqlen_kv=None):
+    def __call__(self, mDQ_sum, mDQ, stream, mZeroed=None, seqlen_kv=None, scale=None):
         batch, heads, seqlen, _ = mDQ.shape
         mma = make_trivial_tiled_mma(  # of its accumulator only the layout is used
             mDQ.element_type, mDQ.element_type, OperandMajorMode.K, OperandMajorMode.K, Float32,
             (1, self.columns, 1), (BLOCK, BLOCK), warpgroup.OperandSource.SMEM,
         )  # fmt: skip
-        self.postprocess(mma, *store_atom(mDQ, BLOCK), mDQ_sum, mZeroed, seqlen_kv).launch(
+        self.postprocess(mma, *store_atom(mDQ, BLOCK), mDQ_sum, mZeroed, seqlen_kv, scale).launch(
             grid=(cute.ceil_div(seqlen, BLOCK), heads, batch),
             block=(self.threads, 1, 1),
             use_pdl=True,
@@ -159,7 +151,9 @@ class Postprocess:
         )
 
     @cute.kernel
-    def postprocess(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed, seqlen_kv):
+    def postprocess(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed, seqlen_kv, scale):
+        if const_expr(scale is not None):
+            self.scale = scale
         tidx, _, _ = cute.arch.thread_idx()
         # From the last head back: the main kernel has just left that in L2.
         block, head, batch = [n - 1 - i for n, i in zip(cute.arch.grid_dim(), cute.arch.block_idx())]

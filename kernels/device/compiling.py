@@ -8,7 +8,8 @@ from cutlass import Float32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ..contract import Problem
-from .constants import GRID_YZ_MAX, ROWS_MAX, VECTOR
+from .constants import ROWS_MAX, VECTOR
+from .limits import refuse_options
 
 # The target is an option, not an environment variable that other users of the DSL in the process would see.
 OPTIONS = "--gpu-arch sm_90a --enable-tvm-ffi --keep-cubin"
@@ -31,14 +32,7 @@ def refuse_unless_plain(problem: Problem, direction: str = "fwd") -> str | None:
         return f"takes equal query and key lengths, not {problem.seqlen_q} and {problem.seqlen_kv}"
     if problem.batch * problem.heads * problem.seqlen_q > ROWS_MAX:
         return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
-    return None
-
-
-def refuse_heads_on_grid(problem: Problem) -> str | None:
-    """Why a stage whose grid is (row blocks, heads, batch) refuses `problem`, or None."""
-    if max(problem.batch, problem.heads) > GRID_YZ_MAX:
-        return f"takes at most {GRID_YZ_MAX} batches and heads: they are grid dimensions y and z"
-    return None
+    return refuse_options(problem)
 
 
 def fake_qkvo(head_dim: int) -> tuple[object, ...]:

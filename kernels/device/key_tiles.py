@@ -13,6 +13,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..contract import Problem, Work
 from .constants import LOG2_E, SMS, WARP, WARPGROUP
+from .limits import COLUMN_BYTES, sums_of_dq
 from .masks import Mask
 from .tile_order import ByHead, BySection, final_section
 
@@ -23,7 +24,6 @@ THREADS = WARPGROUP * (CONSUMERS + 1)
 BOTH = WARPGROUP * CONSUMERS  # threads at a named barrier where the consumers meet
 REGISTERS = (24, 240)  # of a producer's thread, of a consumer's
 SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked on together and stay in L2
-SECTION_BYTES_MAX = 2**31 - 1  # what `Tiles.section` can count
 TILES_AHEAD = 16  # without a mask zeros are written so many tiles, but at least a head, ahead
 
 
@@ -41,8 +41,6 @@ class Rings:
 class Tiles:
     """Tiles of `tile_kv` keys, for each those of `tile_q` queries that see some of them."""
 
-    column_bytes = 8  # of a query's column in Q, dO and dQ_sum
-
     def __init__(
         self,
         head_dim: int,
@@ -59,9 +57,8 @@ class Tiles:
         # keys and a later head, and stays as far behind the CTA it waits for as it was. With one CTA more
         # all of them fall behind. (At 128 queries a step it gained nothing.)
         self.in_waves = deterministic and not mask.hides and self.blocks == 1
-        # Deterministic, every other tile of keys has a sum of its own, which halves the chain of those that
-        # wait for each other. (With a mask the second sum cost more in L2 than it saved.)
-        self.sums = 2 if deterministic and not mask.hides else 1
+        self.sums = sums_of_dq(deterministic, mask.hides)
+        self.column_bytes = COLUMN_BYTES[head_dim]
         # With a mask the tile that is seen by most comes first, or as `turn_of` wants it last; deterministic,
         # heads take turns.
         by_section = mask.hides or deterministic
@@ -240,16 +237,3 @@ def work_of(kernel: object, problem: Problem, products: int, unit: str, roles: i
         smem_bytes=kernel.smem_bytes,
         tensor_flops=tile_flops * (1 + masked + unmasked),
     )
-
-
-def refuse_long_heads(problem: Problem, column_bytes: int) -> str | None:
-    """Why `Tiles.section` cannot count the bytes of a head, of which a query's column takes `column_bytes`,
-    or None."""
-    head_bytes = column_bytes * problem.head_dim * problem.seqlen_q
-    head_bytes *= problem.heads // max(1, problem.kv_heads)
-    if problem.causal and head_bytes > SECTION_BYTES_MAX:
-        return (
-            f"takes at most {SECTION_BYTES_MAX} bytes of a key head's queries (Q, dO, sums) under a "
-            f"causal mask, not {head_bytes}: the order of tiles is computed from them, in 32 bits"
-        )
-    return None

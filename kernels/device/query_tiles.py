@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
 
 from ..contract import Problem, Work
-from .constants import ROWS_MAX, WARPGROUP
+from .constants import WARPGROUP
 from .masks import Mask
 from .tile_order import ByHead, BySection
 
@@ -143,17 +143,3 @@ def work_on_query_tiles(kernel: QueryTiles, problem: Problem, sms: int) -> Work:
         smem_bytes=kernel.smem_bytes,
         tensor_flops=4 * ROWS * kernel.tile_kv * problem.head_dim * blocks / q_blocks,
     )
-
-
-def refuse_unless_gqa(problem: Problem) -> str | None:
-    """Why a forward kernel with grouped heads, unequal lengths, both 16-bit types and three head dims refuses
-    `problem`, or None."""
-    if problem.direction != "fwd":
-        return f"computes the forward pass, not {problem.direction!r}"
-    if problem.head_dim not in (64, 128, 256):
-        return f"takes head_dim 64, 128 or 256, not {problem.head_dim}"
-    if problem.seqlen_q > 0 and problem.seqlen_kv == 0:
-        return "takes at least one key"
-    if max(problem.seqlen_q, problem.seqlen_kv) * problem.batch * problem.heads > ROWS_MAX:
-        return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
-    return None

@@ -1,4 +1,4 @@
-"""What the front end refuses, with the exception's type and words, and what it lets through."""
+"""What a call of a stage refuses, with the exception's type and words, and what it lets through."""
 
 import contextlib
 from collections.abc import Callable
@@ -7,14 +7,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import reference
+from harness import stages
 from harness.inputs import poison, random_inputs
+from harness.stages import (
+    allocate,
+    allocate_backward,
+    backward,
+    forward,
+    prepare,
+    prepare_backward,
+    starts_at_zero,
+)
 from harness.sweep import sweep
-from hopper_attention import attention, attention_backward, launch
+from hopper_attention import launch
 from hopper_attention.checks import check_layout, problem_of, refuse, workspace_bytes
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem, Tensors
-from hopper_attention.launch import allocate, allocate_backward, prepare, prepare_backward, starts_at_zero
 
 STAGES = list(ladder.LADDER)
 BACKWARD_STAGES = [stage_id for stage_id in STAGES if ladder.load(stage_id)[0].direction == "bwd"]
@@ -34,11 +42,11 @@ def direction_of(stage_id: str) -> str:
 
 
 def call(stage_id: str, q: torch.Tensor, k: torch.Tensor, causal: bool = False) -> object:
-    """`attention` or `attention_backward` of the stage, with v = k and o = dO = q."""
+    """`forward` or `backward` of the stage, with v = k and o = dO = q."""
     if direction_of(stage_id) == "fwd":
-        return attention(q, k, k, causal=causal, stage=stage_id)
+        return forward(q, k, k, causal=causal, stage=stage_id)
     lse = torch.zeros(q.shape[:3])
-    return attention_backward(q, q, k, k, q, lse, causal=causal, stage=stage_id)
+    return backward(q, q, k, k, q, lse, causal=causal, stage=stage_id)
 
 
 # Wrong tensors
@@ -79,7 +87,7 @@ WRONG: dict[str, tuple[Callable[[], tuple], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("call", [problem_of, attention])
+@pytest.mark.parametrize("call", [problem_of, forward])
 @pytest.mark.parametrize(("make", "error", "words"), WRONG.values(), ids=WRONG)
 def test_wrong_tensors(make: Callable[[], tuple], error: type[Exception], words: str, call: Callable) -> None:
     with pytest.raises(error, match=words):
@@ -121,9 +129,9 @@ def test_the_other_direction_is_refused_by_name(stage_id: str) -> None:
         refuse(stage_id, Problem.square(1, 1, 64, 64, False, direction=other))
     with pytest.raises(ValueError, match=words):
         if own == "fwd":
-            attention_backward(Q, Q, Q, Q, Q, LSE, stage=stage_id)
+            backward(Q, Q, Q, Q, Q, LSE, stage=stage_id)
         else:
-            attention(Q, Q, Q, stage=stage_id)
+            forward(Q, Q, Q, stage=stage_id)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -131,7 +139,7 @@ def test_the_other_direction_is_refused_by_name(stage_id: str) -> None:
 def test_first_stages_refuse_what_later_ones_bring(stage_id: str, causal: bool) -> None:
     def refused(k: torch.Tensor, words: str, q: torch.Tensor = Q) -> None:
         with pytest.raises(ValueError, match=f"^{stage_id} {words}$"):
-            attention(q, k, k, causal=causal, stage=stage_id)
+            forward(q, k, k, causal=causal, stage=stage_id)
 
     refused(Q[:, :2], "takes as many key/value heads as query heads, not 2 for 4")
     refused(Q[:, :, :63], "takes equal query and key lengths, not 64 and 63")
@@ -190,7 +198,7 @@ def test_top_left_is_taken_where_it_is_computed(stage_id: str) -> None:
             refuse(stage_id, unequal)
 
 
-@pytest.mark.parametrize("call", [problem_of, attention, prepare])
+@pytest.mark.parametrize("call", [problem_of, forward, prepare])
 def test_wrong_top_left(call: Callable) -> None:
     with pytest.raises(ValueError, match="top_left aligns a causal mask, and there is none: causal is False"):
         call(Q, Q, Q, top_left=True)
@@ -201,9 +209,9 @@ def test_wrong_top_left(call: Callable) -> None:
 
 def test_wrong_top_left_of_the_backward_pass() -> None:
     with pytest.raises(ValueError, match="top_left aligns a causal mask, and there is none"):
-        attention_backward(**backward_inputs(), top_left=True)
+        backward(**backward_inputs(), top_left=True)
     with pytest.raises(TypeError, match="top_left must be True or False, not 'yes'"):
-        attention_backward(**backward_inputs(), causal=True, top_left="yes")
+        backward(**backward_inputs(), causal=True, top_left="yes")
 
 
 def test_what_is_compiled_knows_the_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +230,7 @@ def test_what_is_compiled_knows_the_alignment(monkeypatch: pytest.MonkeyPatch) -
 
 def test_unknown_stage() -> None:
     with pytest.raises(ValueError, match=r"unknown stage 'k99'; the ladder has k1, "):
-        attention(Q, Q, Q, stage="k99")
+        forward(Q, Q, Q, stage="k99")
 
 
 # Layouts
@@ -303,7 +311,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor], torch.T
     }
     for name, answer in cuda.items():
         monkeypatch.setattr(torch.cuda, name, lambda device=None, answer=answer: answer)
-    monkeypatch.setattr(launch, "compile_stage", lambda stage_id, problem: "compiled")
+    monkeypatch.setattr(stages, "compile_stage", lambda stage_id, problem: "compiled")
     return lambda x: x.as_subclass(OnCuda)
 
 
@@ -316,6 +324,7 @@ def test_prepare(pretend: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tensors.workspace["S"].shape == (2, 4, 64, 64)
     out = pretend(torch.empty_like(Q))
     assert prepare(q, q, q, stage="k2", out=out)[2].o is out
+    assert not prepare(*[q.detach().requires_grad_()] * 3)[2].q.requires_grad
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     with pytest.raises(ValueError, match=r"k2 is machine code for sm_90a \(Hopper\); NVIDIA X is not"):
@@ -468,7 +477,7 @@ def test_wrong_tensors_of_the_backward_pass(
     changes: dict[str, object], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        attention_backward(**(backward_inputs() | changes))
+        backward(**(backward_inputs() | changes))
 
 
 def pretended(pretend: Callable, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -529,100 +538,21 @@ class TestPrepareBackward:
             prepare_backward(**pretended(pretend), out=(twice, new(), twice))
 
 
-# Autograd, with stand-ins for both kernels
-
-
-@pytest.fixture
-def differentiable(pretend: Callable, monkeypatch: pytest.MonkeyPatch) -> list[Tensors]:
-    """Both kernels are ref_check's formulas; what the backward one was given is collected."""
-    launches: list[Tensors] = []
-
-    class Module:
-        workspace = staticmethod(lambda problem: {})
-        supports = staticmethod(lambda problem: "takes head_dim 64" if problem.head_dim != 64 else None)
-
-        @staticmethod
-        def run_kernel(mask: dict[str, bool], t: Tensors) -> None:
-            if t.do is None:
-                results = reference.reference(t.q, t.k, t.v, **mask)
-            else:
-                launches.append(t)
-                results = reference.reference_gradients(t.q, t.k, t.v, t.o, t.lse, t.do, **mask)
-            for x, result in zip(t.outputs.values(), results):
-                x.copy_(result)
-
-    monkeypatch.setattr(launch.ladder, "load", lambda stage_id: (SimpleNamespace(options={}), Module))
-    mask_of = lambda stage_id, problem: {"causal": problem.causal, "top_left": problem.top_left}
-    monkeypatch.setattr(launch, "compile_stage", mask_of)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    return launches
-
-
-def leaves(problem: Problem) -> list[torch.Tensor]:
-    return [x.requires_grad_() for x in random_inputs(problem, "cpu")]
-
-
-@pytest.mark.parametrize("lengths", [(17, 33), (33, 17)])
-@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"causal": True, "top_left": True}])
-def test_attention_is_differentiable(
-    mask: dict[str, bool], lengths: tuple[int, int], differentiable: list[Tensors]
-) -> None:
-    mask = {"causal": False, "top_left": False} | mask
-    q, k, v = leaves(Problem(2, 4, 2, *lengths, 64, **mask))
-    o, lse = attention(q, k, v, **mask, return_lse=True)
-    assert o.requires_grad
-    assert not lse.requires_grad
-    do = torch.randn_like(o)
-    grads = torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-    expected = reference.Expected(*(x.detach() for x in (q, k, v)), do=do, **mask)
-    assert torch.allclose(o.double(), expected.forward[0], rtol=2**-7, atol=2**-7)
-    for x, ref in zip(grads, expected.gradients):
-        assert x.dtype == q.dtype
-        assert torch.allclose(x.double(), ref, rtol=2**-7, atol=2**-7 * ref.abs().max().item())
-    assert not any(x.requires_grad for x in vars(differentiable[0]).values() if torch.is_tensor(x))
-    assert torch.autograd.grad(o, q, do)[0].equal(grads[0])
-
-
-def test_gradients_that_autograd_hands_back_in_other_layouts(differentiable: list[Tensors]) -> None:
-    q, k, v = leaves(Problem.square(2, 4, 16, 64, False))
-    attention(q, k, v).sum().backward()  # an expanded scalar
-    (t,) = differentiable
-    assert t.do.is_contiguous()
-    assert (t.do == 1).all()
-    rows = attention(q, k, v).transpose(1, 2)  # (B, N, H, d) memory is taken as it is
-    memory = torch.randn(2, 16, 4, 64).bfloat16()
-    torch.autograd.grad(rows, q, memory)
-    assert differentiable[1].do.data_ptr() == memory.data_ptr()
-    torch.autograd.grad(attention(q, k, v).mT, q, torch.randn(2, 4, 64, 16).bfloat16())
-    assert differentiable[2].do.stride(-1) == 1
-
-
-def test_without_autograd_nothing_is_saved(differentiable: list[Tensors]) -> None:
-    q, k, v = leaves(Problem.square(2, 4, 16, 64, False))
-    with torch.no_grad():
-        assert not attention(q, k, v).requires_grad
-    assert not attention(q.detach(), k.detach(), v.detach()).requires_grad
-    assert attention(q.detach(), k, v.detach()).requires_grad
-    with pytest.raises(ValueError, match="out cannot be given where an input requires a gradient"):
-        attention(q, k, v, out=torch.empty_like(q))
-    assert differentiable == []
-
-
-def test_what_has_no_backward_pass_is_refused_in_the_forward_one(differentiable: list[Tensors]) -> None:
-    q, k, v = leaves(Problem.square(1, 1, 16, 128, False))
-    with pytest.raises(ValueError, match=f"^{launch.BACKWARD} takes head_dim 64$"):
-        attention(q, k, v)
-
-
 @pytest.mark.parametrize("shape", [(2, 3, 0, 64), (0, 3, 16, 64), (2, 0, 16, 64)])
-def test_gradients_of_nothing(shape: tuple[int, ...], differentiable: list[Tensors]) -> None:
-    x = bf16(*shape)
-    for grad in attention_backward(x, x, x, x, x, torch.zeros(shape[:3])):
+def test_gradients_of_nothing(
+    shape: tuple[int, ...], pretend: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launches(compiled: object, tensors: Tensors) -> None:
+        raise AssertionError("launched")
+
+    toy = SimpleNamespace(supports=lambda problem: None, workspace=lambda problem: {}, run_kernel=launches)
+    monkeypatch.setattr(ladder, "load", lambda stage_id: (SimpleNamespace(options={}), toy))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    x = pretend(bf16(*shape))
+    for grad in backward(x, x, x, x, x, pretend(torch.zeros(shape[:3]))):
         assert grad.shape == shape
-    k = bf16(2, 3, 5, 64)
-    dq, dk, dv = attention_backward(*[bf16(2, 3, 0, 64)] * 2, k, k, bf16(2, 3, 0, 64), torch.zeros(2, 3, 0))
+    q, k = pretend(bf16(2, 3, 0, 64)), pretend(bf16(2, 3, 5, 64))
+    dq, dk, dv = backward(q, q, k, k, q, pretend(torch.zeros(2, 3, 0)))
     assert dq.numel() == 0
     assert not dk.any()
     assert not dv.any()
-    assert differentiable == []

@@ -1,0 +1,24 @@
+"""Which problems PyTorch's own kernels are faster at, by measurement (notes/library.md says which)."""
+
+from .kernels.contract import Problem
+from .kernels.device.constants import SMS
+
+KEYS = 128  # of a tile of bwd4 up to head_dim 128
+
+
+def slower(problem: Problem) -> str | None:
+    """Why a problem is better left to the kernel that PyTorch has for it, or None."""
+    if problem.direction == "bwd":
+        # dK and dV of a tile of keys are one CTA's work, over all query heads of the key head.
+        keys = 64 if problem.head_dim == 256 else KEYS
+        tiles = -(-problem.seqlen_kv // keys) * problem.kv_heads * problem.batch
+        rows = problem.seqlen_q * problem.heads // max(1, problem.kv_heads)  # of queries, for each tile
+        if tiles < 2 * SMS and rows >= 2 * problem.seqlen_kv:
+            return f"its {tiles} tiles of keys leave SMs idle: other kernels divide the queries of a tile too"
+        return None
+    # A CTA takes 128 to 256 queries: fewer tiles than SMs, or tiles half filled, are the others' strength.
+    rows = {64: 256, 128: 192, 256: 128}[problem.head_dim]
+    tiles = -(-problem.seqlen_q // rows) * problem.heads * problem.batch
+    if tiles < SMS and problem.seqlen_kv > problem.seqlen_q:
+        return f"its {tiles} tiles of queries leave SMs idle"
+    return None

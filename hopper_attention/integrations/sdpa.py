@@ -1,0 +1,186 @@
+"""The kernels behind `torch.nn.functional.scaled_dot_product_attention`.
+
+SDPA chooses a backend and calls that backend's operator. `enable()` puts these kernels under the operators
+of two of them, flash and cuDNN, since which of the two a plain call takes differs with cuDNN's version. What
+the kernels do not take, or would do slower, goes to the kernel that was there, forward and backward each by
+itself: either's backward can read the other's O and LSE.
+"""
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.library import Library, get_kernel
+
+from .. import production
+from ..choice import slower
+
+DEVICE = "CUDA"  # the dispatch key of what is overridden
+FLASH, CUDNN = "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"
+
+_lock = threading.Lock()
+_overrides: Library | None = None
+_originals: dict[str, object] = {}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would run in each direction: the kernel's name, or why it is left to PyTorch."""
+
+    forward: str
+    backward: str
+
+
+def enable() -> None:
+    """Put the kernels behind SDPA in this process, on every GPU, until `disable()`. Twice is as good as once.
+
+    Graphs that `torch.compile` made before call the operators too, and take part. Raises RuntimeError where
+    PyTorch was built without CUDA.
+    """
+    global _overrides
+    with _lock:
+        if _overrides is not None:
+            return
+        if torch.version.cuda is None:
+            raise RuntimeError("this PyTorch was built without CUDA: SDPA has no kernels to stand in for")
+        library = Library("aten", "IMPL", DEVICE)
+        try:
+            for name, call in (
+                (FLASH, flash_forward),
+                (f"{FLASH}_backward", flash_backward),
+                (CUDNN, cudnn_forward),
+                (f"{CUDNN}_backward", cudnn_backward),
+            ):
+                _originals[name] = get_kernel(f"aten::{name}", DEVICE)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "Warning only once for all operators")
+                    library.impl(name, call, DEVICE, with_keyset=True, allow_override=True)
+        except BaseException:
+            library._destroy()
+            raise
+        _overrides = library
+
+
+def disable() -> None:
+    """Give SDPA its own kernels back. What ran forward before can run backward after."""
+    global _overrides
+    with _lock:
+        if _overrides is not None:
+            _overrides._destroy()
+            _overrides = None
+
+
+@contextlib.contextmanager
+def enabled() -> Iterator[None]:
+    """`enable()` for a block of code, in the whole process; nothing, where it is enabled already."""
+    before = _overrides
+    enable()
+    try:
+        yield
+    finally:
+        if before is None:
+            disable()
+
+
+def explain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Explanation:
+    """What a call of SDPA with these arguments runs while the kernels are enabled, and why. Runs nothing."""
+    if attn_mask is not None:
+        against = {"fwd": "there is a mask", "bwd": "there is a mask"}
+    elif query.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
+        against = dict.fromkeys(("fwd", "bwd"), "enable_gqa is not set, and SDPA refuses fewer key heads")
+    else:
+        directions = ("fwd", "bwd")
+        against = {x: _against(x, query, key, value, dropout_p, is_causal, scale) for x in directions}
+    kernels = {"fwd": production.FORWARD, "bwd": production.BACKWARD}
+    answers = [kernels[x] if (why := against[x]) is None else f"PyTorch's: {why}" for x in ("fwd", "bwd")]
+    return Explanation(*answers)
+
+
+def _against(direction: str, q, k, v, dropout_p: float, is_causal: bool, scale: float | None) -> str | None:
+    """Why a call is left to PyTorch, or None. SDPA aligns a causal mask at the top left."""
+    if dropout_p:
+        return "dropout"
+    return production.reason_against(direction, q, k, v, scale, is_causal, _top_left(q, k, is_causal), slower)
+
+
+def _top_left(q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> bool:
+    return is_causal and q.shape[2] != k.shape[2]
+
+
+def _forward(q, k, v, is_causal: bool, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return production.forward(q, k, v, scale, is_causal, _top_left(q, k, is_causal))
+
+
+def _backward(do, q, k, v, o, lse, is_causal: bool, scale: float | None):
+    det = torch.are_deterministic_algorithms_enabled()
+    top_left = _top_left(q, k, is_causal)
+    return production.backward(do, q, k, v, o, lse, None, scale, is_causal, top_left, det)
+
+
+# ---- the operators, as PyTorch declares them --------------------------------------------------------------
+
+
+def _original(name: str, keys: object, *arguments: object, **more: object):
+    return _originals[name].call_boxed(keys, *arguments, **more)
+
+
+def flash_forward(
+    keys, query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+):
+    inputs = query, key, value, dropout_p, is_causal
+    if return_debug_mask or _against("fwd", *inputs, scale) is not None:
+        return _original(FLASH, keys, *inputs, return_debug_mask, scale=scale)
+    o, lse = _forward(query, key, value, is_causal, scale)
+    state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of a random generator that is not asked
+    return o, lse, None, None, query.shape[2], key.shape[2], state, state.new_empty(()), query.new_empty(0)
+
+
+def flash_backward(
+    keys, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
+    is_causal, philox_seed, philox_offset, *, scale=None,
+):  # fmt: skip
+    if _against("bwd", query, key, value, dropout_p, is_causal, scale) is not None:
+        lengths = cum_seq_q, cum_seq_k, max_q, max_k
+        rest = dropout_p, is_causal, philox_seed, philox_offset
+        inputs = grad_out, query, key, value, out, logsumexp
+        return _original(f"{FLASH}_backward", keys, *inputs, *lengths, *rest, scale=scale)
+    return _backward(grad_out, query, key, value, out, logsumexp, is_causal, scale)
+
+
+def cudnn_forward(
+    keys, query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
+    return_debug_mask=False, *, scale=None,
+):  # fmt: skip
+    refused = attn_bias is not None or return_debug_mask
+    if refused or _against("fwd", query, key, value, dropout_p, is_causal, scale) is not None:
+        inputs = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask
+        return _original(CUDNN, keys, *inputs, scale=scale)
+    o, lse = _forward(query, key, value, is_causal, scale)
+    seed = torch.empty((), dtype=torch.int64, device=query.device)
+    return o, lse.unsqueeze(-1), None, None, query.shape[2], key.shape[2], seed, torch.empty_like(seed), None
+
+
+def cudnn_backward(
+    keys, grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q,
+    cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None,
+):  # fmt: skip
+    biased = attn_bias is not None and attn_bias.numel() > 0
+    if biased or _against("bwd", query, key, value, dropout_p, is_causal, scale) is not None:
+        state, lengths = (philox_seed, philox_offset, attn_bias), (cum_seq_q, cum_seq_k, max_q, max_k)
+        inputs = grad_out, query, key, value, out, logsumexp
+        return _original(
+            f"{CUDNN}_backward", keys, *inputs, *state, *lengths, dropout_p, is_causal, scale=scale
+        )
+    return _backward(grad_out, query, key, value, out, logsumexp.flatten(2), is_causal, scale)

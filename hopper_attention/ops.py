@@ -1,0 +1,197 @@
+"""The operators `torch.ops.hopper_attention.forward` and `.backward`: what PyTorch must know of the kernels.
+
+forward(q, k, v, softmax_scale, causal, top_left, deterministic) → o, lse
+backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic) → dq, dk, dv
+
+`functional.attention` says what they compute. All checks are in their implementation, so that a wrong input
+gives the same error called eagerly or from a compiled graph; what tracing sees instead (`register_fake`) only
+says what shapes come out.
+"""
+
+import torch
+from torch.library import Library, register_fake, register_vmap
+from torch.utils.flop_counter import register_flop_formula
+
+from . import production
+from .kernels.contract import Problem
+
+library = Library("hopper_attention", "DEF")
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+library.define(
+    "forward(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=False, "
+    "bool top_left=False, bool deterministic=False) -> (Tensor o, Tensor lse)",
+    tags=TAGS,
+)
+library.define(
+    "backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse=None, "
+    "float? softmax_scale=None, bool causal=False, bool top_left=False, bool deterministic=False) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)",
+    tags=TAGS,
+)
+forward = torch.ops.hopper_attention.forward.default
+backward = torch.ops.hopper_attention.backward.default
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+# ---- what runs --------------------------------------------------------------------------------------------
+
+
+def run_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
+    return production.forward(q, k, v, softmax_scale, causal, top_left)
+
+
+def run_backward(
+    do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
+):
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    return production.backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
+
+
+# For every device: what is not on a Hopper GPU is refused with the device's name.
+library.impl("forward", run_forward, "CompositeExplicitAutograd")
+library.impl("backward", run_backward, "CompositeExplicitAutograd")
+
+
+# ---- shapes, for tracing ----------------------------------------------------------------------------------
+
+
+@register_fake("hopper_attention::forward", lib=library)
+def fake_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@register_fake("hopper_attention::backward", lib=library)
+def fake_backward(
+    do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
+):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+# ---- gradients --------------------------------------------------------------------------------------------
+
+
+# Not `Function`, whose `apply` goes through functorch's stack, where the dispatcher has been already when it
+# comes to an operator's Autograd kernel.
+Function = torch.autograd.function._SingleLevelFunction
+at_this_level = torch._functorch.utils.enable_single_level_autograd_function
+
+
+class Attention(Function):
+    """Forward by `forward`, gradients of o and of lse by `backward`."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, *options):
+        with below_autograd():
+            o, lse = forward(q, k, v, *options)
+        ctx.options = options
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        q, k, v, o, lse = ctx.saved_tensors
+        if do is None and dlse is None:
+            return (None,) * (3 + len(ctx.options))
+        do = torch.zeros_like(o) if do is None else do
+        return *backward(do, q, k, v, o, lse, dlse, *ctx.options), *[None] * len(ctx.options)
+
+
+class Gradients(Function):
+    """`backward`, which has no gradient."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        with below_autograd():
+            return backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError(
+            "hopper_attention has no second derivatives: its gradients cannot be differentiated again"
+        )
+
+
+def differentiable_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
+    options = softmax_scale, causal, top_left, deterministic
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        with at_this_level():
+            return Attention.apply(q, k, v, *options)
+    with below_autograd():
+        return forward(q, k, v, *options)
+
+
+def differentiable_backward(
+    do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
+):
+    inputs = do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:7]):
+        with at_this_level():
+            return Gradients.apply(*inputs)
+    with below_autograd():
+        return backward(*inputs)
+
+
+library.impl("forward", differentiable_forward, "Autograd")
+library.impl("backward", differentiable_backward, "Autograd")
+
+
+# ---- autocast, vmap, FLOPs --------------------------------------------------------------------------------
+
+
+def autocast_on(device: str):
+    """q, k and v in autocast's type, as `scaled_dot_product_attention` takes them; float64 stays."""
+
+    def cast_forward(q, k, v, *options):
+        to = torch.get_autocast_dtype(device)
+        with torch.amp.autocast(device, enabled=False):
+            return forward(*(x if x.dtype == torch.float64 else x.to(to) for x in (q, k, v)), *options)
+
+    return cast_forward
+
+
+library.impl("forward", autocast_on("cuda"), "AutocastCUDA")
+
+
+def _batched(x, at, size: int):
+    """x with the mapped dimension in front of the batch, and merged with it."""
+    if x is None:
+        return None
+    x = x.unsqueeze(0).expand(size, *x.shape) if at is None else x.movedim(at, 0)
+    return x.flatten(0, 1)
+
+
+@register_vmap("hopper_attention::forward", lib=library)
+def vmap_forward(info, in_dims, q, k, v, *options, **more):
+    inputs = (_batched(x, at, info.batch_size) for x, at in zip((q, k, v), in_dims))
+    outputs = forward(*inputs, *options, **more)
+    return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0, 0)
+
+
+@register_vmap("hopper_attention::backward", lib=library)
+def vmap_backward(info, in_dims, do, q, k, v, o, lse, dlse=None, *options, **more):
+    inputs = (_batched(x, at, info.batch_size) for x, at in zip((do, q, k, v, o, lse, dlse), in_dims))
+    outputs = backward(*inputs, *options, **more)
+    return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0, 0, 0)
+
+
+def _flops(q_shape, k_shape, causal: bool, top_left: bool, direction: str) -> int:
+    (batch, heads, seqlen_q, head_dim), (_, kv_heads, seqlen_kv, _) = q_shape, k_shape
+    shape = batch, heads, kv_heads, seqlen_q, seqlen_kv, head_dim
+    return int(Problem(*shape, causal, top_left=top_left, direction=direction).flops)
+
+
+@register_flop_formula(torch.ops.hopper_attention.forward)
+def forward_flops(
+    q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False, *, out_shape=None, **_
+) -> int:
+    """Of what a mask leaves over, half of all for a square causal one (FlashAttention's convention)."""
+    return _flops(q, k, causal, top_left, "fwd")
+
+
+@register_flop_formula(torch.ops.hopper_attention.backward)
+def backward_flops(
+    do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False,
+    *, out_shape=None, **_,
+) -> int:  # fmt: skip
+    return _flops(q, k, causal, top_left, "bwd")

@@ -1,0 +1,69 @@
+"""What a caller of k6 and bwd4 must know to launch them: what they take, the scratch they need, the order of
+their arguments. Imports no compiler, so that a call whose kernels are compiled already waits for none.
+
+Both files also compile kernels that are given their softmax_scale, and a gradient of the LSE
+(`Problem.scaled`, `lse_grad`). No GPU has run them: until they have records of what they passed
+(`ref_check.py --save`), `refuse_options` keeps them out of reach."""
+
+import math
+
+from .contract import Compiled, Problem, Scratch, Tensors
+from .device.limits import (
+    COLUMN_BYTES,
+    TILE_Q,
+    refuse_heads_on_grid,
+    refuse_long_heads,
+    refuse_options,
+    refuse_unless_gqa,
+    scratch_shapes,
+    sums_of_dq,
+)
+
+DETERMINISTIC = {"deterministic": True}  # bwd4_det's options
+
+
+def refuse_forward(problem: Problem) -> str | None:
+    """Why k6 refuses the problem, or None."""
+    return refuse_unless_gqa(problem) or refuse_options(problem)
+
+
+def refuse_backward(problem: Problem) -> str | None:
+    """Why bwd4 and bwd4_det refuse the problem, or None."""
+    return (
+        refuse_unless_gqa(problem, "bwd")
+        or refuse_options(problem)
+        or refuse_long_heads(problem, COLUMN_BYTES[problem.head_dim])
+        or refuse_heads_on_grid(problem)
+    )
+
+
+def forward_scratch(problem: Problem) -> Scratch:
+    return {"counter": ((1,), "int32")}  # of tiles taken, 0 again after each launch; not for two at once
+
+
+def backward_scratch(problem: Problem, deterministic: bool) -> Scratch:
+    """No two launches at once may share any of it."""
+    tile_q = TILE_Q[problem.head_dim]
+    if problem.head_dim == 256:
+        # of tiles taken, a kernel each
+        return {"stats": scratch_shapes(problem, tile_q)["stats"], "counter": ((2,), "int32")}
+    sums = sums_of_dq(deterministic, problem.causal)
+    heads, tiles = problem.batch * problem.heads, math.ceil(problem.seqlen_q / tile_q)
+    return scratch_shapes(problem, tile_q, sums) | {
+        # how many shares of a key head's dQ_sum are zero
+        "zeroed": ((problem.batch * problem.kv_heads,), "int32"),
+        "order": ((heads, tiles * sums), "int32"),  # whose turn it is to add to dQ_sum
+        "counter": ((1,), "int32"),  # of tiles taken
+    }
+
+
+def run_forward(compiled: Compiled, t: Tensors) -> None:
+    if t.o.numel():
+        given = () if t.softmax_scale is None else (t.softmax_scale,)
+        compiled(t.q, t.k, t.v, t.o, t.lse, t.workspace["counter"], *given)
+
+
+def run_backward(compiled: Compiled, t: Tensors) -> None:
+    if t.dq.numel() or t.dk.numel():
+        given = [x for x in (t.softmax_scale, t.dlse) if x is not None]
+        compiled(t.q, t.k, t.v, t.o, t.do, t.dq, t.dk, t.dv, t.lse, *t.workspace.values(), *given)

@@ -1,0 +1,75 @@
+"""What kernels refuse, and the scratch of a backward pass: plain integers. Imports no compiler."""
+
+import math
+
+from ..contract import Problem, Scratch
+from .constants import GRID_YZ_MAX, ROWS_MAX
+
+HEAD_DIMS = (64, 128, 256)  # of the production kernels
+BLOCK = 64  # query rows of a block of scratch, and columns of a column block: M and N of dQ's product
+TILE_Q = {64: 128, 128: 64, 256: 128}  # queries in a tile of bwd4, by head_dim, to which scratch is padded
+COLUMN_BYTES = {64: 8, 128: 8, 256: 4}  # of a query's column in Q and dO, up to head_dim 128 in dQ_sum too
+SECTION_BYTES_MAX = 2**31 - 1  # what `key_tiles.Tiles.section` can count
+
+
+def refuse_heads_on_grid(problem: Problem) -> str | None:
+    """Why a stage whose grid is (row blocks, heads, batch) refuses `problem`, or None."""
+    if max(problem.batch, problem.heads) > GRID_YZ_MAX:
+        return f"takes at most {GRID_YZ_MAX} batches and heads: they are grid dimensions y and z"
+    return None
+
+
+def refuse_unless_gqa(problem: Problem, direction: str = "fwd") -> str | None:
+    """Why a stage with grouped heads, unequal lengths, both 16-bit types and three head dims refuses
+    `problem`, or None."""
+    if problem.direction != direction:
+        computes = {"fwd": "forward", "bwd": "backward"}[direction]
+        return f"computes the {computes} pass, not {problem.direction!r}"
+    if problem.head_dim not in HEAD_DIMS:
+        return f"takes head_dim 64, 128 or 256, not {problem.head_dim}"
+    if direction == "fwd" and problem.seqlen_q > 0 and problem.seqlen_kv == 0:
+        return "takes at least one key"
+    if direction == "bwd" and (problem.seqlen_q == 0) != (problem.seqlen_kv == 0):
+        return "takes at least one query and one key"
+    if max(problem.seqlen_q, problem.seqlen_kv) * problem.batch * problem.heads > ROWS_MAX:
+        return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
+    return None
+
+
+def refuse_options(problem: Problem) -> str | None:
+    """Why a stage without options of the softmax refuses `problem`, or None."""
+    if problem.lse_grad:
+        return "takes no gradient of the LSE"
+    if problem.scaled:
+        return "scales scores by 1/√head_dim, and takes no other softmax_scale"
+    return None
+
+
+def refuse_long_heads(problem: Problem, column_bytes: int) -> str | None:
+    """Why `key_tiles.Tiles.section` cannot count the bytes of a head, of which a query's column takes
+    `column_bytes`, or None."""
+    head_bytes = column_bytes * problem.head_dim * problem.seqlen_q
+    head_bytes *= problem.heads // max(1, problem.kv_heads)
+    if problem.causal and head_bytes > SECTION_BYTES_MAX:
+        return (
+            f"takes at most {SECTION_BYTES_MAX} bytes of a key head's queries (Q, dO, sums) under a "
+            f"causal mask, not {head_bytes}: the order of tiles is computed from them, in 32 bits"
+        )
+    return None
+
+
+def scratch_shapes(problem: Problem, tile_q: int, sums: int = 1) -> Scratch:
+    """stats and dQ_sum (`backward_ends`) for kernels with tiles of up to `tile_q` queries and so many sums
+    of dQ."""
+    blocks = math.ceil(problem.seqlen_q / tile_q) * tile_q // BLOCK
+    heads, columns = problem.batch * problem.heads, problem.head_dim // BLOCK
+    return {
+        "stats": ((heads, blocks, 2, BLOCK), "float32"),
+        "dQ_sum": ((heads * sums, blocks, columns, BLOCK * BLOCK), "float32"),
+    }
+
+
+def sums_of_dq(deterministic: bool, hides: bool) -> int:
+    """How many sums of dQ bwd4 has. Deterministic, every other tile of keys adds to one of its own, which
+    halves the chain of those that wait for each other. (With a mask it cost more in L2 than it saved.)"""
+    return 2 if deterministic and not hides else 1

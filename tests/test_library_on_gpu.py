@@ -1,0 +1,226 @@
+"""The public calls on a Hopper GPU."""
+
+import threading
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from harness import reference
+from harness.inputs import hopper_gpu, random_inputs
+from hopper_attention import attention, attention_backward, production
+from hopper_attention.kernels import ladder
+from hopper_attention.kernels.calls import refuse_backward
+from hopper_attention.kernels.contract import Problem
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not hopper_gpu(), reason="no Hopper GPU here: no kernel can be executed"),
+]
+
+MASKS = {"full": {}, "causal": {"causal": True}, "top left": {"causal": True, "top_left": True}}
+every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+every_head_dim = pytest.mark.parametrize("head_dim", [64, 128, 256])
+
+
+def problem(head_dim: int = 64, **changes) -> Problem:
+    plain = Problem(2, 4, 2, 257, 389, head_dim, causal=changes.pop("causal", False), direction="bwd")
+    return plain.with_(**changes)
+
+
+def verdicts(q, k, v, do, dlse=None, softmax_scale=None, **mask) -> list[str]:
+    """What is wrong with o, lse and the gradients of the public call, by the pass rule."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o, lse = attention(*leaves, **mask, softmax_scale=softmax_scale, return_lse=True)
+    outputs, gradients = ((o,), (do,)) if dlse is None else ((o, lse), (do, dlse))
+    dq, dk, dv = torch.autograd.grad(outputs, leaves, gradients)
+    given = {"causal": mask.get("causal", False), "top_left": mask.get("top_left", False)}
+    what = reference.Expected(q, k, v, do=do, **given, softmax_scale=softmax_scale, dlse=dlse)
+    kernel = Problem.square(1, 1, 1, q.shape[-1], given["causal"])
+    lazy = reference.rounding_of(*ladder.load("k6"), kernel)
+    found = what.judge({"o": o.detach(), "lse": lse.detach()}, lazy).failures
+    # gradients are of the O that the kernel gave: the yardstick has the kernel's too
+    yard_o = reference.yardstick(
+        q, k, v, given["causal"], lazy, top_left=given["top_left"], scale=softmax_scale
+    )
+    options = {"top_left": given["top_left"], "scale": softmax_scale, "dlse": dlse}
+    yard = reference.yardstick_gradients(q, k, v, yard_o, what.saved[1], do, given["causal"], True, **options)
+    floors = reference.cancellation(q, k, v, do, softmax_scale)
+    grads = {"dq": dq, "dk": dk, "dv": dv}
+    return [*found, *reference.judge_gradients(grads, what.gradients, yard, floors).failures]
+
+
+@every_mask
+@every_head_dim
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_values_and_gradients(mask: dict, head_dim: int, dtype: str) -> None:
+    q, k, v, do = random_inputs(problem(head_dim, dtype=dtype))
+    dlse = torch.randn(q.shape[:3], device="cuda")
+    assert verdicts(q, k, v, do, **mask) == []
+    if refuse_backward(problem(head_dim, scaled=True)) is None:  # kernels given a scale are within reach
+        assert verdicts(q, k, v, do, None, 1.5 * head_dim**-0.5, **mask) == []
+        assert verdicts(q, k, v, do, dlse, **mask) == []
+
+
+@every_head_dim
+def test_layouts_give_the_same_bits(head_dim: int) -> None:
+    q, k, v, do = random_inputs(problem(head_dim, seqlen_kv=257, kv_heads=4))
+    plain = attention(q, k, v, causal=True, return_lse=True)
+    rows_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    packed = torch.stack([x.transpose(1, 2) for x in (q, k, v)], 2)
+    slices = [x.transpose(1, 2) for x in packed.unbind(2)]
+    grads = attention_backward(do, q, k, v, *plain, causal=True, deterministic=True)
+    for inputs in (rows_first, slices):
+        o, lse = attention(*inputs, causal=True, return_lse=True)
+        assert o.equal(plain[0])
+        assert lse.equal(plain[1])
+        assert o.transpose(1, 2).is_contiguous()
+        found = attention_backward(do, *inputs, o, lse, causal=True, deterministic=True)
+        for x, y in zip(found, grads):
+            assert x.equal(y)
+            assert x.transpose(1, 2).is_contiguous()
+
+
+def test_deterministic_gradients_and_the_global_switch() -> None:
+    q, k, v, do = random_inputs(problem(128, seqlen_q=2048, seqlen_kv=2048))
+    o, lse = attention(q, k, v, causal=True, return_lse=True)
+    first = attention_backward(do, q, k, v, o, lse, causal=True, deterministic=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(20):
+            again = attention_backward(do, q, k, v, o, lse, causal=True)
+            assert all(x.equal(y) for x, y in zip(first, again))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_more_batches_than_a_grid_has() -> None:
+    """Windows of a vision model: batch 70000, as many heads as fit."""
+    q, k, v, do = (torch.randn(70000, 3, 49, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    o, lse = attention(q, k, v, return_lse=True)
+    found = attention_backward(do, q, k, v, o, lse, deterministic=True)
+    for at in (slice(0, 64), slice(65500, 65600), slice(69900, 70000)):
+        part = attention_backward(*(x[at] for x in (do, q, k, v, o, lse)), deterministic=True)
+        for x, y in zip(found, part):
+            assert x[at].equal(y)
+
+
+def test_graphs() -> None:
+    """Captured and replayed on other inputs, forward and backward; two graphs may replay side by side."""
+    q, k, v, do = random_inputs(problem(128, seqlen_q=1024, seqlen_kv=1024))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def step():
+        o = attention(*leaves, causal=True, deterministic=True)
+        return o, *torch.autograd.grad(o, leaves, do)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graphs = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = step()
+        graphs.append((graph, outputs))
+    with torch.no_grad():
+        for x in leaves:
+            x.copy_(torch.randn_like(x))
+    streams = [torch.cuda.Stream() for _ in graphs]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for stream, (graph, _) in zip(streams, graphs):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    expected = step()
+    for _, outputs in graphs:
+        assert all(x.equal(y) for x, y in zip(outputs, expected))
+
+
+def test_streams_and_threads() -> None:
+    """Eight threads, each on a stream of its own, forward and backward."""
+    sets = [random_inputs(problem(64, seqlen_q=1000 + i, seqlen_kv=1000 + i), seed=i) for i in range(8)]
+
+    def both(q, k, v, do):
+        o, lse = attention(q, k, v, causal=True, return_lse=True)
+        return o, *attention_backward(do, q, k, v, o, lse, causal=True, deterministic=True)
+
+    expected = [both(*inputs) for inputs in sets]
+    torch.cuda.synchronize()
+    found: list = [None] * 8
+
+    def work(i: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                found[i] = both(*sets[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    for x, y in zip(found, expected):
+        assert all(a.equal(b) for a, b in zip(x, y))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_two_gpus_in_a_process() -> None:
+    q, k, v, do = random_inputs(problem(64))
+    here = attention(q, k, v, return_lse=True)
+    grads = attention_backward(do, q, k, v, *here, deterministic=True)
+    q, k, v, do = (x.to("cuda:1") for x in (q, k, v, do))
+    there = attention(q, k, v, return_lse=True)  # the current device stays the first
+    assert there[0].device == q.device
+    assert there[0].cpu().equal(here[0].cpu())
+    for x, y in zip(attention_backward(do, q, k, v, *there, deterministic=True), grads):
+        assert x.cpu().equal(y.cpu())
+
+
+@every_mask
+@pytest.mark.parametrize("backend", ["inductor"])
+def test_compiled(mask: dict, backend: str) -> None:
+    """Whole graphs; other lengths and batches without a recompile; gradients; wrong inputs by name."""
+    torch._dynamo.reset()
+
+    def step(q, k, v):
+        return attention(q.mul(1.5), k, v, **mask, deterministic=True).sin()
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend, dynamic=True)
+    for batch, n in ((2, 256), (3, 320), (4, 513)):
+        q, k, v, do = random_inputs(problem(64, batch=batch, seqlen_q=n, seqlen_kv=n))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        with torch.compiler.set_stance("fail_on_recompile" if n == 513 else "default"):
+            o = compiled(*leaves)
+        outputs = o, step(*leaves)
+        assert torch.allclose(*outputs, atol=2**-6)
+        for x, y in zip(*(torch.autograd.grad(o, leaves, do) for o in outputs)):
+            assert torch.allclose(x, y, atol=2**-5 * y.abs().max().item())
+    with pytest.raises(TypeError, match="q, k and v must have one dtype"):
+        torch.compile(attention, fullgraph=True)(q, k.half(), v)
+
+
+def test_autocast_and_opcheck() -> None:
+    q, k, v, _ = random_inputs(problem(64))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert attention(q.float(), k.float(), v.float()).equal(attention(q, k, v))
+    torch.library.opcheck(torch.ops.hopper_attention.forward.default, (q, k, v), {"causal": True})
+
+
+def test_beside_sdpa() -> None:
+    q, k, v, _ = random_inputs(problem(128, kv_heads=4, seqlen_kv=257))
+    o = scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.allclose(attention(q, k, v, causal=True), o, atol=2**-6)
+
+
+def test_nothing_is_asked_of_a_gpu_twice() -> None:
+    """What makes a call fast: the second of a kind plans nothing."""
+    q, k, v, _ = random_inputs(problem(64))
+    attention(q, k, v)
+    known = len(production._plans)
+    attention(q.clone(), k.clone(), v.clone())
+    assert len(production._plans) == known

@@ -1,0 +1,239 @@
+"""What happens between an operator and a launch, on a CPU, where kernels and CUDA are stood in for."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hopper_attention import production
+from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.device.limits import refuse_options
+
+Launched = list[tuple[str, Problem, tuple]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """What was compiled and launched: stage, what it was compiled for, arguments."""
+    found: Launched = []
+
+    def kernel_for(stage_id: str, least: Problem, options: dict) -> SimpleNamespace:
+        return SimpleNamespace(launch=lambda *given: found.append((stage_id, least, given)))
+
+    monkeypatch.setattr(production, "kernel_for", kernel_for)
+    monkeypatch.setattr(production, "check_device", lambda stage_id, q: None)
+    monkeypatch.setattr(production.calls, "refuse_options", lambda problem: None)  # as if they had records
+    for name in ("_plans", "_reasons", "_zeros"):
+        monkeypatch.setattr(production, name, {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    return found
+
+
+def tensors(*shape: int, count: int = 3, dtype=torch.bfloat16) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=dtype) for _ in range(count)]
+
+
+def forward(q, k, v, scale=None, causal=False, top_left=False):
+    return production.forward(q, k, v, scale, causal, top_left)
+
+
+def backward(q, k, v, dlse=None, scale=None, causal=False, deterministic=False, do=None, lse=None):
+    lse = torch.zeros(q.shape[:3]) if lse is None else lse
+    do = torch.zeros_like(q) if do is None else do
+    o = torch.zeros_like(q)
+    return production.backward(do, q, k, v, o, lse, dlse, scale, causal, False, deterministic)
+
+
+def test_a_second_call_of_a_kind_plans_nothing(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors(2, 4, 16, 64)
+    forward(q, k, v)
+    backward(q, k, v)
+    for name in ("_plan_forward", "_plan_backward", "problem_of"):
+        monkeypatch.setattr(production, name, None)
+    forward(q.clone(), k.clone(), v.clone())
+    backward(q.clone(), k.clone(), v.clone())
+    assert [stage_id for stage_id, *_ in launched] == ["k6", "bwd4"] * 2
+    assert launched[0][2][-1] is launched[2][2][-1]  # the counter
+
+
+@pytest.mark.parametrize("change", ["shape", "strides", "dtype", "mask", "scale"])
+def test_another_kind_is_planned_anew(change: str, launched: Launched) -> None:
+    q, k, v = tensors(2, 4, 16, 64)
+    forward(q, k, v, causal=True)
+    options = {"causal": True}
+    if change == "shape":
+        q, k, v = tensors(2, 4, 17, 64)
+    elif change == "strides":
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    elif change == "dtype":
+        q, k, v = tensors(2, 4, 16, 64, dtype=torch.float16)
+    elif change == "mask":
+        options = {"causal": False}
+    else:
+        options["scale"] = 1.0
+    forward(q, k, v, **options)
+    assert len(production._plans) == 2
+    _, least, given = launched[1]
+    assert (least.dtype, least.causal, least.scaled) == (
+        str(q.dtype).removeprefix("torch."), options["causal"], change == "scale",
+    )  # fmt: skip
+    assert (given[-1] == 1.0) if change == "scale" else isinstance(given[-1], torch.Tensor)
+    assert given[3].stride() == q.stride()
+
+
+def test_the_default_scale_is_the_kernels_constant(launched: Launched) -> None:
+    q, k, v = tensors(2, 4, 16, 64)
+    forward(q, k, v, scale=0.125)
+    backward(q, k, v, scale=0.125)
+    assert [least.scaled for _, least, _ in launched] == [False, False]
+
+
+def test_what_gradients_are_computed_with(launched: Launched) -> None:
+    q, k, v = tensors(2, 4, 16, 128)
+    dlse = torch.ones(2, 4, 16)
+    backward(q, k, v, deterministic=True)
+    backward(q, k, v, dlse=dlse)
+    backward(q, k, v, dlse=dlse, scale=0.5)
+    assert [(x, least.scaled, least.lse_grad) for x, least, _ in launched] == [
+        ("bwd4_det", False, False), ("bwd4", True, True), ("bwd4", True, True),
+    ]  # fmt: skip
+    assert launched[1][2][-2] == 128**-0.5
+    assert launched[2][2][-2] == 0.5
+    assert launched[2][2][-1].equal(dlse)
+
+
+def test_scratch_is_of_the_stream_and_of_the_capture(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = tensors(2, 4, 16, 64)
+    forward(q, k, v)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 8)
+    forward(q, k, v)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    forward(q, k, v)
+    forward(q, k, v)
+    counters = [given[-1] for *_, given in launched]
+    assert len({x.data_ptr() for x in counters}) == 4
+    assert len(production._zeros) == 2
+    assert not any(x.any() for x in counters)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads"), [(70000, 1, 1), (1, 70000, 70000), (1, 70000, 7), (2, 3, 1)]
+)
+def test_more_batches_or_heads_than_a_grid_has(
+    batch: int, heads: int, kv_heads: int, launched: Launched
+) -> None:
+    """Every head of every batch once, with its key head, in launches that a grid can have."""
+    q = (
+        torch.arange(batch * heads, dtype=torch.float32)
+        .view(batch, heads, 1, 1)
+        .expand(-1, -1, -1, 64)
+        .half()
+    )
+    q = torch.zeros(batch, heads, 1, 64, dtype=torch.float16)
+    k = torch.zeros(batch, kv_heads, 1, 64, dtype=torch.float16)
+    found = backward(q, k, k.clone())
+    seen, seen_kv = torch.zeros(batch, heads), torch.zeros(batch, kv_heads)
+    for *_, given in launched:
+        q_, k_, dq_, dk_ = given[0], given[1], given[5], given[6]
+        assert max(q_.shape[0], q_.shape[1], k_.shape[1]) <= 65535
+        for x, whole, count in ((q_, q, seen), (k_, k, seen_kv)):
+            first = (x.data_ptr() - whole.data_ptr()) // (64 * 2)
+            b, h = divmod(first, whole.shape[1])
+            count[b : b + x.shape[0], h : h + x.shape[1]] += 1
+        assert dq_.data_ptr() - found[0].data_ptr() == q_.data_ptr() - q.data_ptr()
+        assert dk_.data_ptr() - found[1].data_ptr() == k_.data_ptr() - k.data_ptr()
+        assert q_.shape[1] // k_.shape[1] == heads // kv_heads
+    assert bool((seen == 1).all())
+    assert bool((seen_kv == 1).all())
+
+
+def test_gradients_that_lie_unreadably_are_copied(launched: Launched) -> None:
+    q, k, v = tensors(2, 4, 16, 64)
+    for do in (torch.ones((), dtype=q.dtype).expand_as(q), torch.ones_like(q).mT.contiguous().mT):
+        backward(q, k, v, do=do)
+        assert launched[-1][2][4].stride(-1) == 1
+        assert launched[-1][2][4].equal(do)
+
+
+def test_of_nothing_nothing_is_launched(launched: Launched) -> None:
+    for shape in ((2, 3, 0, 64), (0, 3, 16, 64), (2, 0, 16, 64)):
+        q, k, v = tensors(*shape)
+        assert forward(q, k, v)[0].shape == shape
+        assert [x.shape for x in backward(q, k, v)] == [shape] * 3
+    q, k = torch.zeros(2, 3, 0, 64).half(), torch.ones(2, 3, 5, 64).half()
+    _, dk, dv = backward(q, k, k)
+    assert not dk.any()
+    assert not dv.any()
+    assert launched == []
+
+
+def test_pointers_are_looked_at_in_every_call(launched: Launched) -> None:
+    q, k, v = tensors(2, 4, 16, 64)
+    forward(q, k, v)
+    backward(q, k, v)
+    shifted = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view_as(q)
+    for inputs in ((shifted, k, v), (q, shifted, v), (q, k, shifted)):
+        with pytest.raises(ValueError, match="starts 2 bytes past a 16-byte boundary"):
+            forward(*inputs)
+        with pytest.raises(ValueError, match="starts 2 bytes past a 16-byte boundary"):
+            backward(*inputs)
+        assert "aligned" in production.reason_against("fwd", *inputs, None, False, False)
+    assert production.reason_against("fwd", q, k, v, None, False, False) is None  # it was the pointer
+    assert len(launched) == 2
+
+
+@pytest.mark.parametrize("name", ["do", "o", "lse", "dlse"])
+def test_what_a_backward_call_refuses(name: str, launched: Launched) -> None:
+    q, k, v = tensors(2, 4, 16, 64)
+    given = {"do": torch.zeros_like(q), "o": torch.zeros_like(q), "lse": torch.zeros(2, 4, 16)}
+    given |= {"dlse": torch.zeros(2, 4, 16)}
+    given[name] = given[name][:, :, 1:]
+    with pytest.raises(ValueError, match=f"^{name} must be "):
+        production.backward(
+            given["do"], q, k, v, given["o"], given["lse"], given["dlse"], None, False, False, False
+        )
+    assert launched == []
+
+
+def test_reasons(launched: Launched) -> None:
+    q, k, v = tensors(2, 4, 16, 64)
+    against = lambda *x, direction="fwd", scale=None: production.reason_against(
+        direction, *x, scale, False, False
+    )
+    assert against(q, k, v) is None
+    assert against(q, k, v, direction="bwd") is None
+    assert "takes head_dim" in against(*tensors(2, 4, 16, 32))
+    assert "one dtype" in against(q, k.half(), v)
+    assert "softmax_scale must be positive" in against(q, k, v, scale=-1.0)
+    assert "contiguous in its last" in against(q.mT.contiguous().mT, k, v)
+    slow = lambda problem: f"{problem.direction} is slow"
+    assert production.reason_against("bwd", q, k, v, None, False, False, slow) == "bwd is slow"
+
+
+def test_kernels_without_a_record_are_refused_by_name(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(production.calls, "refuse_options", refuse_options)
+    q, k, v = tensors(2, 4, 16, 64)
+    with pytest.raises(ValueError, match="k6 scales scores by 1/√head_dim, and takes no other"):
+        forward(q, k, v, scale=0.2)
+    with pytest.raises(ValueError, match=r"bwd4 scales scores by 1/√head_dim"):
+        backward(q, k, v, scale=0.2)
+    with pytest.raises(ValueError, match="bwd4 takes no gradient of the LSE"):
+        backward(q, k, v, dlse=torch.zeros(2, 4, 16))
+    assert "no other softmax_scale" in production.reason_against("fwd", q, k, v, 0.2, False, False)
+    forward(q, k, v, scale=64**-0.5)
+    assert len(launched) == 1
+
+
+def test_scratch_of_one_launch_is_never_shared(launched: Launched) -> None:
+    """Also where two of its tensors have one shape: of one key head, as many counters as tiles taken."""
+    q, k, v = tensors(1, 1, 16, 64)
+    backward(q, k, v)
+    *_, given = launched[0]
+    scratch = [x.data_ptr() for x in given[9:]]
+    assert len(set(scratch)) == len(scratch) == 5

@@ -1,0 +1,182 @@
+"""SDPA's operators with the kernels under them, on a CPU: who is called for what, forward and backward."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from test_ops import run_backward, run_forward
+
+import hopper_attention
+from hopper_attention import production
+from hopper_attention.integrations import sdpa
+
+Called = list[str]
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[Called]:
+    """PyTorch's kernels and ours are the reference's formulas, for CPU tensors; who was called, in order."""
+    found: Called = []
+    causal_of = lambda q, k, is_causal: {
+        "causal": is_causal,
+        "top_left": is_causal and q.shape[2] != k.shape[2],
+    }
+
+    def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+        found.append("flash")
+        o, lse = run_forward(q, k, v, scale, **causal_of(q, k, is_causal))
+        state = torch.empty(2, dtype=torch.uint64)
+        return o, lse, None, None, q.shape[2], k.shape[2], state, state.new_empty(()), q.new_empty(0)
+
+    def flash_backward(do, q, k, v, o, lse, a, b, c, d, dropout_p, is_causal, e, f, *, scale=None):
+        found.append("flash backward")
+        return run_backward(do, q, k, v, o, lse, None, scale, **causal_of(q, k, is_causal))
+
+    def cudnn(
+        q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+    ):
+        found.append("cudnn")
+        o, lse = run_forward(q, k, v, scale, **causal_of(q, k, is_causal))
+        seed = torch.empty((), dtype=torch.int64)
+        return o, lse.unsqueeze(-1), None, None, q.shape[2], k.shape[2], seed, seed.clone(), None
+
+    def cudnn_backward(do, q, k, v, o, lse, e, f, bias, a, b, c, d, dropout_p, is_causal, *, scale=None):
+        found.append("cudnn backward")
+        assert lse.shape == (*q.shape[:3], 1)
+        return run_backward(do, q, k, v, o, lse.flatten(2), None, scale, **causal_of(q, k, is_causal))
+
+    library = torch.library.Library("aten", "IMPL")
+    for name, call in ((sdpa.FLASH, flash), (sdpa.CUDNN, cudnn)):
+        library.impl(name, call, "CPU")
+    for name, call in ((sdpa.FLASH, flash_backward), (sdpa.CUDNN, cudnn_backward)):
+        library.impl(f"{name}_backward", call, "CPU")
+
+    def forward(*given):
+        found.append("k6")
+        return run_forward(*given)
+
+    def backward(*given):
+        found.append("bwd4")
+        return run_backward(*given)
+
+    monkeypatch.setattr(production, "forward", forward)
+    monkeypatch.setattr(production, "backward", backward)
+    monkeypatch.setattr(production, "check_device", lambda stage_id, q: None)
+    monkeypatch.setattr(production, "_reasons", {})
+    monkeypatch.setattr(sdpa, "slower", lambda problem: None)
+    monkeypatch.setattr(sdpa, "DEVICE", "CPU")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    yield found
+    sdpa.disable()
+    library._destroy()
+
+
+def flash(q, k, v, **options):
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, **options)[0]
+
+
+def cudnn(q, k, v, **options):
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, **options)[0]
+
+
+def inputs(seqlen_q: int = 16, seqlen_kv: int = 16, head_dim: int = 64) -> list[torch.Tensor]:
+    shapes = (2, 4, seqlen_q, head_dim), (2, 2, seqlen_kv, head_dim), (2, 2, seqlen_kv, head_dim)
+    return [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+
+
+def both(call, inputs: list[torch.Tensor], **options) -> list[torch.Tensor]:
+    o = call(*inputs, **options)
+    return [o, *torch.autograd.grad(o, inputs, torch.ones_like(o))]
+
+
+@pytest.mark.parametrize("call", [flash, cudnn])
+@pytest.mark.parametrize("lengths", [(16, 16), (16, 24), (24, 16)])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 64**-0.5}], ids=str)
+def test_what_is_taken(call, lengths: tuple[int, int], options: dict, called: Called) -> None:
+    given = inputs(*lengths)
+    plain = both(call, given, **options)
+    own = called.copy()
+    called.clear()
+    with hopper_attention.enabled():
+        found = both(call, given, **options)
+    assert called == ["k6", "bwd4"]
+    assert all(x.equal(y) for x, y in zip(found, plain))
+    called.clear()
+    both(call, given, **options)
+    assert called == own == [call.__name__, f"{call.__name__} backward"]
+
+
+@pytest.mark.parametrize("call", [flash, cudnn])
+def test_what_is_left_to_pytorch(call, called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [call.__name__, f"{call.__name__} backward"]
+    hopper_attention.enable()
+    hopper_attention.enable()  # twice is as good as once
+    both(call, inputs(), dropout_p=0.1)
+    both(call, inputs(head_dim=32))
+    both(call, inputs(), scale=0.3)
+    assert called == own * 3
+    called.clear()
+    monkeypatch.setattr(production, "_reasons", {})
+    monkeypatch.setattr(sdpa, "slower", lambda p: "slow" if p.direction == "bwd" else None)
+    both(call, inputs())
+    assert called == ["k6", own[1]]
+    called.clear()
+    monkeypatch.setattr(production, "_reasons", {})
+    monkeypatch.setattr(sdpa, "slower", lambda p: "slow" if p.direction == "fwd" else None)
+    both(call, inputs())
+    assert called == [own[0], "bwd4"]
+
+
+@pytest.mark.parametrize("call", [flash, cudnn])
+def test_switched_between_forward_and_backward(call, called: Called) -> None:
+    given = inputs()
+    plain = both(call, given)
+    for before, after in ((hopper_attention.enable, hopper_attention.disable),) * 2:
+        before()
+        o = call(*given)
+        after()
+        found = torch.autograd.grad(o, given, torch.ones_like(o))
+        assert all(x.equal(y) for x, y in zip(found, plain[1:]))
+    o = call(*given)
+    hopper_attention.enable()
+    found = torch.autograd.grad(o, given, torch.ones_like(o))
+    assert all(x.equal(y) for x, y in zip(found, plain[1:]))
+
+
+def test_a_bias_is_left_to_cudnn(called: Called) -> None:
+    q, k, v = (x.detach() for x in inputs())
+    with hopper_attention.enabled():
+        torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, torch.zeros(16, 16), True)
+    assert called == ["cudnn"]
+
+
+def test_enabled_inside_enabled(called: Called) -> None:
+    given = inputs()
+    with hopper_attention.enabled():
+        with hopper_attention.enabled():
+            pass
+        flash(*given)
+    with pytest.raises(KeyError), hopper_attention.enabled():
+        raise KeyError
+    flash(*given)
+    assert called == ["k6", "flash"]
+
+
+def test_explanations(called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.detach() for x in inputs())
+    explain = hopper_attention.explain
+    assert explain(q, k, v, enable_gqa=True) == sdpa.Explanation("k6", "bwd4")
+    assert "enable_gqa is not set" in explain(q, k, v).forward
+    assert explain(q, k, v, dropout_p=0.1, enable_gqa=True).backward == "PyTorch's: dropout"
+    assert "mask" in explain(q, k, v, attn_mask=torch.ones(16, 16)).forward
+    assert "takes head_dim" in explain(*(x[..., :32] for x in (q, q, q))).forward
+    monkeypatch.setattr(production, "_reasons", {})
+    monkeypatch.setattr(sdpa, "slower", lambda p: "slow" if p.direction == "bwd" else None)
+    assert explain(q, k, v, enable_gqa=True) == sdpa.Explanation("k6", "PyTorch's: slow")
+    assert called == []
+
+
+def test_without_cuda_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(RuntimeError, match="built without CUDA"):
+        hopper_attention.enable()
