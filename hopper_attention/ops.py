@@ -112,8 +112,18 @@ class Gradients(Function):
         )
 
 
+def know_subclass(x: torch.Tensor) -> None:
+    """Only here is `torch.distributed.tensor`, a second to import, known to be imported already."""
+    if type(x).__name__ == "DTensor":
+        from .integrations import dtensor
+
+        dtensor.register()
+
+
 def differentiable_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
     options = softmax_scale, causal, top_left, deterministic
+    if type(q) is not torch.Tensor:
+        know_subclass(q)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         with at_this_level():
             return Attention.apply(q, k, v, *options)
@@ -125,6 +135,8 @@ def differentiable_backward(
     do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
 ):
     inputs = do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic
+    if type(q) is not torch.Tensor:
+        know_subclass(q)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:7]):
         with at_this_level():
             return Gradients.apply(*inputs)
