@@ -185,6 +185,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--save", type=Path, help="add what was measured to a JSON file")
     args = parser.parse_args()
+    if args.steps < 6:
+        parser.error("--steps must be 6 or more: the first five are not timed")
     for name in args.attention:
         torch._dynamo.reset()
         try:

@@ -41,7 +41,7 @@ def folder() -> Path | None:
         return None
     try:
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hopper_attention")
-        path = Path(named) if named else default
+        path = (Path(named).expanduser() if named else default).absolute()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return path if is_private(path) else None
     except (OSError, RuntimeError):  # a read-only disk, or a user without a home: compiling still works
@@ -92,11 +92,12 @@ def key_of(**what: str | int | bool) -> str:
 @contextlib.contextmanager
 def alone(key: str) -> Iterator[None]:
     """While this runs, no other process is inside for the same key: one compiles, the others then load."""
-    with contextlib.ExitStack() as held:  # closing the file gives the lock back, as does a killed process
+    with contextlib.ExitStack() as held:  # a process that is killed gives its lock back
         with contextlib.suppress(OSError):  # a folder that cannot be written, or a disk without locks
             if path := folder():
                 file = held.enter_context(open(path / f"{key}.lock", "ab"))
                 fcntl.flock(file, fcntl.LOCK_EX)
+                held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # which a forked child would go on holding
         yield
 
 

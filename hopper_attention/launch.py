@@ -3,8 +3,8 @@
 import contextlib
 import ctypes
 import functools
+import importlib.util
 import re
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -23,6 +23,7 @@ HEAD_DIMS = (64, 128, 256)  # that some stage takes
 FORWARD = "k6"
 BACKWARD, DETERMINISTIC = "bwd4", "bwd4_det"  # what gradients are computed with
 FUNCTION = "hopper_attention_kernel"  # in a cached file
+RUNTIME_PACKAGE = "nvidia_cutlass_dsl"
 PROVEN_COMPILER = "4.8.1"  # the version of cache.COMPILER whose machine code passed the checks in results/
 
 
@@ -125,19 +126,22 @@ def _compile_or_load(stage_id: str, problem: Problem, options: dict[str, object]
         compiled = file.compile_kernel(problem, **options)
         host = re.findall(r"llvm\.mlir\.constant\((\d+) : i64\)", str(compiled.ir_module))
         kernel = Kernel(compiled, compiled.__cubin__, tuple(sorted({int(x) for x in host})))
-        if cache.folder() is not None:
-            with tempfile.TemporaryDirectory() as scratch:
+        # A kernel that cannot be kept is compiled again by the next process, and serves this one.
+        with contextlib.suppress(Exception), tempfile.TemporaryDirectory() as scratch:
+            if cache.folder() is not None:
                 about = {"file": ladder.LADDER[stage_id], **what, "constants": kernel.host_constants}
-                about["runtime"] = _runtime_libraries()
                 cache.store(key, _export(compiled, Path(scratch)), kernel.__cubin__, **about)
         return kernel
 
 
-def _runtime_libraries() -> list[str]:
-    """What the compiler's host code needs to have been loaded."""
-    from cutlass import runtime
-
-    return [str(path) for path in runtime.find_runtime_libraries(enable_tvm_ffi=True)]
+def _runtime_library() -> Path:
+    """What host code needs of the compiler that this Python has, found without importing it: of builds for
+    two versions of CUDA the newest, as the compiler itself chooses. Raises FileNotFoundError."""
+    spec = importlib.util.find_spec(RUNTIME_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if found := sorted(Path(folder).glob("cu*/lib/libcute_dsl_runtime.so")):
+            return found[-1]
+    raise FileNotFoundError(f"{RUNTIME_PACKAGE} has no libcute_dsl_runtime.so")
 
 
 def _export(compiled: object, folder: Path) -> Path:
@@ -147,10 +151,10 @@ def _export(compiled: object, folder: Path) -> Path:
     compiled.export_to_c(str(path), function_name=FUNCTION)
     library = path.with_suffix(".so")
     for linker in ("cc", "gcc", "clang"):
-        if found := shutil.which(linker):
-            command = [found, "-shared", "-nostdlib", "-o", str(library), str(path)]
-            if subprocess.run(command, capture_output=True).returncode == 0:
-                return library
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = [linker, "-shared", "-nostdlib", "-o", str(library), str(path)]
+            subprocess.run(command, capture_output=True, check=True, timeout=60)
+            return library
     return path
 
 
@@ -161,6 +165,7 @@ def _load(entry: cache.Entry) -> Callable[..., None]:
         return getattr(runtime.load_module(str(entry.file), enable_tvm_ffi=True), FUNCTION)
     import tvm_ffi
 
-    for library in entry.description["runtime"]:
-        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    # Of this environment, whatever other one the entry was made in: a second copy of either would be fatal.
+    for library in (tvm_ffi.libinfo.find_libtvm_ffi(), _runtime_library()):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     return tvm_ffi.load_module(str(entry.file)).get_function(FUNCTION)

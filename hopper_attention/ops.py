@@ -8,7 +8,11 @@ gives the same error called eagerly or from a compiled graph; what tracing sees 
 says what shapes come out.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
+from torch.autograd import forward_ad
 from torch.library import Library, register_fake, register_vmap
 from torch.utils.flop_counter import register_flop_formula
 
@@ -31,6 +35,7 @@ library.define(
 forward = torch.ops.hopper_attention.forward.default
 backward = torch.ops.hopper_attention.backward.default
 below_autograd = torch._C._AutoDispatchBelowAutograd
+LSE_HAS_A_GRADIENT = False  # until the kernels for it are within reach (`kernels.calls`)
 
 
 # ---- what runs --------------------------------------------------------------------------------------------
@@ -81,8 +86,10 @@ class Attention(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, *options):
-        with below_autograd():
+        with to_the_level_below(), below_autograd():
             o, lse = forward(q, k, v, *options)
+        if not LSE_HAS_A_GRADIENT:
+            ctx.mark_non_differentiable(lse)
         ctx.options = options
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)
@@ -102,7 +109,7 @@ class Gradients(Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        with below_autograd():
+        with to_the_level_below(), below_autograd():
             return backward(*inputs)
 
     @staticmethod
@@ -110,6 +117,23 @@ class Gradients(Function):
         raise NotImplementedError(
             "hopper_attention has no second derivatives: its gradients cannot be differentiated again"
         )
+
+
+@contextlib.contextmanager
+def to_the_level_below() -> Iterator[None]:
+    """Autograd turns gradients off inside a Function. A transform of `torch.func` around this one must see
+    them on, or it would take what is computed here for constant."""
+    if not torch._C._are_functorch_transforms_active():
+        yield
+        return
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
+def refuse_tangents(*tensors: torch.Tensor) -> None:
+    """Raise NotImplementedError in forward mode, which has no formula."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError("hopper_attention has no forward-mode derivatives")
 
 
 def know_subclass(x: torch.Tensor) -> None:
@@ -124,6 +148,7 @@ def differentiable_forward(q, k, v, softmax_scale=None, causal=False, top_left=F
     options = softmax_scale, causal, top_left, deterministic
     if type(q) is not torch.Tensor:
         know_subclass(q)
+    refuse_tangents(q, k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         with at_this_level():
             return Attention.apply(q, k, v, *options)
@@ -137,6 +162,7 @@ def differentiable_backward(
     inputs = do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic
     if type(q) is not torch.Tensor:
         know_subclass(q)
+    refuse_tangents(*(x for x in inputs[:7] if x is not None))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:7]):
         with at_this_level():
             return Gradients.apply(*inputs)
@@ -182,7 +208,8 @@ def vmap_forward(info, in_dims, q, k, v, *options, **more):
 
 @register_vmap("hopper_attention::backward", lib=library)
 def vmap_backward(info, in_dims, do, q, k, v, o, lse, dlse=None, *options, **more):
-    inputs = (_batched(x, at, info.batch_size) for x, at in zip((do, q, k, v, o, lse, dlse), in_dims))
+    inputs = [_batched(x, at, info.batch_size) for x, at in zip((do, q, k, v, o, lse, dlse), in_dims)]
+    inputs[5] = inputs[5].contiguous()
     outputs = backward(*inputs, *options, **more)
     return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0, 0, 0)
 

@@ -32,7 +32,10 @@ def fill(jobs: Iterable[Job], workers: int | None = None) -> int:
     """Compile what the cache lacks; how many jobs there were. Raises what a compile raises, and RuntimeError
     where nothing can be kept."""
     if cache.folder() is None:
-        raise RuntimeError(f"there is no folder to keep compiled kernels in; name one in {cache.VARIABLE}")
+        raise RuntimeError(
+            "there is no folder to keep compiled kernels in that is the user's own and that nobody else can "
+            f"write; name one in {cache.VARIABLE}"
+        )
     jobs = list(jobs)
     workers = min(workers or len(os.sched_getaffinity(0)), len(jobs)) or 1
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:

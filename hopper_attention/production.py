@@ -91,8 +91,8 @@ def backward(
 
     Raises TypeError or ValueError before anything is launched.
     """
-    if not _can_be_read(do):  # such as the expanded scalar that the gradient of a sum is
-        do = do.contiguous()
+    # What autograd hands back may be an expanded scalar or lie anywhere; what hooks have kept, too.
+    do, o = (x if _can_be_read(x) else x.clone(memory_format=torch.contiguous_format) for x in (do, o))
     inputs = q, k, v, o, do
     kind = (
         *(x.shape for x in inputs),
@@ -139,8 +139,9 @@ def reason_against(
 ) -> str | None:
     """Why `forward`, or with "bwd" `backward`, would refuse these inputs, or None; or what `also` has against
     the problem. Asked once for inputs of a kind."""
-    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES:
-        return f"q, k or v is not aligned to {VECTOR_BYTES} bytes"
+    with contextlib.suppress(RuntimeError):  # inside `torch.func` a tensor has no address
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES:
+            return f"q, k or v is not aligned to {VECTOR_BYTES} bytes"
     kind = (
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype),
         *(q.device, k.device, v.device, softmax_scale, causal, top_left, direction, also),

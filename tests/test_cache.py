@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -145,7 +144,11 @@ def test_a_second_process_loads_what_the_first_compiled(
 ) -> None:
     """A shared library where there is a linker, else an object file."""
     if suffix == ".o":
-        monkeypatch.setattr(launch, "shutil", SimpleNamespace(which=lambda name: None))
+        broken = own.parent / "broken"
+        broken.mkdir()
+        (broken / "cc").write_bytes(b"no program")
+        (broken / "cc").chmod(0o755)
+        monkeypatch.setenv("PATH", str(broken))
     elif not LINKER:
         pytest.skip("there is no linker")
     first = launch.compile_stage("k2", PROBLEM)
@@ -155,6 +158,8 @@ def test_a_second_process_loads_what_the_first_compiled(
     assert machine_code.cubin_of(again) == machine_code.cubin_of(first)
     assert again.host_constants == first.host_constants
     assert type(again.launch) is not type(first.launch)  # from the file
+    (about,) = own.glob("*.json")
+    assert "/" not in about.read_text()  # another environment may load it, with libraries of its own
     (path,) = (path for path in own.iterdir() if path.suffix not in (".cubin", ".json", ".lock"))
     assert path.suffix == suffix
     for spoil in (lambda: path.write_bytes(b"no machine code"), lambda: keep(path.stem, own, suffix=suffix)):
@@ -178,6 +183,15 @@ def test_what_is_cached_needs_no_compiler(own: Path) -> None:
         assert "hopper_attention.kernels.k2" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", code], cwd=repository(), check=True, timeout=300)
+
+
+def test_a_kernel_that_cannot_be_kept_serves_its_process(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(launch, "_export", fails)
+    assert machine_code.cubin_of(launch.compile_stage("k2", PROBLEM))
+    assert list(own.glob("*.json")) == []
 
 
 def test_threads_compile_one_after_the_other(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,7 +214,7 @@ def test_autocast_and_opcheck() -> None:
 def test_beside_sdpa() -> None:
     q, k, v, _ = random_inputs(problem(128, kv_heads=4, seqlen_kv=257))
     o = scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert torch.allclose(attention(q, k, v, causal=True), o, atol=2**-6)
+    assert torch.allclose(attention(q, k, v, causal=True), o, atol=2**-5)
 
 
 def test_nothing_is_asked_of_a_gpu_twice() -> None:

@@ -6,7 +6,7 @@ from harness import mutations, reference
 from harness.sweep import sweep
 from hopper_attention.kernels.contract import Problem
 
-# On a CPU two heads, and of the longest one head_dim and mask; `ref_check.py --mutations` takes the sweep.
+# On a CPU two heads, and lengths up to 4096; `ref_check.py --mutations` takes the sweep.
 CPU_SIZED = [
     problem.with_(batch=1, heads=2, kv_heads=2)
     for problem in (*sweep(), *sweep("bwd"))

@@ -52,9 +52,10 @@ def run_backward(
 
 
 @pytest.fixture(autouse=True)
-def on_cpu() -> Iterator[None]:
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels of the operators are the reference's formulas, for CPU tensors."""
     torch._dynamo.reset()
+    monkeypatch.setattr(ops, "LSE_HAS_A_GRADIENT", True)
     library = torch.library.Library("hopper_attention", "IMPL")
     library.impl("forward", run_forward, "CPU")
     library.impl("backward", run_backward, "CPU")
@@ -143,6 +144,46 @@ def test_second_derivatives_are_refused_by_name() -> None:
     (grad,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="hopper_attention has no second derivatives"):
         grad.sum().backward()
+
+
+def test_second_derivatives_of_functions_are_refused_too() -> None:
+    q, k, v = inputs()
+    loss = lambda q: attention(q, k, v).float().square().sum()
+    of_gradient = lambda q: torch.func.grad(loss)(q).float().square().sum()
+    with pytest.raises(NotImplementedError, match="hopper_attention has no second derivatives"):
+        torch.func.grad(of_gradient)(q)
+
+
+def test_forward_mode_is_refused_by_name() -> None:
+    q, k, v = inputs()
+    call = lambda q: attention(q, k, v).float().sum()
+    with pytest.raises(NotImplementedError, match="hopper_attention has no forward-mode derivatives"):
+        torch.func.jvp(call, (q,), (torch.ones_like(q),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="hopper_attention has no forward-mode derivatives"):
+            call(dual)
+    with pytest.raises(NotImplementedError, match="has no"):
+        torch.func.jvp(torch.func.grad(call), (q,), (torch.ones_like(q),))
+
+
+def test_without_kernels_for_it_the_lse_carries_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also out of a compiled graph, which hands zeros back for every output that could have one."""
+    monkeypatch.setattr(ops, "LSE_HAS_A_GRADIENT", False)
+    seen = []
+    library = torch.library.Library("hopper_attention", "IMPL", "CPU")
+    record = lambda do, q, k, v, o, lse, dlse=None, *x: seen.append(dlse) or run_backward(do, q, k, v, o, lse)
+    library.impl("backward", record, allow_override=True)
+    q, k, v = inputs(grad=True)
+    try:
+        for call in (attention, torch.compile(attention, fullgraph=True, backend="aot_eager")):
+            o, lse = call(q, k, v, return_lse=True)
+            assert o.requires_grad
+            assert not lse.requires_grad
+            o.sum().backward()
+    finally:
+        library._destroy()
+    assert seen == [None, None]
 
 
 @every_mask

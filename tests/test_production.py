@@ -153,10 +153,15 @@ def test_more_batches_or_heads_than_a_grid_has(
 
 def test_gradients_that_lie_unreadably_are_copied(launched: Launched) -> None:
     q, k, v = tensors(2, 4, 16, 64)
-    for do in (torch.ones((), dtype=q.dtype).expand_as(q), torch.ones_like(q).mT.contiguous().mT):
+    odd = torch.ones(q.numel() + 3, dtype=q.dtype)[3:].view_as(q)
+    for do in (torch.ones((), dtype=q.dtype).expand_as(q), torch.ones_like(q).mT.contiguous().mT, odd):
         backward(q, k, v, do=do)
-        assert launched[-1][2][4].stride(-1) == 1
+        assert launched[-1][2][4].stride() == (4096, 1024, 64, 1)
+        assert launched[-1][2][4].data_ptr() % 16 == 0
         assert launched[-1][2][4].equal(do)
+    row = torch.zeros(2, 4, 1, 64, dtype=q.dtype)
+    backward(row, row.clone(), row.clone(), do=torch.ones(2, 4, 64, 1, dtype=q.dtype).mT)  # strides …, 1, 1
+    assert launched[-1][2][4].stride() == (256, 64, 64, 1)
 
 
 def test_of_nothing_nothing_is_launched(launched: Launched) -> None:

@@ -162,6 +162,19 @@ def test_enabled_inside_enabled(called: Called) -> None:
     assert called == ["k6", "flash"]
 
 
+def test_blocks_that_overlap(called: Called) -> None:
+    """As two threads have them: until the last is left."""
+    given = inputs()
+    first, second = hopper_attention.enabled(), hopper_attention.enabled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    flash(*given)
+    second.__exit__(None, None, None)
+    flash(*given)
+    assert called == ["k6", "flash"]
+
+
 def test_explanations(called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.detach() for x in inputs())
     explain = hopper_attention.explain

@@ -1,7 +1,7 @@
 """Hugging Face transformers: `register()`, then `attn_implementation="hopper_attention"`.
 
-A model's masks come as transformers makes them for flash attention: none where nothing is padded, which the
-kernels take, and one of tokens where something is. A call that the kernels do not take (padding, a window, a
+A model's masks come as transformers makes them for "sdpa": none where causality says everything, which the
+kernels take. A call that the kernels do not take (padding, a window, a
 soft cap, dropout, other head dims) goes to transformers' own "sdpa" with the mask it needs, or is refused by
 name where that has no such feature either.
 """
@@ -9,6 +9,7 @@ name where that has no such feature either.
 import torch
 
 from .. import production
+from ..checks import check_scale
 from ..functional import attention
 from ..kernels.device.limits import HEAD_DIMS
 
@@ -62,5 +63,14 @@ def hopper_attention_forward(
 def _takes(query, key, value, *options: object) -> bool:
     """Whether `attention` takes the call; while a graph is traced, as far as that can be known."""
     if torch.compiler.is_compiling():
-        return query.is_cuda and query.dtype in DTYPES and query.shape[3] in HEAD_DIMS
+        return (
+            query.is_cuda
+            and query.dtype in DTYPES
+            and query.dtype == key.dtype == value.dtype
+            and query.shape[3] in HEAD_DIMS
+            and query.shape[3] == key.shape[3] == value.shape[3]
+            and query.shape[1] % key.shape[1] == 0
+            and check_scale(options[0], query.shape[3]) is None
+            and torch.cuda.get_device_capability(query.device) == (9, 0)
+        )
     return production.reason_against("fwd", query, key, value, *options) is None

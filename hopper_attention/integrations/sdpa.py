@@ -23,6 +23,8 @@ FLASH, CUDNN = "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn
 
 _lock = threading.Lock()
 _overrides: Library | None = None
+_blocks = 0  # of `enabled()`, entered and not left
+_by_a_block = False  # whether the first of them found the kernels disabled
 _originals: dict[str, object] = {}
 
 
@@ -75,13 +77,20 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """`enable()` for a block of code, in the whole process; nothing, where it is enabled already."""
-    before = _overrides
+    """`enable()` for a block of code, in the whole process, until the last of several blocks is left. Nothing
+    where it is enabled already."""
+    global _blocks, _by_a_block
+    with _lock:
+        _by_a_block = _by_a_block if _blocks else _overrides is None
+        _blocks += 1
     enable()
     try:
         yield
     finally:
-        if before is None:
+        with _lock:
+            _blocks -= 1
+            last = _blocks == 0 and _by_a_block
+        if last:
             disable()
 
 
@@ -95,7 +104,8 @@ def explain(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Explanation:
-    """What a call of SDPA with these arguments runs while the kernels are enabled, and why. Runs nothing."""
+    """What runs while the kernels are enabled, and why, if SDPA chooses its flash or its cuDNN backend for
+    these arguments. Runs nothing."""
     if attn_mask is not None:
         against = {"fwd": "there is a mask", "bwd": "there is a mask"}
     elif query.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
@@ -103,7 +113,9 @@ def explain(
     else:
         directions = ("fwd", "bwd")
         against = {x: _against(x, query, key, value, dropout_p, is_causal, scale) for x in directions}
-    kernels = {"fwd": production.FORWARD, "bwd": production.BACKWARD}
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    backward = production.DETERMINISTIC if deterministic else production.BACKWARD
+    kernels = {"fwd": production.FORWARD, "bwd": backward}
     answers = [kernels[x] if (why := against[x]) is None else f"PyTorch's: {why}" for x in ("fwd", "bwd")]
     return Explanation(*answers)
 
@@ -116,7 +128,7 @@ def _against(direction: str, q, k, v, dropout_p: float, is_causal: bool, scale: 
 
 
 def _top_left(q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> bool:
-    return is_causal and q.shape[2] != k.shape[2]
+    return is_causal and q.dim() == k.dim() == 4 and q.shape[2] != k.shape[2]
 
 
 def _forward(q, k, v, is_causal: bool, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,7 +138,7 @@ def _forward(q, k, v, is_causal: bool, scale: float | None) -> tuple[torch.Tenso
 def _backward(do, q, k, v, o, lse, is_causal: bool, scale: float | None):
     det = torch.are_deterministic_algorithms_enabled()
     top_left = _top_left(q, k, is_causal)
-    return production.backward(do, q, k, v, o, lse, None, scale, is_causal, top_left, det)
+    return production.backward(do, q, k, v, o, lse.contiguous(), None, scale, is_causal, top_left, det)
 
 
 # ---- the operators, as PyTorch declares them --------------------------------------------------------------
