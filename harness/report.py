@@ -138,9 +138,10 @@ def lead(measured: Mapping[str, Results]) -> str:
     header = ["against the best peer", *(f"head_dim {d}" for d in head_dims)]
     gpus = _join(dict.fromkeys(measured[stage].gpu for stage in PRODUCTION if stage in measured))
     sentence = (
-        f"Least and greatest ratio to the fastest of {', '.join(map(label, peers))}, each row in one run, "
-        f"and the geometric mean: bf16, {TOTAL_TOKENS} tokens, hidden size {HIDDEN_SIZE}, N from "
-        f"{SEQLENS[0]} to {SEQLENS[-1]}, full and causal, in bursts, on {gpus}. "
+        f"Least and greatest ratio to the fastest of {', '.join(map(label, peers))}, of those that take the "
+        f"problem and ran, each row in one run, and the geometric mean: bf16, {TOTAL_TOKENS} tokens, hidden "
+        f"size {HIDDEN_SIZE}, N from {SEQLENS[0]} to {SEQLENS[-1]}, full and causal, launches with rests "
+        f"between them, on {gpus}. "
         f"Below 1.000: {', '.join(behind) or 'none'}."
     )
     return f"{_table(header, lines, 'l' + 'r' * len(head_dims))}\n\n{sentence}"

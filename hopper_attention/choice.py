@@ -1,9 +1,10 @@
-"""Which problems PyTorch's own kernels are faster at, by measurement (notes/library.md says which)."""
+"""Which problems are better left to PyTorch's own kernels; notes/library.md says what was measured."""
 
 from .kernels.contract import Problem
 from .kernels.device.constants import SMS
 
 KEYS = 128  # of a tile of bwd4 up to head_dim 128
+FEW = 16  # queries, beside more keys
 
 
 def slower(problem: Problem) -> str | None:
@@ -19,6 +20,10 @@ def slower(problem: Problem) -> str | None:
     # A CTA takes 128 to 256 queries: fewer tiles than SMs, or tiles half filled, are the others' strength.
     rows = {64: 256, 128: 192, 256: 128}[problem.head_dim]
     tiles = -(-problem.seqlen_q // rows) * problem.heads * problem.batch
+    if problem.seqlen_q <= FEW and problem.seqlen_kv > problem.seqlen_q:
+        return (
+            f"a tile of {rows} queries holds {problem.seqlen_q}: decoding, for kernels that divide the keys"
+        )
     if tiles < SMS and problem.seqlen_kv > problem.seqlen_q:
         return f"its {tiles} tiles of queries leave SMs idle"
     return None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hopper_attention import production
+from hopper_attention import choice, production
 from hopper_attention.integrations import huggingface
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -28,6 +28,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(huggingface, "attention", lambda *x, **y: found.append("k6") or attention(*x, **y))
     monkeypatch.setattr(production, "check_device", lambda stage_id, q: None)
     monkeypatch.setattr(production, "_reasons", {})
+    monkeypatch.setattr(huggingface, "slower", lambda problem: None)
     huggingface.register()
     return found
 
@@ -68,6 +69,18 @@ def test_generation(name: str, taken: list[str]) -> None:
     text = model.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert text.shape == (2, 17)
     assert len(taken) == 2 * 8  # layers, and steps: the prompt, then token by token
+
+
+def test_what_would_be_slower_is_left_to_sdpa(taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of generation the steps after the prompt, and training with few key heads."""
+    monkeypatch.setattr(huggingface, "slower", choice.slower)
+    model = model_of("Llama")
+    tokens = torch.randint(1, 99, (2, 9), generator=torch.Generator().manual_seed(1))
+    model.set_attn_implementation("hopper_attention")
+    model.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert len(taken) == 2
+    model.train()(input_ids=tokens, labels=tokens).loss.backward()
+    assert len(taken) == 2
 
 
 def test_gradients(taken: list[str]) -> None:

@@ -1,15 +1,16 @@
 """Hugging Face transformers: `register()`, then `attn_implementation="hopper_attention"`.
 
 A model's masks come as transformers makes them for "sdpa": none where causality says everything, which the
-kernels take. A call that the kernels do not take (padding, a window, a
-soft cap, dropout, other head dims) goes to transformers' own "sdpa" with the mask it needs, or is refused by
-name where that has no such feature either.
+kernels take. A call that they do not take, or would do slower (padding, a window, dropout, other head dims,
+decoding), goes to transformers' own "sdpa" with the mask it needs; a soft cap or sinks, which that lacks too,
+are refused by name.
 """
 
 import torch
 
 from .. import production
 from ..checks import check_scale
+from ..choice import slower
 from ..functional import attention
 from ..kernels.device.limits import HEAD_DIMS
 
@@ -73,4 +74,6 @@ def _takes(query, key, value, *options: object) -> bool:
             and check_scale(options[0], query.shape[3]) is None
             and torch.cuda.get_device_capability(query.device) == (9, 0)
         )
-    return production.reason_against("fwd", query, key, value, *options) is None
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    directions = ("fwd", "bwd") if learns else ("fwd",)
+    return all(production.reason_against(x, query, key, value, *options, slower) is None for x in directions)
