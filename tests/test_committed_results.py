@@ -1,5 +1,6 @@
 """Committed measurements belong to the source beside them: the same machine code, the same tables."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import compile_kernel, compile_stage
 
-FILES = [(folder, stage_id) for folder, stages in load_all().items() for stage_id in stages]
+everything = functools.cache(load_all)  # half a second a time; no test changes what it gives
+FILES = [(folder, stage_id) for folder, stages in everything().items() for stage_id in stages]
 every_file = pytest.mark.parametrize(
     ("folder", "stage_id"),
     FILES or [pytest.param("", "", marks=pytest.mark.skip(reason="no results are committed yet"))],
@@ -22,7 +24,7 @@ every_file = pytest.mark.parametrize(
 
 
 def committed(folder: str, stage_id: str) -> Results:
-    return load_all()[folder][stage_id]
+    return everything()[folder][stage_id]
 
 
 def sha_of_source(stage_id: str) -> Callable[[Row], str]:
