@@ -640,6 +640,7 @@ TESTED = {
     "python bench.py k1 fa1 k2": PARSED,
     "python bench.py k3": PARSED,
     "python bench.py bwd4 bwd4_det": PARSED,
+    "python bench.py k6 bwd4 --head-dim 256": PARSED,
     "python bench.py k2 --save": PARSED,
     "python ref_check.py --mutations": RUN_HERE,
     "python ref_check.py k2 --save": RUN_HERE,
