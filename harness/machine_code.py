@@ -7,6 +7,7 @@ overlaps perfectly with every other one. Every instruction of the loop body coun
 included, but for what a branch right behind a vote skips: that is the seldom path.
 """
 
+import functools
 import hashlib
 import io
 import math
@@ -150,6 +151,11 @@ def identity(compiled: object) -> str:
 def disassemble(cubin: bytes) -> list[KernelCode]:
     """Every kernel in the cubin. Raises RuntimeError when nvdisasm (nvidia-cuda-nvdisasm) is missing or
     fails."""
+    return list(_disassembled(cubin))
+
+
+@functools.lru_cache(maxsize=32)  # a second each, and who asks for one problem asks for the next one too
+def _disassembled(cubin: bytes) -> tuple[KernelCode, ...]:
     programs = sorted(Path(sysconfig.get_paths()["purelib"], "nvidia").glob("*/bin/nvdisasm"))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -162,7 +168,7 @@ def disassemble(cubin: bytes) -> list[KernelCode]:
             raise RuntimeError(f"nvdisasm did not start ({error}); install nvidia-cuda-nvdisasm") from error
     if run.returncode:
         raise RuntimeError(f"nvdisasm failed: {run.stderr.strip()}")
-    return _parse(run.stdout)
+    return tuple(_parse(run.stdout))
 
 
 def _parse(listing: str) -> list[KernelCode]:
