@@ -24,8 +24,8 @@ from harness import cases, machine_code, peers, results, timing
 from harness.command import Parser, Usage, run
 from harness.inputs import hopper_gpu
 from harness.measuring import Bench, Contender, Saved, stages_for
+from harness.stages import refuse
 from harness.sweep import HEAD_DIMS, SEQLENS, sweep_problem
-from hopper_attention.checks import refuse
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import compile_stage

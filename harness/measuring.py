@@ -17,7 +17,7 @@ import torch
 
 from harness import machine_code, peers, reference, results, timing
 from harness.inputs import poison, random_inputs
-from hopper_attention.checks import check_memory
+from harness.stages import check_memory
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import compile_kernel

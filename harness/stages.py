@@ -1,20 +1,44 @@
 """Any stage of the ladder as a PyTorch call, and the tensors of its launch: what checks and benchmarks
 run. Every wrong input is refused before a launch."""
 
+import math
+
 import torch
 
 from hopper_attention.checks import (
     check_device,
     check_layout,
+    check_layouts,
     check_like,
-    check_lse,
-    check_memory,
+    gradient_problem_of,
     problem_of,
-    refuse,
 )
 from hopper_attention.kernels import ladder
-from hopper_attention.kernels.contract import Problem, Tensors
+from hopper_attention.kernels.contract import Problem, Scratch, Tensors
 from hopper_attention.launch import BACKWARD, FORWARD, compile_stage
+
+
+def refuse(stage_id: str, problem: Problem) -> None:
+    """Raise ValueError with the stage's reason when it does not support `problem`."""
+    _, module = ladder.load(stage_id)
+    if reason := module.supports(problem):
+        raise ValueError(f"{stage_id} {reason}")
+
+
+def workspace_bytes(spec: Scratch) -> int:
+    return sum(math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in spec.values())
+
+
+def check_memory(stage: str, problem: Problem, device: torch.device) -> None:
+    """Raise MemoryError when the stage's scratch does not fit."""
+    found, module = ladder.load(stage)
+    needed = workspace_bytes(module.workspace(problem, **found.options))
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if needed > free:
+        raise MemoryError(
+            f"{stage} needs {needed / 1e9:.1f} GB of scratch for {problem}, {free / 1e9:.1f} GB are free"
+        )
 
 
 def starts_at_zero(name: str, dtype: str) -> bool:
@@ -91,8 +115,7 @@ def prepare(
     problem = problem_of(q, k, v, causal, top_left)
     refuse(stage, problem)
     check_device(stage, q)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_layout(name, x)
+    check_layouts(q=q, k=k, v=v)
     if out is not None:
         check_like("out", out, "q", q)
         check_layout("out", out, written=True)
@@ -116,14 +139,10 @@ def prepare_backward(
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[object, object, Tensors]:
     """`prepare` for a backward stage."""
-    problem = problem_of(q, k, v, causal, top_left).with_(direction="bwd")
-    check_like("o", o, "q", q)
-    check_like("do", do, "q", q)
-    check_lse("lse", lse, q)
+    problem = gradient_problem_of(do, q, k, v, o, lse, causal, top_left)
     refuse(stage, problem)
     check_device(stage, q)
-    for name, x in (("q", q), ("k", k), ("v", v), ("o", o), ("do", do)):
-        check_layout(name, x)
+    check_layouts(q=q, k=k, v=v, o=o, do=do)
     if out is not None:
         if not isinstance(out, (tuple, list)) or len(out) != 3:
             raise TypeError("out must be a tuple of three tensors: dq, dk and dv")
@@ -139,41 +158,20 @@ def prepare_backward(
     return module, compile_stage(stage, problem), tensors
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    top_left: bool = False,
-    stage: str = FORWARD,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and lse of `hopper_attention.attention` by the kernel of `stage`; `out` receives o."""
-    module, compiled, tensors = prepare(q, k, v, causal=causal, top_left=top_left, stage=stage, out=out)
-    with torch.cuda.device(q.device):
+def forward(*inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse of `hopper_attention.attention` by the kernel of a stage. The arguments are `prepare`'s."""
+    module, compiled, tensors = prepare(*inputs, **options)
+    with torch.cuda.device(tensors.q.device):
         module.run_kernel(compiled, tensors)
     return tensors.o, tensors.lse
 
 
-def backward(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    causal: bool = False,
-    top_left: bool = False,
-    stage: str = BACKWARD,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv of `hopper_attention.attention_backward` by the kernel of `stage`; `out` receives them."""
-    mask = {"causal": causal, "top_left": top_left}
-    module, compiled, tensors = prepare_backward(do, q, k, v, o, lse, **mask, stage=stage, out=out)
-    with torch.cuda.device(q.device):
-        if q.numel() and k.numel():
+def backward(*inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv of `hopper_attention.attention_backward` by the kernel of a stage. The arguments are
+    `prepare_backward`'s."""
+    module, compiled, tensors = prepare_backward(*inputs, **options)
+    with torch.cuda.device(tensors.q.device):
+        if tensors.q.numel() and tensors.k.numel():
             module.run_kernel(compiled, tensors)
         else:  # no query or no key: no output that an input could have changed, and nothing to launch
             for x in tensors.outputs.values():

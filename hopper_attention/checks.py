@@ -4,7 +4,6 @@ import math
 
 import torch
 
-from .kernels import ladder
 from .kernels.contract import DTYPES, Problem
 
 VECTOR_BYTES = 16  # every stage reads rows in 16-byte accesses or by TMA, which asks for the same
@@ -49,6 +48,25 @@ def problem_of(
         dtype=str(q.dtype).removeprefix("torch."),
         top_left=top_left,
     )
+
+
+def gradient_problem_of(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool = False,
+    top_left: bool = False,
+) -> Problem:
+    """The backward `Problem` of tensors as `problem_of` takes them, with o, lse and o's gradient. Raises as
+    that does."""
+    problem = problem_of(q, k, v, causal, top_left).with_(direction="bwd")
+    check_like("o", o, "q", q)
+    check_like("do", do, "q", q)
+    check_lse("lse", lse, q)
+    return problem
 
 
 def check_tensor(name: str, x: object) -> None:
@@ -111,11 +129,9 @@ def check_layout(name: str, x: torch.Tensor, written: bool = False) -> None:
         reach = max(reach, stride * (extent - 1) + 1)
 
 
-def refuse(stage_id: str, problem: Problem) -> None:
-    """Raise ValueError with the stage's reason when it does not support `problem`."""
-    _, module = ladder.load(stage_id)
-    if reason := module.supports(problem):
-        raise ValueError(f"{stage_id} {reason}")
+def check_layouts(**tensors: torch.Tensor) -> None:
+    for name, x in tensors.items():
+        check_layout(name, x)
 
 
 def check_device(stage: str, q: torch.Tensor) -> None:
@@ -124,20 +140,4 @@ def check_device(stage: str, q: torch.Tensor) -> None:
     if torch.cuda.get_device_capability(q.device) != (9, 0):
         raise ValueError(
             f"{stage} is machine code for sm_90a (Hopper); {torch.cuda.get_device_name(q.device)} is not"
-        )
-
-
-def workspace_bytes(spec: dict[str, tuple[tuple[int, ...], str]]) -> int:
-    return sum(math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in spec.values())
-
-
-def check_memory(stage: str, problem: Problem, device: torch.device) -> None:
-    """Raise MemoryError when the stage's scratch does not fit."""
-    found, module = ladder.load(stage)
-    needed = workspace_bytes(module.workspace(problem, **found.options))
-    free = torch.cuda.mem_get_info(device)[0]
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if needed > free:
-        raise MemoryError(
-            f"{stage} needs {needed / 1e9:.1f} GB of scratch for {problem}, {free / 1e9:.1f} GB are free"
         )

@@ -91,13 +91,13 @@ def flash_attn_func(
     argument's name, for windows, soft caps, sinks and dropout.
     """
     window = tuple(-1 if x is None else x for x in window_size)
-    for name, given, plain in (
-        ("window_size", window, ((-1, -1), (-1, 0)) if causal else ((-1, -1),)),
-        ("softcap", softcap, (0.0,)),
-        ("learnable_sink", learnable_sink, (None,)),
-        ("dropout_p", dropout_p, (0.0,)),
+    for name, given, asked in (
+        ("window_size", window, window not in ((-1, -1), (-1, 0) if causal else (-1, -1))),
+        ("softcap", softcap, softcap != 0.0),
+        ("learnable_sink", learnable_sink, learnable_sink is not None),
+        ("dropout_p", dropout_p, dropout_p != 0.0),
     ):
-        if not any(given is x or (x is not None and given == x) for x in plain):
+        if asked:
             raise NotImplementedError(f"flash_attn_func does not take {name} = {given!r}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)

@@ -18,8 +18,8 @@ import torch
 from . import cache
 from .kernels import ladder
 from .kernels.contract import DTYPES, Problem
+from .kernels.device.limits import HEAD_DIMS
 
-HEAD_DIMS = (64, 128, 256)  # that some stage takes
 FORWARD = "k6"
 BACKWARD, DETERMINISTIC = "bwd4", "bwd4_det"  # what gradients are computed with
 FUNCTION = "hopper_attention_kernel"  # in a cached file

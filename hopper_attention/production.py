@@ -3,21 +3,32 @@ loaded, once; after that a call costs a look-up, its outputs and a launch."""
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from .checks import VECTOR_BYTES, check_device, check_layout, check_like, check_lse, check_scale, problem_of
+from .checks import (
+    VECTOR_BYTES,
+    check_device,
+    check_layout,
+    check_layouts,
+    check_lse,
+    check_scale,
+    gradient_problem_of,
+    problem_of,
+)
 from .kernels import calls
 from .kernels.contract import Problem, Scratch, Tensors
 from .kernels.device.constants import GRID_YZ_MAX
-from .kernels.device.limits import HEAD_DIMS
 from .launch import BACKWARD, DETERMINISTIC, FORWARD, kernel_for
 
 KINDS_MAX = 4096  # remembered before all are forgotten
 ZEROS_MAX = 256
 
 Launch = Callable[..., None]
+Place = tuple[slice, slice]  # of batches and of heads
+WHOLE: Place = slice(None), slice(None)
+Kept = TypeVar("Kept")
 
 
 class Plan(NamedTuple):
@@ -29,11 +40,10 @@ class Plan(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Where in q and what is shaped like it, and in k, the batches and heads of a launch lie."""
+    """A launch: where in q and what is shaped like it, and in k, its batches and heads lie; its scratch."""
 
-    at_q: tuple[slice, slice]
-    at_kv: tuple[slice, slice]
-    problem: Problem
+    at_q: Place
+    at_kv: Place
     scratch: Scratch
 
 
@@ -60,8 +70,8 @@ def forward(
     )
     plan = _plans.get(kind)
     if plan is None:
-        plan = _remember(kind, _plan_forward(q, k, v, softmax_scale, causal, top_left))
-    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES:
+        plan = _keep(_plans, KINDS_MAX, kind, _plan_forward(q, k, v, softmax_scale, causal, top_left))
+    if not _aligned(q, k, v):
         check_layouts(q=q, k=k, v=v)
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -92,7 +102,7 @@ def backward(
     Raises TypeError or ValueError before anything is launched.
     """
     # What autograd hands back may be an expanded scalar or lie anywhere; what hooks have kept, too.
-    do, o = (x if _can_be_read(x) else x.clone(memory_format=torch.contiguous_format) for x in (do, o))
+    do, o = _readable(do), _readable(o)
     inputs = q, k, v, o, do
     kind = (
         *(x.shape for x in inputs),
@@ -105,9 +115,9 @@ def backward(
     plan = _plans.get(kind)
     if plan is None:
         plan = _plan_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
-        _remember(kind, plan)
-    if any(x.data_ptr() % VECTOR_BYTES for x in inputs):
-        check_layouts(q=q, k=k, v=v, o=o, do=do)
+        _keep(_plans, KINDS_MAX, kind, plan)
+    if not _aligned(q, k, v):
+        check_layouts(q=q, k=k, v=v)
     if plan.launch is None:  # no query or no key: no output that an input could have changed
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -140,61 +150,57 @@ def reason_against(
     """Why `forward`, or with "bwd" `backward`, would refuse these inputs, or None; or what `also` has against
     the problem. Asked once for inputs of a kind."""
     with contextlib.suppress(RuntimeError):  # inside `torch.func` a tensor has no address
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES:
+        if not _aligned(q, k, v):
             return f"q, k or v is not aligned to {VECTOR_BYTES} bytes"
     kind = (
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype),
         *(q.device, k.device, v.device, softmax_scale, causal, top_left, direction, also),
     )
     if kind not in _reasons:
-        if len(_reasons) >= KINDS_MAX:
-            _reasons.clear()
         try:
             problem = problem_of(q, k, v, causal, top_left).with_(direction=direction)
-            scaled = check_scale(softmax_scale, problem.head_dim) is not None
-            problem = problem.with_(scaled=scaled)
+            problem, _ = _scaled(problem, softmax_scale)
             _check_inputs(FORWARD if direction == "fwd" else BACKWARD, problem, q=q, k=k, v=v)
-            _reasons[kind] = also(problem)
+            reason = also(problem)
         except (TypeError, ValueError) as error:
-            _reasons[kind] = str(error)
+            reason = str(error)
+        _keep(_reasons, KINDS_MAX, kind, reason)
     return _reasons[kind]
-
-
-def check_layouts(**tensors: torch.Tensor) -> None:
-    for name, x in tensors.items():
-        check_layout(name, x)
 
 
 # ---- plans ------------------------------------------------------------------------------------------------
 
 
 def _plan_forward(q, k, v, softmax_scale: float | None, causal: bool, top_left: bool) -> Plan:
-    problem = problem_of(q, k, v, causal, top_left)
-    scale = check_scale(softmax_scale, problem.head_dim)
-    problem = problem.with_(scaled=scale is not None)
+    problem, scale = _scaled(problem_of(q, k, v, causal, top_left), softmax_scale)
     _check_inputs(FORWARD, problem, q=q, k=k, v=v)
-    whole = Part((slice(None),) * 2, (slice(None),) * 2, problem, calls.forward_scratch(problem))
+    whole = Part(WHOLE, WHOLE, calls.forward_scratch(problem))
     return Plan(_launch(FORWARD, problem) if q.numel() else None, scale, (whole,))
 
 
 def _plan_backward(
     do, q, k, v, o, lse, dlse, softmax_scale: float | None, causal: bool, top_left: bool, deterministic: bool
 ) -> Plan:
-    problem = problem_of(q, k, v, causal, top_left).with_(direction="bwd")
-    check_like("o", o, "q", q)
-    check_like("do", do, "q", q)
-    check_lse("lse", lse, q)
-    if dlse is not None:
+    problem, scale = _scaled(gradient_problem_of(do, q, k, v, o, lse, causal, top_left), softmax_scale)
+    if dlse is not None:  # whose kernels are given their scale
         check_lse("dlse", dlse, q)
-    scale = check_scale(softmax_scale, problem.head_dim)
-    if dlse is not None and scale is None:
-        scale = problem.head_dim**-0.5
+        scale = scale or problem.head_dim**-0.5
+        problem = problem.with_(scaled=True, lse_grad=True)
     stage_id = DETERMINISTIC if deterministic else BACKWARD
-    problem = problem.with_(scaled=scale is not None, lse_grad=dlse is not None)
     _check_inputs(stage_id, problem, q=q, k=k, v=v, o=o, do=do)
     if not (q.numel() and k.numel()):
         return Plan(None, scale, ())
-    return Plan(_launch(stage_id, problem), scale, tuple(_parts(problem, deterministic)))
+    parts = [
+        Part(at_q, at_kv, calls.backward_scratch(part, deterministic))
+        for at_q, at_kv, part in _split(problem)
+    ]
+    return Plan(_launch(stage_id, problem), scale, tuple(parts))
+
+
+def _scaled(problem: Problem, softmax_scale: float | None) -> tuple[Problem, float | None]:
+    """The problem with that scale, and the scale to give its kernel, None where it has it as a constant."""
+    scale = check_scale(softmax_scale, problem.head_dim)
+    return problem.with_(scaled=scale is not None), scale
 
 
 def _check_inputs(stage_id: str, problem: Problem, **inputs: torch.Tensor) -> None:
@@ -202,8 +208,8 @@ def _check_inputs(stage_id: str, problem: Problem, **inputs: torch.Tensor) -> No
     if problem.direction == "fwd":
         reason = calls.refuse_forward(problem)
     else:  # without a query or a key there is nothing to launch
-        parts = _parts(problem) if problem.seqlen_q and problem.seqlen_kv else ()
-        reason = next(filter(None, (calls.refuse_backward(part.problem) for part in parts)), None)
+        launches = _split(problem) if problem.seqlen_q and problem.seqlen_kv else ()
+        reason = next(filter(None, (calls.refuse_backward(part) for *_, part in launches)), None)
     if reason:
         raise ValueError(f"{stage_id} {reason}")
     check_device(stage_id, inputs["q"])
@@ -215,14 +221,7 @@ def _launch(stage_id: str, problem: Problem) -> Launch:
     return kernel_for(stage_id, least, calls.DETERMINISTIC if stage_id == DETERMINISTIC else {}).launch
 
 
-def _remember(kind: tuple[object, ...], plan: Plan) -> Plan:
-    if len(_plans) >= KINDS_MAX:
-        _plans.clear()
-    _plans[kind] = plan
-    return plan
-
-
-def _parts(problem: Problem, deterministic: bool = False) -> Iterator[Part]:
+def _split(problem: Problem) -> Iterator[tuple[Place, Place, Problem]]:
     """A backward problem in launches: batches and heads are dimensions of a grid, which has so many."""
     group = problem.heads // max(1, problem.kv_heads)
     most = max(1, GRID_YZ_MAX // max(1, group))  # key heads
@@ -231,9 +230,8 @@ def _parts(problem: Problem, deterministic: bool = False) -> Iterator[Part]:
         for head in range(0, problem.kv_heads, most):
             end = min(head + most, problem.kv_heads)
             extents = {"batch": batches.stop - batch, "heads": (end - head) * group, "kv_heads": end - head}
-            part, at = problem.with_(**extents), (slice(head * group, end * group), slice(head, end))
-            scratch = calls.backward_scratch(part, deterministic) if part.head_dim in HEAD_DIMS else {}
-            yield Part((batches, at[0]), (batches, at[1]), part, scratch)
+            at_q, at_kv = (batches, slice(head * group, end * group)), (batches, slice(head, end))
+            yield at_q, at_kv, problem.with_(**extents)
 
 
 # ---- scratch ----------------------------------------------------------------------------------------------
@@ -258,13 +256,21 @@ def _zero_integers(name: str, shape: tuple[int, ...], device: torch.device) -> t
     place = torch._C._cuda_getCurrentRawStream(device.index), device.index, name, shape
     found = _zeros.get(place)
     if found is None:
-        if len(_zeros) >= ZEROS_MAX:
-            _zeros.clear()
-        _zeros[place] = found = torch.zeros(shape, dtype=torch.int32, device=device)
+        found = _keep(_zeros, ZEROS_MAX, place, torch.zeros(shape, dtype=torch.int32, device=device))
     return found
 
 
 # ---- small matters ----------------------------------------------------------------------------------------
+
+NOTHING = contextlib.nullcontext()
+
+
+def _keep(known: dict[tuple[object, ...], Kept], most: int, key: tuple[object, ...], value: Kept) -> Kept:
+    """Remember a value; of too many, none but this one."""
+    if len(known) >= most:
+        known.clear()
+    known[key] = value
+    return value
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager:
@@ -277,12 +283,15 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
     return x.detach() if x.requires_grad else x
 
 
-def _can_be_read(x: torch.Tensor) -> bool:
+def _aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """What inputs of one kind may still differ in."""
+    return not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """x, or where a kernel cannot read it a copy."""
     try:
         check_layout("x", x)
     except ValueError:
-        return False
-    return True
-
-
-NOTHING = contextlib.nullcontext()
+        return x.clone(memory_format=torch.contiguous_format)
+    return x

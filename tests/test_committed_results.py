@@ -10,7 +10,7 @@ from rotating import sample
 
 from harness import machine_code, report
 from harness.results import Results, Row, load_all, repository, stale_rows
-from hopper_attention.checks import refuse
+from harness.stages import refuse
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import compile_kernel, compile_stage

@@ -16,11 +16,13 @@ from harness.stages import (
     forward,
     prepare,
     prepare_backward,
+    refuse,
     starts_at_zero,
+    workspace_bytes,
 )
 from harness.sweep import sweep
 from hopper_attention import launch
-from hopper_attention.checks import check_layout, problem_of, refuse, workspace_bytes
+from hopper_attention.checks import check_layout, problem_of
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem, Tensors
 
