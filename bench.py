@@ -24,6 +24,7 @@ from harness import cases, machine_code, peers, results, timing
 from harness.command import Parser, Usage, run
 from harness.inputs import hopper_gpu
 from harness.measuring import Bench, Contender, Saved, stages_for
+from harness.results import PUBLIC_CALLS
 from harness.stages import refuse
 from harness.sweep import HEAD_DIMS, SEQLENS, sweep_problem
 from hopper_attention.kernels import ladder
@@ -183,9 +184,9 @@ def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
     env |= {"gemm_tflops": round(timing.gemm_tflops(), 1), "copy_tb_per_s": round(timing.copy_tb_per_s(), 2)}
     console.print(f"bf16 GEMM {env['gemm_tflops']} TFLOP/s, copy {env['copy_tb_per_s']} TB/s on this GPU")
     files, passed = {}, True
-    bench = Bench(
-        [Contender.stage(stage_id) for stage_id in args.stages], list(env["peers"]), args.check, env
-    )
+    contenders = [Contender.stage(stage_id) for stage_id in args.stages]
+    contenders += [Contender.public_call(stage_id) for stage_id in args.stages if stage_id in PUBLIC_CALLS]
+    bench = Bench(contenders, list(env["peers"]), args.check, env)
     if args.save:
         folder = args.save / results.gpu_folder(env["gpu"])
         try:
@@ -197,13 +198,15 @@ def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
             rows = bench.measure(problem)
             passed &= not any(row.check == "fail" for row in rows)
             for stage_id in stages_for(problem, args.stages):
-                line = line_of(stage_id, problem, rows, env["gpu"])
-                console.print(f"{stage_id:5} {line}", soft_wrap=True, highlight=False)
+                names = [stage_id, *([PUBLIC_CALLS[stage_id]] if stage_id in PUBLIC_CALLS else [])]
+                for name in names:
+                    line = line_of(name, problem, rows, env["gpu"])
+                    console.print(f"{name:5} {line}", soft_wrap=True, highlight=False)
                 if files:
-                    own = [row for row in rows if row.provider in (stage_id, *peers.PEERS)]
-                    host_us = {k: v for k, v in env["host_us"].items() if k == stage_id}
+                    own = [row for row in rows if row.provider in (*names, *peers.PEERS)]
+                    host_us = {k: v for k, v in env["host_us"].items() if k in names}
                     files[stage_id].add(own, host_us=host_us)
-    console.print(f"host time of run_kernel, µs: {env['host_us']}")
+    console.print(f"host time of a call, µs: {env['host_us']}")
     for file in files.values():
         console.print(f"wrote {file.path}")
     if not passed:

@@ -10,6 +10,7 @@ a discount for the causal mask.
 
 import argparse
 import json
+import statistics
 import sysconfig
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hopper_attention
 
+WARM_UP = 5  # steps that are not timed
 Attention = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 ]  # (batch, heads, seqlen, head_dim)
@@ -63,6 +65,7 @@ def ours(q, k, v):
     return hopper_attention.attention(q, k, v, causal=True)
 
 
+@torch.compiler.disable  # not traced: around it the graph breaks
 def flash_attention_4(q, k, v):
     from flash_attn.cute import flash_attn_func
 
@@ -70,6 +73,7 @@ def flash_attention_4(q, k, v):
     return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
 
 
+@torch.compiler.disable
 def flash_attention_3(q, k, v):
     from flash_attn_interface import flash_attn_func
 
@@ -125,9 +129,11 @@ class GPT(nn.Module):
         x = self.tokens(text) + self.places.weight
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(
-            (self.norm(x) @ self.tokens.weight.T).flatten(0, 1).float(), following.flatten()
-        )
+        return self.head_loss(x, following)
+
+    def head_loss(self, x: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        scores = self.norm(x) @ self.tokens.weight.T
+        return F.cross_entropy(scores.flatten(0, 1).float(), following.flatten())
 
 
 # ---- training ---------------------------------------------------------------------------------------------
@@ -139,41 +145,57 @@ def standard_library() -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8)
 
 
-def train(
-    name: str, seqlen: int, attention: Attention, steps: int, compiled: bool = False, seed: int = 0
-) -> dict[str, object]:
-    """Tokens a second and TFLOP/s, the median of the steps after the first five, and every step's loss."""
-    config = CONFIGS[name]
-    torch.manual_seed(seed)
-    torch.cuda.reset_peak_memory_stats()
-    with torch.device("cuda"):
-        model = GPT(config, seqlen, attention).bfloat16()
-    parameters = sum(x.numel() for x in model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    step = torch.compile(model) if compiled else model
-    text, generator = standard_library().cuda(), torch.Generator().manual_seed(1)
-    batch = max(1, config.tokens // seqlen)
-    losses, times = [], []
-    for _ in range(steps):
-        starts = torch.randint(len(text) - seqlen - 1, (batch, 1), generator=generator).cuda()
-        taken = text[starts + torch.arange(seqlen + 1, device="cuda")].long()
+class Run:
+    """A model with its optimizer, trained with one attention; every run of a seed starts from the same
+    weights."""
+
+    def __init__(self, config: Config, seqlen: int, attention: Attention, compiled: bool, seed: int):
+        torch.manual_seed(seed)
+        with torch.device("cuda"):
+            self.model = GPT(config, seqlen, attention).bfloat16()
+        if compiled:  # block by block: all of a model share what is compiled for one
+            for block in self.model.blocks:
+                block.compile()
+            self.model.head_loss = torch.compile(self.model.head_loss)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def step(self, text: torch.Tensor) -> None:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        loss = step(taken[:, :-1], taken[:, 1:])
+        loss = self.model(text[:, :-1], text[:, 1:])
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-        losses.append(loss.item())
-    seconds = sorted(times[5:])[len(times[5:]) // 2]
+        self.seconds.append(time.perf_counter() - start)
+        self.losses.append(loss.item())
+
+
+def train(
+    name: str, seqlen: int, attention: list[Attention], steps: int, compiled: bool = False, seed: int = 0
+) -> list[dict[str, object]]:
+    """Tokens a second and TFLOP/s, of the median step after WARM_UP, and every loss, for each way to compute
+    attention. They take turns, step by step, on the same text: the GPU's clock is the same for all."""
+    config = CONFIGS[name]
+    batch = max(1, config.tokens // seqlen)
+    runs = [Run(config, seqlen, one, compiled, seed) for one in attention]
+    text, generator = standard_library().cuda(), torch.Generator().manual_seed(seed)
+    for turn in range(steps):
+        starts = torch.randint(len(text) - seqlen - 1, (batch, 1), generator=generator).cuda()
+        taken = text[starts + torch.arange(seqlen + 1, device="cuda")].long()
+        first = turn % len(runs)
+        for run in (*runs[first:], *runs[:first]):
+            run.step(taken)
+    parameters = sum(x.numel() for x in runs[0].model.parameters())
     flops = 6 * batch * seqlen * parameters + 12 * config.layers * config.hidden * seqlen**2 * batch
-    return {
-        "tokens_per_s": batch * seqlen / seconds,
-        "tflops": flops / seconds / 1e12,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
-        "losses": losses,
-    }
+    found = []
+    for run in runs:
+        seconds = statistics.median(run.seconds[WARM_UP:])
+        rates = {"tokens_per_s": batch * seqlen / seconds, "tflops": flops / seconds / 1e12}
+        found.append(rates | {"ms": 1e3 * seconds, "losses": run.losses})
+    return found
 
 
 def main() -> None:
@@ -181,29 +203,30 @@ def main() -> None:
     parser.add_argument("--model", choices=CONFIGS, default="small")
     parser.add_argument("--seqlen", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--attention", nargs="+", choices=ATTENTION, default=["hopper_attention", "sdpa"])
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument(
+        "--attention", nargs="+", choices=ATTENTION, default=["hopper_attention", "sdpa"],
+        help="take turns; one named twice shows by how much two of its own runs differ",
+    )  # fmt: skip
+    parser.add_argument("--compile", action="store_true", help="each block by torch.compile")
     parser.add_argument("--save", type=Path, help="add what was measured to a JSON file")
     args = parser.parse_args()
-    if args.steps < 6:
-        parser.error("--steps must be 6 or more: the first five are not timed")
-    for name in args.attention:
-        torch._dynamo.reset()
-        try:
-            found = train(args.model, args.seqlen, ATTENTION[name], args.steps, args.compile)
-        except ImportError as error:
-            print(f"{name:18} not installed: {error.name}")
-            continue
-        how = "compiled" if args.compile else "eager"
+    if args.steps <= WARM_UP:
+        parser.error(f"--steps must be more than {WARM_UP}: so many are not timed")
+    torch._dynamo.config.recompile_limit = 64  # past it a model would run uncompiled
+    how = "compiled" if args.compile else "eager"
+    calls = [ATTENTION[name] for name in args.attention]
+    rows = json.loads(args.save.read_text()) if args.save and args.save.exists() else []
+    for name, found in zip(args.attention, train(args.model, args.seqlen, calls, args.steps, args.compile)):
         print(
             f"{name:18} {args.model}, seqlen {args.seqlen}, {how}: {found['tokens_per_s']:,.0f} tokens/s, "
-            f"{found['tflops']:.0f} TFLOP/s, {found['peak_gb']:.1f} GB, last loss {found['losses'][-1]:.4f}",
+            f"{found['tflops']:.0f} TFLOP/s, last loss {found['losses'][-1]:.4f}",
             flush=True,
         )
-        if args.save:
-            rows = json.loads(args.save.read_text()) if args.save.exists() else []
-            what = {"model": args.model, "seqlen": args.seqlen, "how": how, "attention": name}
-            args.save.write_text(json.dumps([*rows, what | found], indent=1) + "\n")
+        what = {"model": args.model, "seqlen": args.seqlen, "how": how, "attention": name}
+        where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        rows.append(what | where | found)
+    if args.save:
+        args.save.write_text("[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n")
 
 
 if __name__ == "__main__":

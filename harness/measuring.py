@@ -9,7 +9,7 @@ import contextlib
 import gc
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch
 from harness import machine_code, peers, reference, results, timing
 from harness.inputs import poison, random_inputs
 from harness.stages import check_memory
+from hopper_attention import attention, attention_backward
 from hopper_attention.kernels import ladder
-from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.contract import Problem, Tensors
 from hopper_attention.launch import compile_kernel
 
 # From this length on, and for who is this fast, the power cap and not the burst is what a user sees.
@@ -28,7 +29,8 @@ SUSTAINED_FROM, SUSTAINED_TFLOPS = 16384, 100.0
 
 @dataclass(frozen=True)
 class Contender:
-    """A kernel file with options, under the name its rows carry: a stage, or a variant of one."""
+    """A kernel file with options, under the name its rows carry: a stage, the library's call of it, or a
+    variant."""
 
     name: str
     stage_id: str
@@ -38,9 +40,27 @@ class Contender:
     def stage(cls, stage_id: str) -> "Contender":
         return cls(stage_id, stage_id, ladder.load(stage_id)[0].options)
 
+    @classmethod
+    def public_call(cls, stage_id: str) -> "Contender":
+        return replace(cls.stage(stage_id), name=results.PUBLIC_CALLS[stage_id])
+
     @property
-    def is_stage(self) -> bool:
-        return self.name == self.stage_id
+    def is_variant(self) -> bool:
+        return self.name not in (self.stage_id, results.PUBLIC_CALLS.get(self.stage_id))
+
+
+class PublicCall:
+    """Stands where a stage's kernel file does: runs its kernel through the library, which allocates."""
+
+    def __init__(self, contender: Contender, problem: Problem):
+        self.options = {"causal": problem.causal, "top_left": problem.top_left, **contender.options}
+
+    def run_kernel(self, compiled: object, t: Tensors) -> None:
+        if t.do is None:
+            t.o, t.lse = attention(t.q, t.k, t.v, **self.options, return_lse=True)
+        else:
+            inputs = t.do, t.q, t.k, t.v, t.o, t.lse
+            t.dq, t.dk, t.dv = attention_backward(*inputs, **self.options)
 
 
 def stages_for(problem: Problem, stage_ids: list[str]) -> list[str]:
@@ -63,11 +83,13 @@ def ready(contender: Contender, expected: reference.Expected, problem: Problem) 
     _, file = ladder.load(contender.stage_id)
     check_memory(contender.stage_id, problem, expected.q.device)
     compiled = compile_kernel(contender.stage_id, problem, **contender.options)
-    return file, compiled, expected.allocate(file, problem, **contender.options)
+    tensors = expected.allocate(file, problem, **contender.options)
+    public = contender.name == results.PUBLIC_CALLS.get(contender.stage_id)
+    return PublicCall(contender, problem) if public else file, compiled, tensors
 
 
 def host_microseconds(contender: Contender, problem: Problem) -> float:
-    """Host time of one `run_kernel`, on a problem so small that the GPU is done before the host."""
+    """Host time of one call, on a problem so small that the GPU is done before the host."""
     problem = problem.with_(batch=1, heads=1, kv_heads=1, seqlen_q=64, seqlen_kv=64)
     q, k, v, *do = random_inputs(problem)
     small = reference.Expected(q, k, v, problem.causal, *do)
@@ -156,16 +178,16 @@ class _One:
             yield results.Row.on(problem, name, error=text)
             return
         call = lambda: file.run_kernel(compiled, tensors)
-        stage, _ = ladder.load(contender.stage_id)
-        rounding = reference.rounding_of(stage, file, problem, **contender.options)
+        rounding = reference.rounding_of(*ladder.load(contender.stage_id), problem, **contender.options)
 
         def judge() -> reference.Verdict:
             poison(tensors)
             call()
             return self.expected.judge(tensors.outputs, rounding)
 
-        # Outputs and scratch: `run_kernel` allocates nothing.
-        known = {"cubin_sha256": machine_code.identity(compiled), "peak_bytes": peak()}
+        known = {"cubin_sha256": machine_code.identity(compiled)}
+        if not isinstance(file, PublicCall):
+            known["peak_bytes"] = peak()  # outputs and scratch: a stage's `run_kernel` allocates nothing
         kernel = (name, problem.head_dim, problem.causal, problem.dtype, problem.top_left)
         if bench.check_all or kernel not in bench.checked:
             verdict = judge()
@@ -175,7 +197,7 @@ class _One:
             bench.checked.add(kernel)
             self.judges[name] = judge
             known |= {"check": "pass", "max_error": verdict.max_error}
-        if contender.is_stage and name not in bench.environment["host_us"]:
+        if not contender.is_variant and name not in bench.environment["host_us"]:
             bench.environment["host_us"][name] = round(host_microseconds(contender, problem), 2)
         self.calls[name], self.known[name] = call, known
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullFormatter
 
-from harness.results import PEER_LABELS, Results, Row
+from harness.results import PEER_LABELS, PUBLIC_CALLS, Results, Row
 from harness.sweep import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, sweep_problem
 from hopper_attention.cache import write_atomically
 from hopper_attention.kernels.contract import Problem
@@ -79,7 +79,7 @@ def plot_stage(results: Results, path: Path | str) -> None:
     value, a missing one the reason, and the stage's place "not measured" where it has no row. Raises
     ValueError when no row belongs to the benchmark's sweep.
     """
-    rows = results.sweep_rows()
+    rows = [row for row in results.sweep_rows() if row.provider not in PUBLIC_CALLS.values()]
     if not rows:
         raise ValueError(f"results of {results.stage} hold no row of the sweep to draw")
     present = {row.provider for row in rows}

@@ -47,12 +47,21 @@ PEER_LABELS = {
     "fa4": "FlashAttention-4",
 }
 
+# The library's call that runs a stage, by stage: a provider of its own, timed beside the kernel alone.
+PUBLIC_CALLS = {
+    "k6": "attention",
+    "bwd4": "attention_backward",
+    "bwd4_det": "attention_backward, deterministic",
+}
+
 
 @dataclass
 class Row:
-    """One provider (a stage or a peer) on one problem: its time, or in `error` the reason there is none.
+    """One provider (a stage, a public call or a peer) on one problem: its time, or in `error` the reason
+    there is none.
 
-    Times are milliseconds, rates TFLOP/s by `Problem.flops`. `check` is "pass" for a stage, None for a peer.
+    Times are milliseconds, rates TFLOP/s by `Problem.flops`. `check` is "pass" but for a peer, where it is
+    None.
     """
 
     provider: str
@@ -145,7 +154,8 @@ class Results:
 
     def best_peer(self, problem: Problem) -> Row | None:
         """The fastest timed row of another provider for a problem, or None."""
-        peers = [row for row in self.rows if row.provider != self.stage and row.problem == problem]
+        own = self.stage, PUBLIC_CALLS.get(self.stage)
+        peers = [row for row in self.rows if row.provider not in own and row.problem == problem]
         return max((row for row in peers if row.tflops is not None), key=lambda row: row.tflops, default=None)
 
     def sweep_rows(self) -> list[Row]:

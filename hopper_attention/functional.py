@@ -22,12 +22,12 @@ def attention(
     q, k, v: (batch, heads, seqlen, head_dim), bf16 or fp16, head_dim 64, 128 or 256, rows 16-byte aligned and
     contiguous, any other strides; k and v may have fewer heads. Returns o like q, dense, its dimensions in
     memory in q's order, and with `return_lse` also the natural-log logsumexp of each row's scaled scores,
-    fp32 (batch, heads, seqlen), which carries no gradient. o can be differentiated, once.
+    fp32 (batch, heads, seqlen). o and lse can be differentiated, once.
 
-    `softmax_scale` is 1/√head_dim, and no other is taken yet. With `causal` query i sees keys up to
-    i + seqlen_kv − seqlen_q, a mask aligned at the bottom right; one that sees none has o = 0 and lse = −∞.
-    With `top_left` besides it sees keys up to i, as PyTorch's `is_causal` means it. At equal lengths the two
-    are one mask.
+    `softmax_scale` is positive, by default 1/√head_dim; another value costs no compile. With `causal` query i
+    sees keys up to i + seqlen_kv − seqlen_q, a mask aligned at the bottom right; one that sees none has o = 0
+    and lse = −∞. With `top_left` besides it sees keys up to i, as PyTorch's `is_causal` means it. At equal
+    lengths the two are one mask.
 
     With `deterministic`, or under `torch.use_deterministic_algorithms`, gradients have the same bits in every
     run. Under autocast q, k and v are cast to its type. Raises TypeError or ValueError before anything is
@@ -58,7 +58,7 @@ def attention_backward(
     """Gradients of `attention` on PyTorch's current stream: dq, dk, dv, each like its input, dense, its
     dimensions in memory in that input's order.
 
-    do and dlse are the gradients of o and lse, of which the second is refused as yet; q, k, v, o, lse are
+    do and dlse are the gradients of o and lse; q, k, v, o, lse are
     what `attention` took and, with `return_lse`, gave: those of a larger problem are as good, of which k and
     v are a part. The rest as there; lse must be contiguous.
     """

@@ -35,7 +35,6 @@ library.define(
 forward = torch.ops.hopper_attention.forward.default
 backward = torch.ops.hopper_attention.backward.default
 below_autograd = torch._C._AutoDispatchBelowAutograd
-LSE_HAS_A_GRADIENT = False  # until the kernels for it are within reach (`kernels.calls`)
 
 
 # ---- what runs --------------------------------------------------------------------------------------------
@@ -88,8 +87,6 @@ class Attention(Function):
     def forward(ctx, q, k, v, *options):
         with to_the_level_below(), below_autograd():
             o, lse = forward(q, k, v, *options)
-        if not LSE_HAS_A_GRADIENT:
-            ctx.mark_non_differentiable(lse)
         ctx.options = options
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)

@@ -1,9 +1,5 @@
 """What a caller of k6 and bwd4 must know to launch them: what they take, the scratch they need, the order of
-their arguments. Imports no compiler, so that a call whose kernels are compiled already waits for none.
-
-Both files also compile kernels that are given their softmax_scale, and a gradient of the LSE
-(`Problem.scaled`, `lse_grad`). No GPU has run them: until they have records of what they passed
-(`ref_check.py --save`), `refuse_options` keeps them out of reach."""
+their arguments. Imports no compiler, so that a call whose kernels are compiled already waits for none."""
 
 import math
 
@@ -13,7 +9,6 @@ from .device.limits import (
     TILE_Q,
     refuse_heads_on_grid,
     refuse_long_heads,
-    refuse_options,
     refuse_unless_gqa,
     scratch_shapes,
     sums_of_dq,
@@ -24,14 +19,13 @@ DETERMINISTIC = {"deterministic": True}  # bwd4_det's options
 
 def refuse_forward(problem: Problem) -> str | None:
     """Why k6 refuses the problem, or None."""
-    return refuse_unless_gqa(problem) or refuse_options(problem)
+    return refuse_unless_gqa(problem)
 
 
 def refuse_backward(problem: Problem) -> str | None:
     """Why bwd4 and bwd4_det refuse the problem, or None."""
     return (
         refuse_unless_gqa(problem, "bwd")
-        or refuse_options(problem)
         or refuse_long_heads(problem, COLUMN_BYTES[problem.head_dim])
         or refuse_heads_on_grid(problem)
     )

@@ -21,7 +21,7 @@ import bench
 import ref_check
 from harness import cases, machine_code, measuring, mutations, peers, reference, results, timing
 from harness.inputs import random_inputs
-from harness.results import Results, repository
+from harness.results import PUBLIC_CALLS, Results, repository
 from harness.sweep import sweep
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem, Tensors
@@ -269,7 +269,8 @@ class ToyKernel:
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
     """A stage's stand-in by its id; what is an exception is raised while preparing the launch."""
-    stand_ins: dict[str, ToyKernel | Exception] = {stage_id: ToyKernel() for stage_id in ladder.LADDER}
+    names = *ladder.LADDER, *PUBLIC_CALLS.values()
+    stand_ins: dict[str, ToyKernel | Exception] = {name: ToyKernel() for name in names}
 
     def ready(contender: measuring.Contender, expected: reference.Expected, problem: Problem) -> tuple:
         toy = stand_ins[contender.name]
@@ -355,6 +356,43 @@ def test_a_passing_run_is_saved(toys: dict, tmp_path: Path, capsys: pytest.Captu
             "math": "OOM: needs at least 9.5 GiB, the GPU has 9.0",
             "flex": "unsupported: no such mask",
         }
+
+
+def test_a_public_call_is_timed_beside_its_kernel(
+    toys: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row of its own in the stage's file, checked like the stage's, and no peer of it."""
+    command = ["k6", *SMALL, "--seqlen", "64", "--save", str(tmp_path)]
+    assert bench.main(command) == 0
+    assert re.search(r"^attention +b4 h2 .* pass .* 1\.000 × fa2", capsys.readouterr().out, re.M)
+    saved = load(tmp_path, "k6")
+    assert {row.provider: row.check for row in saved.rows if row.tflops} == {
+        "k6": "pass", "attention": "pass", "fa2": None,
+    }  # fmt: skip
+    assert saved.best_peer(saved.rows[0].problem).provider == "fa2"
+    assert saved.environment["host_us"] == {"k6": 4.32, "attention": 4.32}
+    toys["attention"] = ToyKernel(writes=1)
+    assert bench.main(command) == 1
+    assert "after the timing" in capsys.readouterr().out
+
+
+def test_what_is_timed_of_a_public_call_is_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its outputs are the ones that are judged, not what was allocated beside it."""
+    seen = []
+    found = {"attention": ("o", "lse"), "attention_backward": ("dq", "dk", "dv")}
+    for name, outputs in found.items():
+        call = lambda *x, outputs=outputs, **options: seen.append(options) or outputs
+        monkeypatch.setattr(measuring, name, call)
+    of_stage = {"k6": {"return_lse": True}, "bwd4": {}, "bwd4_det": {"deterministic": True}}
+    for stage_id, options in of_stage.items():
+        contender = measuring.Contender.public_call(stage_id)
+        direction = ladder.load(stage_id)[0].direction
+        problem = Problem.square(1, 2, 64, 64, True, direction=direction)
+        q, k, v, *do = random_inputs(problem, "cpu")
+        t = Tensors(q, k, v, q, q, do=do[0] if do else None)
+        measuring.PublicCall(contender, problem).run_kernel(None, t)
+        assert list(t.outputs.values()) == list(t.outputs)
+        assert seen.pop() == {"causal": True, "top_left": False, **options}
 
 
 def test_a_second_run_joins_the_first(toys: dict, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import torch
 
 from hopper_attention import production
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.kernels.device.limits import refuse_options
 
 Launched = list[tuple[str, Problem, tuple]]
 
@@ -22,7 +21,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
     monkeypatch.setattr(production, "kernel_for", kernel_for)
     monkeypatch.setattr(production, "check_device", lambda stage_id, q: None)
-    monkeypatch.setattr(production.calls, "refuse_options", lambda problem: None)  # as if they had records
     for name in ("_plans", "_reasons", "_zeros"):
         monkeypatch.setattr(production, name, {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
@@ -217,22 +215,6 @@ def test_reasons(launched: Launched) -> None:
     assert "contiguous in its last" in against(q.mT.contiguous().mT, k, v)
     slow = lambda problem: f"{problem.direction} is slow"
     assert production.reason_against("bwd", q, k, v, None, False, False, slow) == "bwd is slow"
-
-
-def test_kernels_without_a_record_are_refused_by_name(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(production.calls, "refuse_options", refuse_options)
-    q, k, v = tensors(2, 4, 16, 64)
-    with pytest.raises(ValueError, match="k6 scales scores by 1/√head_dim, and takes no other"):
-        forward(q, k, v, scale=0.2)
-    with pytest.raises(ValueError, match=r"bwd4 scales scores by 1/√head_dim"):
-        backward(q, k, v, scale=0.2)
-    with pytest.raises(ValueError, match="bwd4 takes no gradient of the LSE"):
-        backward(q, k, v, dlse=torch.zeros(2, 4, 16))
-    assert "no other softmax_scale" in production.reason_against("fwd", q, k, v, 0.2, False, False)
-    forward(q, k, v, scale=64**-0.5)
-    assert len(launched) == 1
 
 
 def test_scratch_of_one_launch_is_never_shared(launched: Launched) -> None:
