@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType, MethodType
 
 import torch
 import torch.nn.functional as F
@@ -129,9 +130,6 @@ class GPT(nn.Module):
         x = self.tokens(text) + self.places.weight
         for block in self.blocks:
             x = block(x)
-        return self.head_loss(x, following)
-
-    def head_loss(self, x: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         scores = self.norm(x) @ self.tokens.weight.T
         return F.cross_entropy(scores.flatten(0, 1).float(), following.flatten())
 
@@ -145,18 +143,25 @@ def standard_library() -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8)
 
 
+def compile_forward(modules: list[nn.Module]) -> None:
+    """Have a class's modules computed by one compiled `forward`, of which no other module's has a part: what
+    `torch.compile` keeps, it keeps by code object, and searches in every call."""
+    plain = type(modules[0]).forward
+    copy = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__)
+    for module in modules:
+        module.forward = torch.compile(MethodType(copy, module))
+
+
 class Run:
     """A model with its optimizer, trained with one attention; every run of a seed starts from the same
     weights."""
 
-    def __init__(self, config: Config, seqlen: int, attention: Attention, compiled: bool, seed: int):
+    def __init__(self, config: Config, seqlen: int, attention: Attention, compiled: str | None, seed: int):
         torch.manual_seed(seed)
         with torch.device("cuda"):
             self.model = GPT(config, seqlen, attention).bfloat16()
-        if compiled:  # block by block: all of a model share what is compiled for one
-            for block in self.model.blocks:
-                block.compile()
-            self.model.head_loss = torch.compile(self.model.head_loss)
+        if compiled:
+            compile_forward([self.model] if compiled == "model" else list(self.model.blocks))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -174,7 +179,7 @@ class Run:
 
 
 def train(
-    name: str, seqlen: int, attention: list[Attention], steps: int, compiled: bool = False, seed: int = 0
+    name: str, seqlen: int, attention: list[Attention], steps: int, compiled: str | None, seed: int = 0
 ) -> list[dict[str, object]]:
     """Tokens a second and TFLOP/s, of the median step after WARM_UP, and every loss, for each way to compute
     attention. They take turns, step by step, on the same text: the GPU's clock is the same for all."""
@@ -207,13 +212,13 @@ def main() -> None:
         "--attention", nargs="+", choices=ATTENTION, default=["hopper_attention", "sdpa"],
         help="take turns; one named twice shows by how much two of its own runs differ",
     )  # fmt: skip
-    parser.add_argument("--compile", action="store_true", help="each block by torch.compile")
+    parser.add_argument("--compile", choices=["model", "blocks"], help="by torch.compile: whole, or by layer")
     parser.add_argument("--save", type=Path, help="add what was measured to a JSON file")
     args = parser.parse_args()
     if args.steps <= WARM_UP:
         parser.error(f"--steps must be more than {WARM_UP}: so many are not timed")
     torch._dynamo.config.recompile_limit = 64  # past it a model would run uncompiled
-    how = "compiled" if args.compile else "eager"
+    how = f"{args.compile} compiled" if args.compile else "eager"
     calls = [ATTENTION[name] for name in args.attention]
     rows = json.loads(args.save.read_text()) if args.save and args.save.exists() else []
     for name, found in zip(args.attention, train(args.model, args.seqlen, calls, args.steps, args.compile)):

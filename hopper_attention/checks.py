@@ -1,6 +1,7 @@
 """What the public calls refuse, before anything is compiled, allocated or launched."""
 
 import math
+from numbers import Real
 
 import torch
 
@@ -86,9 +87,13 @@ def check_like(name: str, x: object, like_name: str, like: torch.Tensor) -> None
 
 def check_scale(softmax_scale: float | None, head_dim: int) -> float | None:
     """`softmax_scale`, or None where it is 1/√head_dim, which kernels have as a constant."""
-    if softmax_scale is not None and not 0.0 < softmax_scale < math.inf:
+    if softmax_scale is None:
+        return None
+    if not isinstance(softmax_scale, Real):
+        raise TypeError(f"softmax_scale must be a number, not {type(softmax_scale).__name__}")
+    if not 0.0 < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale must be positive and finite, not {softmax_scale}")
-    return None if softmax_scale in (None, head_dim**-0.5, 1 / math.sqrt(head_dim)) else softmax_scale
+    return None if softmax_scale in (head_dim**-0.5, 1 / math.sqrt(head_dim)) else float(softmax_scale)
 
 
 def check_lse(name: str, lse: object, q: torch.Tensor) -> None:

@@ -33,11 +33,12 @@ def attention(
     run. Under autocast q, k and v are cast to its type. Raises TypeError or ValueError before anything is
     launched, also when called from a compiled graph.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x)
-    if type(q) is not torch.Tensor and not torch.compiler.is_compiling():
-        ops.know_subclass(q)  # under inference_mode no Autograd kernel does it
-    o, lse = ops.forward(q, k, v, softmax_scale, causal, top_left, deterministic)
+    if not type(q) is type(k) is type(v) is torch.Tensor:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_tensor(name, x)
+        if not torch.compiler.is_compiling():
+            ops.know_subclass(q)  # under inference_mode no Autograd kernel does it
+    o, lse = ops.call_forward(q, k, v, softmax_scale, causal, top_left, deterministic)
     return (o, lse) if return_lse else o
 
 

@@ -81,12 +81,16 @@ at_this_level = torch._functorch.utils.enable_single_level_autograd_function
 
 
 class Attention(Function):
-    """Forward by `forward`, gradients of o and of lse by `backward`."""
+    """Forward by `forward`, gradients of o and of lse by `backward`, or where nothing would see these
+    operators by what they run."""
 
     @staticmethod
-    def forward(ctx, q, k, v, *options):
-        with to_the_level_below(), below_autograd():
-            o, lse = forward(q, k, v, *options)
+    def forward(ctx, unseen, q, k, v, *options):
+        if unseen:
+            o, lse = run_forward(q, k, v, *options)
+        else:
+            with to_the_level_below(), below_autograd():
+                o, lse = forward(q, k, v, *options)
         ctx.options = options
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)
@@ -95,10 +99,12 @@ class Attention(Function):
     @staticmethod
     def backward(ctx, do, dlse):
         q, k, v, o, lse = ctx.saved_tensors
+        rest = (None,) * len(ctx.options)
         if do is None and dlse is None:
-            return (None,) * (3 + len(ctx.options))
+            return None, None, None, None, *rest
         do = torch.zeros_like(o) if do is None else do
-        return *backward(do, q, k, v, o, lse, dlse, *ctx.options), *[None] * len(ctx.options)
+        run = run_backward if unseen(q, k, v) and not torch.is_grad_enabled() else backward
+        return None, *run(do, q, k, v, o, lse, dlse, *ctx.options), *rest
 
 
 class Gradients(Function):
@@ -148,7 +154,7 @@ def differentiable_forward(q, k, v, softmax_scale=None, causal=False, top_left=F
     refuse_tangents(q, k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         with at_this_level():
-            return Attention.apply(q, k, v, *options)
+            return Attention.apply(False, q, k, v, *options)
     with below_autograd():
         return forward(q, k, v, *options)
 
@@ -165,6 +171,43 @@ def differentiable_backward(
             return Gradients.apply(*inputs)
     with below_autograd():
         return backward(*inputs)
+
+
+# Bound once: each is asked in every call.
+is_compiling, autocasts, profiles = (
+    torch.compiler.is_dynamo_compiling,
+    torch._C._is_any_autocast_enabled,
+    torch._C._autograd._profiler_enabled,
+)
+dispatch_modes, function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+transforms, tracing = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
+
+
+def unseen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether nothing there would see an operator called on these: no compiler, subclass, mode, autocast,
+    transform, trace, profiler or tangent."""
+    return (
+        not is_compiling()
+        and type(q) is type(k) is type(v) is torch.Tensor
+        and not dispatch_modes()
+        and not function_modes()
+        and not autocasts()
+        and not transforms()
+        and tracing() is None
+        and not profiles()
+        and forward_ad._current_level < 0
+    )
+
+
+def call_forward(q, k, v, *options):
+    """`forward`, but where nothing would see it without the dispatcher, whose way to Python and back takes as
+    long as all the rest."""
+    if not unseen(q, k, v):
+        return forward(q, k, v, *options)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        with at_this_level():
+            return Attention.apply(True, q, k, v, *options)
+    return run_forward(q, k, v, *options)
 
 
 library.impl("forward", differentiable_forward, "Autograd")

@@ -18,16 +18,17 @@ from .checks import (
     problem_of,
 )
 from .kernels import calls
-from .kernels.contract import Problem, Scratch, Tensors
+from .kernels.contract import Problem, Scratch
 from .kernels.device.constants import GRID_YZ_MAX
 from .launch import BACKWARD, DETERMINISTIC, FORWARD, kernel_for
 
 KINDS_MAX = 4096  # remembered before all are forgotten
-ZEROS_MAX = 256
+COUNTERS_MAX = 256
 
 Launch = Callable[..., None]
 Place = tuple[slice, slice]  # of batches and of heads
 WHOLE: Place = slice(None), slice(None)
+Dense = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # what is allocated: shape, strides and type
 Kept = TypeVar("Kept")
 
 
@@ -35,8 +36,10 @@ class Plan(NamedTuple):
     """What inputs of one kind are computed with. `launch` is None where there is nothing to compute."""
 
     launch: Launch | None
-    scale: float | None  # of a scaled problem
+    outputs: tuple[Dense, ...]
     parts: tuple["Part", ...]  # a launch each
+    given: tuple[float, ...]  # of a scaled problem: its scale
+    unreadable: bool = False  # whether do or o lies as no kernel reads it, and is copied
 
 
 class Part(NamedTuple):
@@ -44,12 +47,13 @@ class Part(NamedTuple):
 
     at_q: Place
     at_kv: Place
-    scratch: Scratch
+    floats: tuple[Dense, ...]
+    counters: tuple[Dense, ...]  # int32: after the floats among a launch's arguments
 
 
 _plans: dict[tuple[object, ...], Plan] = {}
 _reasons: dict[tuple[object, ...], str | None] = {}
-_zeros: dict[tuple[object, ...], torch.Tensor] = {}
+_counters: dict[tuple[object, ...], list[torch.Tensor]] = {}
 
 
 def forward(
@@ -64,23 +68,31 @@ def forward(
 
     Raises TypeError or ValueError before anything is launched.
     """
-    kind = (
-        *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
-        *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, softmax_scale, causal, top_left),
-    )
+    # What a plan follows from. The rest of what it asks of its inputs (that v is like k, types, devices,
+    # alignment) the launch itself checks, in less time than reading it here takes.
+    device = q.device
+    options = softmax_scale, causal, top_left
+    kind = q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, device, options
     plan = _plans.get(kind)
     if plan is None:
-        plan = _keep(_plans, KINDS_MAX, kind, _plan_forward(q, k, v, softmax_scale, causal, top_left))
-    if not _aligned(q, k, v):
-        check_layouts(q=q, k=k, v=v)
-    o = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if plan.launch is not None:
-        with _current(q.device):
-            workspace = _workspace(plan.parts[0].scratch, q.device)
-            calls.run_forward(
-                plan.launch, Tensors(*map(_plain, (q, k, v)), o, lse, workspace, softmax_scale=plan.scale)
-            )
+        plan = _plan_forward(q, k, v, *options)
+        if plan.launch is None:
+            return torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=device)
+        _keep(_plans, KINDS_MAX, kind, plan)
+    try:
+        if device.index == current_device():
+            return _forward(plan, q, k, v, device)
+        with torch.cuda.device(device):
+            return _forward(plan, q, k, v, device)
+    except Exception:
+        _plan_forward(q, k, v, *options)  # raises with the name of what is wrong
+        raise
+
+
+def _forward(plan: Plan, q, k, v, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    o, lse = (empty(*x) for x in plan.outputs)
+    scratch = _scratch(plan.parts[0], device)
+    calls.launch_forward(plan.launch, q, k, v, o, lse, scratch, plan.given)
     return o, lse
 
 
@@ -101,39 +113,40 @@ def backward(
 
     Raises TypeError or ValueError before anything is launched.
     """
-    # What autograd hands back may be an expanded scalar or lie anywhere; what hooks have kept, too.
-    do, o = _readable(do), _readable(o)
-    inputs = q, k, v, o, do
-    kind = (
-        *(x.shape for x in inputs),
-        *(x.stride() for x in (*inputs, lse)),
-        *(x.dtype for x in inputs),
-        *(x.device for x in inputs),
-        *(x if x is None else (x.shape, x.dtype, x.device) for x in (lse, dlse)),
-        *(softmax_scale, causal, top_left, deterministic),
-    )
+    device = q.device
+    options = softmax_scale, causal, top_left, deterministic
+    strides = q.stride(), k.stride(), v.stride(), o.stride(), do.stride(), lse.stride()
+    kind = q.shape, k.shape, strides, q.dtype, device, dlse is None, options
     plan = _plans.get(kind)
     if plan is None:
-        plan = _plan_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
+        plan = _plan_backward(do, q, k, v, o, lse, dlse, *options)
+        if plan.launch is None:  # no query or no key: no output that an input could have changed
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         _keep(_plans, KINDS_MAX, kind, plan)
-    if not _aligned(q, k, v):
-        check_layouts(q=q, k=k, v=v)
-    if plan.launch is None:  # no query or no key: no output that an input could have changed
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    of_q = [_plain(x) for x in (q, o, lse, do, dq)]
-    of_kv = [_plain(x) for x in (k, v, dk, dv)]
-    dlse = None if dlse is None else _plain(dlse).contiguous()
-    with _current(q.device):
-        for part in plan.parts:
-            there, there_kv, dlse_there = of_q, of_kv, dlse
-            if len(plan.parts) > 1:
-                there, there_kv = [x[part.at_q] for x in of_q], [x[part.at_kv] for x in of_kv]
-                dlse_there = None if dlse is None else dlse[part.at_q].contiguous()
-            (q_, o_, lse_, do_, dq_), (k_, v_, dk_, dv_) = there, there_kv
-            workspace = _workspace(part.scratch, q.device)
-            gradients = do_, dq_, dk_, dv_, dlse_there
-            calls.run_backward(plan.launch, Tensors(q_, k_, v_, o_, lse_, workspace, *gradients, plan.scale))
+    try:
+        with NOTHING if device.index == current_device() else torch.cuda.device(device):
+            return _backward(plan, do, q, k, v, o, lse, dlse, device)
+    except Exception:
+        _plan_backward(do, q, k, v, o, lse, dlse, *options)  # raises with the name of what is wrong
+        raise
+
+
+def _backward(plan: Plan, do, q, k, v, o, lse, dlse, device: torch.device):
+    # What autograd hands back may be an expanded scalar or lie anywhere; what hooks have kept, too.
+    if plan.unreadable or (do.data_ptr() | o.data_ptr()) % VECTOR_BYTES:
+        do, o = _readable(do), _readable(o)
+    dq, dk, dv = (empty(*x) for x in plan.outputs)
+    given = plan.given if dlse is None else (*plan.given, dlse.contiguous())
+    if len(plan.parts) == 1:
+        scratch = _scratch(plan.parts[0], device)
+        calls.launch_backward(plan.launch, q, k, v, o, lse, do, dq, dk, dv, scratch, given)
+        return dq, dk, dv
+    for part in plan.parts:
+        q_, o_, lse_, do_, dq_ = (x[part.at_q] for x in (q, o, lse, do, dq))
+        k_, v_, dk_, dv_ = (x[part.at_kv] for x in (k, v, dk, dv))
+        given = plan.given if dlse is None else (*plan.given, dlse[part.at_q].contiguous())
+        scratch = _scratch(part, device)
+        calls.launch_backward(plan.launch, q_, k_, v_, o_, lse_, do_, dq_, dk_, dv_, scratch, given)
     return dq, dk, dv
 
 
@@ -172,35 +185,39 @@ def reason_against(
 
 
 def _plan_forward(q, k, v, softmax_scale: float | None, causal: bool, top_left: bool) -> Plan:
-    problem, scale = _scaled(problem_of(q, k, v, causal, top_left), softmax_scale)
+    problem, given = _scaled(problem_of(q, k, v, causal, top_left), softmax_scale)
     _check_inputs(FORWARD, problem, q=q, k=k, v=v)
-    whole = Part(WHOLE, WHOLE, calls.forward_scratch(problem))
-    return Plan(_launch(FORWARD, problem) if q.numel() else None, scale, (whole,))
+    whole = _part(WHOLE, WHOLE, calls.forward_scratch(problem))
+    outputs = _dense_like(q), _dense(q.shape[:3], torch.float32)
+    return Plan(_launch(FORWARD, problem) if q.numel() else None, outputs, (whole,), given)
 
 
 def _plan_backward(
     do, q, k, v, o, lse, dlse, softmax_scale: float | None, causal: bool, top_left: bool, deterministic: bool
 ) -> Plan:
-    problem, scale = _scaled(gradient_problem_of(do, q, k, v, o, lse, causal, top_left), softmax_scale)
+    problem, given = _scaled(gradient_problem_of(do, q, k, v, o, lse, causal, top_left), softmax_scale)
     if dlse is not None:  # whose kernels are given their scale
         check_lse("dlse", dlse, q)
-        scale = scale or problem.head_dim**-0.5
+        given = given or (problem.head_dim**-0.5,)
         problem = problem.with_(scaled=True, lse_grad=True)
     stage_id = DETERMINISTIC if deterministic else BACKWARD
-    _check_inputs(stage_id, problem, q=q, k=k, v=v, o=o, do=do)
+    _check_inputs(stage_id, problem, q=q, k=k, v=v)
     if not (q.numel() and k.numel()):
-        return Plan(None, scale, ())
+        return Plan(None, (), (), given)
     parts = [
-        Part(at_q, at_kv, calls.backward_scratch(part, deterministic))
+        _part(at_q, at_kv, calls.backward_scratch(part, deterministic))
         for at_q, at_kv, part in _split(problem)
     ]
-    return Plan(_launch(stage_id, problem), scale, tuple(parts))
+    outputs = tuple(map(_dense_like, (q, k, v)))
+    unreadable = not all(x is _readable(x) for x in (do, o))
+    return Plan(_launch(stage_id, problem), outputs, tuple(parts), given, unreadable)
 
 
-def _scaled(problem: Problem, softmax_scale: float | None) -> tuple[Problem, float | None]:
-    """The problem with that scale, and the scale to give its kernel, None where it has it as a constant."""
+def _scaled(problem: Problem, softmax_scale: float | None) -> tuple[Problem, tuple[float, ...]]:
+    """The problem with that scale, and what its kernel is given: the scale, unless it has it as a
+    constant."""
     scale = check_scale(softmax_scale, problem.head_dim)
-    return problem.with_(scaled=scale is not None), scale
+    return problem.with_(scaled=scale is not None), () if scale is None else (scale,)
 
 
 def _check_inputs(stage_id: str, problem: Problem, **inputs: torch.Tensor) -> None:
@@ -234,35 +251,49 @@ def _split(problem: Problem) -> Iterator[tuple[Place, Place, Problem]]:
             yield at_q, at_kv, problem.with_(**extents)
 
 
-# ---- scratch ----------------------------------------------------------------------------------------------
+# ---- memory -----------------------------------------------------------------------------------------------
 
 
-def _workspace(spec: Scratch, device: torch.device) -> dict[str, torch.Tensor]:
-    """Scratch for a launch: integers start at zero, which every launch leaves there, the rest may hold
-    anything."""
-    return {
-        name: _zero_integers(name, shape, device)
-        if dtype == "int32"
-        else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        for name, (shape, dtype) in spec.items()
-    }
+def _dense(shape: torch.Size, dtype: torch.dtype) -> Dense:
+    return tuple(shape), torch.empty(shape, device="meta").stride(), dtype
 
 
-def _zero_integers(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Kept for the current stream, in which launches come one after another. What a CUDA graph captures has
-    its own: its replays may run beside anything. A launch's tensors differ in name, if not in shape."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(shape, dtype=torch.int32, device=device)
-    place = torch._C._cuda_getCurrentRawStream(device.index), device.index, name, shape
-    found = _zeros.get(place)
-    if found is None:
-        found = _keep(_zeros, ZEROS_MAX, place, torch.zeros(shape, dtype=torch.int32, device=device))
-    return found
+def _dense_like(x: torch.Tensor) -> Dense:
+    """As `torch.empty_like` allocates it: its dimensions in memory in the order of those of x."""
+    return tuple(x.shape), torch.empty_like(x, device="meta").stride(), x.dtype
+
+
+def _part(at_q: Place, at_kv: Place, scratch: Scratch) -> Part:
+    every = [_dense(shape, getattr(torch, dtype)) for shape, dtype in scratch.values()]
+    floats = tuple(x for x in every if x[2] is not torch.int32)
+    return Part(at_q, at_kv, floats, tuple(every[len(floats) :]))
+
+
+def _scratch(part: Part, device: torch.device) -> list[torch.Tensor]:
+    """Scratch for a launch, which may hold anything; but counters start at zero, and every launch leaves them
+    there.
+
+    Counters are kept for the current stream, in which launches come one after another, and for the part: two
+    of one shape must not be one. What a CUDA graph captures has its own: its replays may run beside anything.
+    """
+    floats = [empty(*dense) for dense in part.floats]
+    if is_capturing():
+        return [*floats, *(empty(*dense).zero_() for dense in part.counters)]
+    place = current_stream(device.index), device.index, part.counters
+    counters = _counters.get(place)
+    if counters is None:
+        counters = _keep(_counters, COUNTERS_MAX, place, [empty(*dense).zero_() for dense in part.counters])
+    return floats + counters
 
 
 # ---- small matters ----------------------------------------------------------------------------------------
 
 NOTHING = contextlib.nullcontext()
+# What PyTorch's own compiler emits for the same: their public forms take two to four times as long.
+empty = torch._C._dynamo.guards._empty_strided_cuda  # of shape, strides and type, on the current device
+current_device = getattr(torch._C, "_cuda_getDevice", None)  # None: PyTorch without CUDA, asked for nothing
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 def _keep(known: dict[tuple[object, ...], Kept], most: int, key: tuple[object, ...], value: Kept) -> Kept:
@@ -271,16 +302,6 @@ def _keep(known: dict[tuple[object, ...], Kept], most: int, key: tuple[object, .
         known.clear()
     known[key] = value
     return value
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager:
-    """With `device` as PyTorch's current one: its stream is the one that is launched on."""
-    return NOTHING if device.index == torch.cuda.current_device() else torch.cuda.device(device)
-
-
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    """Without its part in autograd's graph, which a launch does not take."""
-    return x.detach() if x.requires_grad else x
 
 
 def _aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

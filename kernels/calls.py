@@ -36,7 +36,7 @@ def forward_scratch(problem: Problem) -> Scratch:
 
 
 def backward_scratch(problem: Problem, deterministic: bool) -> Scratch:
-    """No two launches at once may share any of it."""
+    """No two launches at once may share any of it. Floats come before counters."""
     tile_q = TILE_Q[problem.head_dim]
     if problem.head_dim == 256:
         # of tiles taken, a kernel each
@@ -51,13 +51,27 @@ def backward_scratch(problem: Problem, deterministic: bool) -> Scratch:
     }
 
 
+def launch_forward(compiled: Compiled, q, k, v, o, lse, scratch, given) -> None:
+    """`scratch` as `forward_scratch` lists it; `given` of a scaled problem: its softmax_scale."""
+    compiled(q, k, v, o, lse, *scratch, *given)
+
+
+def launch_backward(compiled: Compiled, q, k, v, o, lse, do, dq, dk, dv, scratch, given) -> None:
+    """`scratch` as `backward_scratch` lists it; `given` of a scaled problem: its softmax_scale, and of one
+    with lse_grad besides its dlse."""
+    compiled(q, k, v, o, do, dq, dk, dv, lse, *scratch, *given)
+
+
 def run_forward(compiled: Compiled, t: Tensors) -> None:
     if t.o.numel():
-        given = () if t.softmax_scale is None else (t.softmax_scale,)
-        compiled(t.q, t.k, t.v, t.o, t.lse, t.workspace["counter"], *given)
+        launch_forward(compiled, t.q, t.k, t.v, t.o, t.lse, t.workspace.values(), _given(t))
 
 
 def run_backward(compiled: Compiled, t: Tensors) -> None:
     if t.dq.numel() or t.dk.numel():
-        given = [x for x in (t.softmax_scale, t.dlse) if x is not None]
-        compiled(t.q, t.k, t.v, t.o, t.do, t.dq, t.dk, t.dv, t.lse, *t.workspace.values(), *given)
+        gradients = t.do, t.dq, t.dk, t.dv
+        launch_backward(compiled, t.q, t.k, t.v, t.o, t.lse, *gradients, t.workspace.values(), _given(t))
+
+
+def _given(t: Tensors) -> list[object]:
+    return [x for x in (t.softmax_scale, t.dlse) if x is not None]

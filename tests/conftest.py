@@ -12,8 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in ("CHECK", "SEQLEN", "HEADDIM", "CAUSAL"):
     os.environ.pop(name, None)
 # A cache of compiled kernels for this run alone: what the tests look at was compiled by them, once, whichever
-# worker or command of theirs comes first.
-if "PYTEST_XDIST_WORKER" not in os.environ:
+# worker or command of theirs comes first. Who names a folder has filled it (on a GPU machine, `precompile`).
+if "PYTEST_XDIST_WORKER" not in os.environ and "HOPPER_ATTENTION_CACHE" not in os.environ:
     folder = tempfile.mkdtemp(prefix="hopper_attention_")
     os.environ["HOPPER_ATTENTION_CACHE"] = folder
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

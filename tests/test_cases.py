@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from harness import cases, reference, stages
 from harness.inputs import random_inputs
+from hopper_attention import ops
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem, Stage, Tensors
 
@@ -138,6 +139,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
     library = torch.library.Library("hopper_attention", "IMPL", "CPU")
     library.impl("forward", run_forward)
     library.impl("backward", run_backward)
+    monkeypatch.setattr(ops, "run_forward", run_forward)
+    monkeypatch.setattr(ops, "run_backward", run_backward)
     with OnCpu():
         yield found
     library._destroy()

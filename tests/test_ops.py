@@ -1,9 +1,12 @@
 """The registered operators and the public calls on a CPU, where the reference stands in for the kernels."""
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness import reference
@@ -33,6 +36,9 @@ def expected(q, k, v, softmax_scale, causal, top_left) -> tuple[torch.Tensor, to
     return (scores - lse[..., None]).exp() @ v.double(), lse
 
 
+CHECKED = ops.run_forward  # not stood in for
+
+
 def run_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
     o, lse = expected(q, k, v, softmax_scale, causal, top_left)
     return torch.empty_like(q).copy_(o), lse.float()
@@ -55,6 +61,8 @@ def run_backward(
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels of the operators are the reference's formulas, for CPU tensors."""
     torch._dynamo.reset()
+    for name, stand_in in (("run_forward", run_forward), ("run_backward", run_backward)):
+        monkeypatch.setattr(ops, name, stand_in)
     library = torch.library.Library("hopper_attention", "IMPL")
     library.impl("forward", run_forward, "CPU")
     library.impl("backward", run_backward, "CPU")
@@ -229,9 +237,12 @@ WRONG = {
 
 @pytest.mark.parametrize(("make", "error", "words"), WRONG.values(), ids=WRONG)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_wrong_inputs(make, error: type[Exception], words: str, compiled: bool, on_cpu: None) -> None:
+def test_wrong_inputs(
+    make, error: type[Exception], words: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = torch.library.Library("hopper_attention", "IMPL", "CPU")  # the real checks, for CPU tensors too
-    library.impl("forward", ops.run_forward, allow_override=True)
+    library.impl("forward", CHECKED, allow_override=True)
+    monkeypatch.setattr(ops, "run_forward", CHECKED)
     call = torch.compile(attention, fullgraph=True, backend="eager") if compiled else attention
     try:
         with pytest.raises(error, match=words):
@@ -249,9 +260,65 @@ def test_wrong_options() -> None:
         attention_backward(o, q, k, v, o, 1.0)
     for scale in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="softmax_scale must be positive and finite"):
-            ops.run_forward(q, k, v, softmax_scale=scale)
+            CHECKED(q, k, v, softmax_scale=scale)
+    with pytest.raises(TypeError, match="softmax_scale must be a number, not Tensor"):
+        CHECKED(q, k, v, softmax_scale=torch.tensor(0.1))
     with pytest.raises(ValueError, match="top_left aligns a causal mask"):
-        ops.run_forward(q, k, v, top_left=True)
+        CHECKED(q, k, v, top_left=True)
+
+
+# ---- beside the dispatcher --------------------------------------------------------------------------------
+
+
+class Modes:
+    """What must see an operator that is called, each as a context."""
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    class Function(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    profiler = staticmethod(lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]))
+    autocast = staticmethod(lambda: torch.autocast("cpu", torch.bfloat16))
+    tangents = staticmethod(torch.autograd.forward_ad.dual_level)
+
+
+@pytest.mark.parametrize("mode", [name for name in vars(Modes) if not name.startswith("_")])
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_must_see_the_operators_sees_them(
+    mode: str, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever looks at operators finds them, forward and backward; only where nothing looks are they left
+    out."""
+    direct = []
+    for name, stand_in in (("run_forward", run_forward), ("run_backward", run_backward)):
+        call = lambda *x, name=name, stand_in=stand_in: direct.append(name) or stand_in(*x)
+        monkeypatch.setattr(ops, name, call)
+    leaves = inputs(grad=grad)
+
+    def step() -> list[str]:
+        direct.clear()
+        o = attention(*leaves)
+        if grad:
+            torch.autograd.grad(o.sum(), leaves)
+        return list(direct)
+
+    assert step() == ["run_forward", "run_backward"][: 1 + grad]
+    with getattr(Modes, mode)():
+        # A function mode sees `torch.autograd.grad` itself, and nothing inside.
+        assert step() == (["run_backward"] if mode == "Function" and grad else [])
+    assert len(step()) == 1 + grad
+
+
+def test_a_trace_holds_the_operator() -> None:
+    q, k, v = inputs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(attention, (q, k, v), check_trace=False)
+    assert "hopper_attention::forward" in str(traced.graph)
 
 
 # ---- the rest of PyTorch ----------------------------------------------------------------------------------

@@ -6,9 +6,24 @@ import pytest
 import torch
 
 from hopper_attention import production
+from hopper_attention.kernels import calls
 from hopper_attention.kernels.contract import Problem
 
 Launched = list[tuple[str, Problem, tuple]]
+
+
+def check_as_a_launch(least: Problem, q, k, v, o, *rest: object) -> None:
+    """What compiled host code checks of its tensors: `test_cache.py` shows it on a real one."""
+    like_q, like_kv, rows = [q, o], [k, v], [rest[0]]
+    if least.direction == "bwd":
+        do, dq, dk, dv, *rows = rest[:5]
+        like_q, like_kv = [q, o, do, dq], [k, v, dk, dv]
+        rows += [rest[-1]] * least.lse_grad
+    for tensors, shape in ((like_q, q.shape), (like_kv, k.shape)):
+        if any(x.shape != shape or x.dtype != q.dtype or x.data_ptr() % 16 for x in tensors):
+            raise ValueError("Mismatched Tensor")
+    if any(x.shape != q.shape[:3] or x.dtype != torch.float32 for x in rows):
+        raise ValueError("Mismatched Tensor")
 
 
 @pytest.fixture
@@ -17,15 +32,20 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     found: Launched = []
 
     def kernel_for(stage_id: str, least: Problem, options: dict) -> SimpleNamespace:
-        return SimpleNamespace(launch=lambda *given: found.append((stage_id, least, given)))
+        def launch(*given: object) -> None:
+            check_as_a_launch(least, *given)
+            found.append((stage_id, least, given))
+
+        return SimpleNamespace(launch=launch)
 
     monkeypatch.setattr(production, "kernel_for", kernel_for)
     monkeypatch.setattr(production, "check_device", lambda stage_id, q: None)
-    for name in ("_plans", "_reasons", "_zeros"):
+    for name in ("_plans", "_reasons", "_counters"):
         monkeypatch.setattr(production, name, {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(production, "empty", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(production, "current_device", lambda: None)
+    monkeypatch.setattr(production, "is_capturing", lambda: False)
+    monkeypatch.setattr(production, "current_stream", lambda index: 7)
     return found
 
 
@@ -107,14 +127,14 @@ def test_scratch_is_of_the_stream_and_of_the_capture(
 ) -> None:
     q, k, v = tensors(2, 4, 16, 64)
     forward(q, k, v)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 8)
+    monkeypatch.setattr(production, "current_stream", lambda index: 8)
     forward(q, k, v)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(production, "is_capturing", lambda: True)
     forward(q, k, v)
     forward(q, k, v)
     counters = [given[-1] for *_, given in launched]
     assert len({x.data_ptr() for x in counters}) == 4
-    assert len(production._zeros) == 2
+    assert len(production._counters) == 2
     assert not any(x.any() for x in counters)
 
 
@@ -217,6 +237,33 @@ def test_reasons(launched: Launched) -> None:
     assert production.reason_against("bwd", q, k, v, None, False, False, slow) == "bwd is slow"
 
 
+@pytest.mark.parametrize("name", ["k", "v", "o", "do", "lse", "dlse"])
+@pytest.mark.parametrize("wrong", ["shape", "dtype"])
+def test_what_a_launch_refuses_is_named(name: str, wrong: str, launched: Launched) -> None:
+    """What a plan does not follow from may differ in a later call; the launch finds it, and it is named."""
+
+    def made() -> dict[str, torch.Tensor]:
+        found = {x: torch.zeros(2, 4, 16, 64).half() for x in ("do", "q", "k", "v", "o")}
+        return found | {x: torch.zeros(2, 4, 16) for x in ("lse", "dlse")}
+
+    def both(inputs: dict[str, torch.Tensor]) -> None:
+        if name in ("k", "v"):
+            forward(*(inputs[x] for x in ("q", "k", "v")))
+        production.backward(*inputs.values(), None, False, False, False)
+
+    both(made())
+    first, inputs = len(launched), made()
+    x = inputs[name]
+    if wrong == "dtype":
+        inputs[name] = x.to(torch.bfloat16 if x.dtype == torch.float16 else torch.int32)
+    else:
+        inputs[name] = x[:, :, :15] if name != "k" else x[..., :15, :]
+    words = f"^{name} must be " if name not in ("k", "v") else "k and v must have one|q, k and v must have"
+    with pytest.raises((TypeError, ValueError), match=words):
+        both(inputs)
+    assert len(launched) == first
+
+
 def test_scratch_of_one_launch_is_never_shared(launched: Launched) -> None:
     """Also where two of its tensors have one shape: of one key head, as many counters as tiles taken."""
     q, k, v = tensors(1, 1, 16, 64)
@@ -224,3 +271,7 @@ def test_scratch_of_one_launch_is_never_shared(launched: Launched) -> None:
     *_, given = launched[0]
     scratch = [x.data_ptr() for x in given[9:]]
     assert len(set(scratch)) == len(scratch) == 5
+    for head_dim, deterministic in ((64, False), (128, True), (256, False)):
+        problem = Problem.square(2, 4, 64, head_dim, True, direction="bwd")
+        kinds = [kind for _, kind in calls.backward_scratch(problem, deterministic).values()]
+        assert kinds == sorted(kinds)  # float32 before int32, as `_scratch` gives them

@@ -9,7 +9,6 @@ are refused by name.
 import torch
 
 from .. import production
-from ..checks import check_scale
 from ..choice import slower
 from ..functional import attention
 from ..kernels.device.limits import HEAD_DIMS
@@ -71,7 +70,6 @@ def _takes(query, key, value, *options: object) -> bool:
             and query.shape[3] in HEAD_DIMS
             and query.shape[3] == key.shape[3] == value.shape[3]
             and query.shape[1] % key.shape[1] == 0
-            and check_scale(options[0], query.shape[3]) is None
             and torch.cuda.get_device_capability(query.device) == (9, 0)
         )
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
