@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import hopper_attention
 
 WARM_UP = 5  # steps that are not timed
+COMPILE_OPTIONS = {"model": {}, "graphs": {"mode": "reduce-overhead"}}
 Attention = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 ]  # (batch, heads, seqlen, head_dim)
@@ -143,13 +144,13 @@ def standard_library() -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8)
 
 
-def compile_forward(modules: list[nn.Module]) -> None:
+def compile_forward(modules: list[nn.Module], **options: object) -> None:
     """Have a class's modules computed by one compiled `forward`, of which no other module's has a part: what
     `torch.compile` keeps, it keeps by code object, and searches in every call."""
     plain = type(modules[0]).forward
     copy = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__)
     for module in modules:
-        module.forward = torch.compile(MethodType(copy, module))
+        module.forward = torch.compile(MethodType(copy, module), **options)
 
 
 class Run:
@@ -160,8 +161,10 @@ class Run:
         torch.manual_seed(seed)
         with torch.device("cuda"):
             self.model = GPT(config, seqlen, attention).bfloat16()
-        if compiled:
-            compile_forward([self.model] if compiled == "model" else list(self.model.blocks))
+        if compiled == "blocks":
+            compile_forward(list(self.model.blocks))
+        elif compiled:
+            compile_forward([self.model], **COMPILE_OPTIONS[compiled])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -212,7 +215,10 @@ def main() -> None:
         "--attention", nargs="+", choices=ATTENTION, default=["hopper_attention", "sdpa"],
         help="take turns; one named twice shows by how much two of its own runs differ",
     )  # fmt: skip
-    parser.add_argument("--compile", choices=["model", "blocks"], help="by torch.compile: whole, or by layer")
+    parser.add_argument(
+        "--compile", choices=["blocks", *COMPILE_OPTIONS],
+        help="by torch.compile: layer by layer, the whole model, or into CUDA graphs",
+    )  # fmt: skip
     parser.add_argument("--save", type=Path, help="add what was measured to a JSON file")
     args = parser.parse_args()
     if args.steps <= WARM_UP:
