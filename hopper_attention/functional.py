@@ -59,14 +59,14 @@ def attention_backward(
     """Gradients of `attention` on PyTorch's current stream: dq, dk, dv, each like its input, dense, its
     dimensions in memory in that input's order.
 
-    do and dlse are the gradients of o and lse; q, k, v, o, lse are
-    what `attention` took and, with `return_lse`, gave: those of a larger problem are as good, of which k and
-    v are a part. The rest as there; lse must be contiguous.
+    do and dlse are the gradients of o and lse; q, k, v, o, lse are what `attention` took and, with
+    `return_lse`, gave: those of a larger problem are as good, of which k and v are a part. The rest as there;
+    lse must be contiguous.
     """
     tensors = ("do", do), ("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse)
     for name, x in tensors if dlse is None else (*tensors, ("dlse", dlse)):
         check_tensor(name, x)
-    return ops.backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
+    return ops.call_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
 
 
 def flash_attn_func(

@@ -210,6 +210,15 @@ def call_forward(q, k, v, *options):
     return run_forward(q, k, v, *options)
 
 
+def call_backward(do, q, k, v, o, lse, dlse, *options):
+    """`backward`, as `call_forward` is `forward`."""
+    others = [x for x in (do, o, lse, dlse) if x is not None]
+    plain = unseen(q, k, v) and all(type(x) is torch.Tensor for x in others)
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *others))
+    run = run_backward if plain and not learns else backward
+    return run(do, q, k, v, o, lse, dlse, *options)
+
+
 library.impl("forward", differentiable_forward, "Autograd")
 library.impl("backward", differentiable_backward, "Autograd")
 

@@ -2,6 +2,7 @@
 loaded, once; after that a call costs a look-up, its outputs and a launch."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
@@ -282,8 +283,23 @@ def _scratch(part: Part, device: torch.device) -> list[torch.Tensor]:
     place = current_stream(device.index), device.index, part.counters
     counters = _counters.get(place)
     if counters is None:
-        counters = _keep(_counters, COUNTERS_MAX, place, [empty(*dense).zero_() for dense in part.counters])
+        counters = _keep(_counters, COUNTERS_MAX, place, _zeros_to_keep(part.counters, device))
     return floats + counters
+
+
+def _zeros_to_keep(wanted: tuple[Dense, ...], device: torch.device) -> list[torch.Tensor]:
+    """Zeros of the current stream, from another thread: `torch.compile(mode="reduce-overhead")` has this one
+    allocate in a CUDA graph's memory while it warms up, and nothing that stays may lie there."""
+    stream, found = torch.cuda.current_stream(device), []
+
+    def make() -> None:
+        with torch.cuda.stream(stream):  # and its device
+            found.extend(empty(*dense).zero_() for dense in wanted)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    return found
 
 
 # ---- small matters ----------------------------------------------------------------------------------------

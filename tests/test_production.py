@@ -46,6 +46,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     monkeypatch.setattr(production, "current_device", lambda: None)
     monkeypatch.setattr(production, "is_capturing", lambda: False)
     monkeypatch.setattr(production, "current_stream", lambda index: 7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     return found
 
 
