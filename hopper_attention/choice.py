@@ -1,5 +1,6 @@
 """Which problems are better left to PyTorch's own kernels; notes/library.md says what was measured."""
 
+from .kernels.calls import parts_of
 from .kernels.contract import Problem
 from .kernels.device.constants import SMS
 
@@ -10,10 +11,11 @@ FEW = 16  # queries, beside more keys
 def slower(problem: Problem) -> str | None:
     """Why a problem is better left to the kernel that PyTorch has for it, or None."""
     if problem.direction == "bwd":
-        # dK and dV of a tile of keys are one CTA's work, over all query heads of the key head.
+        # dK and dV of a tile of keys are one CTA's work, over all query heads of the key head or of a part.
         keys = 64 if problem.head_dim == 256 else KEYS
-        tiles = -(-problem.seqlen_kv // keys) * problem.kv_heads * problem.batch
-        rows = problem.seqlen_q * problem.heads // max(1, problem.kv_heads)  # of queries, for each tile
+        heads = max(1, problem.kv_heads) * (parts_of(problem) if problem.kv_heads else 1)
+        tiles = -(-problem.seqlen_kv // keys) * heads * problem.batch
+        rows = problem.seqlen_q * problem.heads // heads  # of queries, for each tile
         if tiles < 2 * SMS and rows >= 2 * problem.seqlen_kv:
             return f"its {tiles} tiles of keys leave SMs idle: other kernels divide the queries of a tile too"
         return None

@@ -21,7 +21,8 @@ from .kernels.contract import DTYPES, Problem
 from .kernels.device.limits import HEAD_DIMS
 
 FORWARD = "k6"
-BACKWARD, DETERMINISTIC = "bwd4", "bwd4_det"  # what gradients are computed with
+# What gradients are computed with; with the last where key heads are few (`calls.parts_of`).
+BACKWARD, DETERMINISTIC, DIVIDED = "bwd4", "bwd4_det", "bwd4_gqa"
 FUNCTION = "hopper_attention_kernel"  # in a cached file
 RUNTIME_PACKAGE = "nvidia_cutlass_dsl"
 PROVEN_COMPILER = "4.8.1"  # the version of cache.COMPILER whose machine code passed the checks in results/

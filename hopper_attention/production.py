@@ -21,7 +21,7 @@ from .checks import (
 from .kernels import calls
 from .kernels.contract import Problem, Scratch
 from .kernels.device.constants import GRID_YZ_MAX
-from .launch import BACKWARD, DETERMINISTIC, FORWARD, kernel_for
+from .launch import BACKWARD, DETERMINISTIC, DIVIDED, FORWARD, kernel_for
 
 KINDS_MAX = 4096  # remembered before all are forgotten
 COUNTERS_MAX = 256
@@ -201,17 +201,26 @@ def _plan_backward(
         check_lse("dlse", dlse, q)
         given = given or (problem.head_dim**-0.5,)
         problem = problem.with_(scaled=True, lse_grad=True)
-    stage_id = DETERMINISTIC if deterministic else BACKWARD
+    stage_id, divided = backward_stage(problem, deterministic)
     _check_inputs(stage_id, problem, q=q, k=k, v=v)
     if not (q.numel() and k.numel()):
         return Plan(None, (), (), given)
     parts = [
-        _part(at_q, at_kv, calls.backward_scratch(part, deterministic))
+        _part(at_q, at_kv, calls.backward_scratch(part, deterministic, divided))
         for at_q, at_kv, part in _split(problem)
     ]
     outputs = tuple(map(_dense_like, (q, k, v)))
     unreadable = not all(x is _readable(x) for x in (do, o))
     return Plan(_launch(stage_id, problem), outputs, tuple(parts), given, unreadable)
+
+
+def backward_stage(problem: Problem, deterministic: bool) -> tuple[str, int | None]:
+    """The stage that computes a problem's gradients, and of DIVIDED the number of parts."""
+    if deterministic:
+        return DETERMINISTIC, None
+    one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
+    parts = calls.parts_of(problem) if one_launch and problem.kv_heads else 1
+    return (DIVIDED, parts) if parts > 1 else (BACKWARD, None)
 
 
 def _scaled(problem: Problem, softmax_scale: float | None) -> tuple[Problem, tuple[float, ...]]:

@@ -25,7 +25,7 @@ from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
+from cutlass import Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -44,12 +44,13 @@ from .bwd4_operands import (
     shared_bytes,
     tiled_mmas,
 )
-from .bwd4_passes import FlashAttentionBackward, WideFlashAttentionBackward
+from .bwd4_passes import FlashAttentionBackward, WideFlashAttentionBackward, compile_backward
 from .calls import DETERMINISTIC, backward_scratch, refuse_backward, run_backward
 from .contract import Problem, Scratch, Stage, Work
-from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa_backward
+from .device.compiling import ELEMENTS
 from .device.constants import LOG2_E, WARP, WARPGROUP
 from .device.dq_sums import AND_ADDER
+from .device.key_parts import leave_part, with_parts_as_heads
 from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS
 from .device.masks import Mask, mask_of
 from .device.rings import CONSUMER
@@ -132,9 +133,12 @@ class Backward(LoadingTiles):
     initcheck's reads of O: see `device.backward_ends.Preprocess`.
     """
 
-    def __init__(self, head_dim: int, mask: Mask, dtype: type, deterministic: bool, config: Config):
+    def __init__(
+        self, head_dim: int, mask: Mask, dtype: type, deterministic: bool, config: Config, divides=False
+    ):
         super().__init__(head_dim, mask, dtype, deterministic, config.tile_q, TILE_KV)
         self.config = config
+        self.divides = divides  # a key head's query heads among several tiles: bwd4_gqa
         self.columns = head_dim // 64  # blocks of 64 columns: what the swizzle permutes
 
     @property
@@ -147,12 +151,18 @@ class Backward(LoadingTiles):
         tma = []
         for mX, rows in ((mQ, self.tile_q), (mDO, self.tile_q), (mK, ROWS), (mV, ROWS)):
             tma += load_atom(mX, rows)
-        for mX in (mDK, mDV):
-            tma += store_atom(mX, ROWS)
+        mTiled = None
+        if const_expr(self.divides):
+            mTiled = with_parts_as_heads(mK, mDK.shape[0])
+            tma += [None, mDK, None, mDV]
+            kv_heads = mTiled.shape[2]
+        else:
+            for mX in (mDK, mDV):
+                tma += store_atom(mX, ROWS)
         mmas = tiled_mmas(self.config, self.head_dim, self.dtype)
         kv_blocks = cute.ceil_div(seqlen_kv, TILE_KV)
         tiles = kv_blocks * kv_heads * batch
-        self.kernel(*mmas, *tma, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles, scale).launch(
+        self.kernel(*mmas, *tma, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles, scale, mTiled).launch(
             grid=(self.ctas(tiles, kv_blocks), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
@@ -163,16 +173,20 @@ class Backward(LoadingTiles):
     @cute.kernel
     def kernel(
         self, mma_s, mma_p, mma_kv, mma_q, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV,
-        store_dK, mDK, store_dV, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles, scale,
+        store_dK, mDK, store_dV, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles, scale, mTiled,
     ):  # fmt: skip
-        """mQ, mDO, mK, mV, mDK, mDV are (seqlen, head_dim, heads, batch), as TMA descriptors see them."""
+        """mQ, mDO, mK, mV, mDK, mDV are (seqlen, head_dim, heads, batch), as TMA descriptors see them. Where
+        query heads are divided, mTiled is of the shape that K would have with a head for each part, and mDK
+        and mDV are `key_parts`'."""
         # 1. shared memory, rings, and who is who
         if const_expr(scale is not None):
             self.scale, self.scale_log2 = scale, scale * LOG2_E
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
-        lengths = seqlen_q, seqlen_kv, mQ.shape[2] // mK.shape[2]  # the last: query heads of a key head
+        if const_expr(not self.divides):
+            mTiled = mK
+        lengths = seqlen_q, seqlen_kv, mQ.shape[2] // mTiled.shape[2]  # the last: query heads of a key head
         smem = SmemAllocator()
         shared = allocate(smem, self.config, self.head_dim, self.dtype)
         # All but the producer hear of tiles, and where the first stores nobody writes zeros.
@@ -188,20 +202,20 @@ class Backward(LoadingTiles):
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp_idx == CONSUMER_WARPS:
                 loads = load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV
-                self.produce(rings, shared, loads, mStats, mCounter, tiles, lengths)
+                self.produce(rings, shared, loads, mStats, mCounter, tiles, lengths, mTiled)
             elif warp_idx <= CONSUMER_WARPS + CONSUMERS:
                 sums = mDQ_sum, mZeroed, mOrder
                 barriers = Barrier.DQ_FULL, Barrier.DQ_EMPTY
-                self.add_gradients(warp_idx, rings.tile, shared, mQ, mK, *sums, lengths, *barriers)
+                self.add_gradients(warp_idx, rings.tile, shared, mQ, mTiled, *sums, lengths, *barriers)
             elif const_expr(not self.deterministic):
-                self.write_zeros(rings.tile, shared.tile, mQ, mK, mDQ_sum, mZeroed)
+                self.write_zeros(rings.tile, shared.tile, mQ, mTiled, mDQ_sum, mZeroed)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             mmas, stores = (mma_s, mma_p, mma_kv, mma_q), (store_dK, mDK, store_dV, mDV)
-            self.consume(rings, shared, mmas, stores, tidx, lengths)
+            self.consume(rings, shared, mmas, stores, tidx, lengths, mTiled)
 
     @cute.jit
-    def consume(self, rings, shared, mmas, stores, tidx, lengths):
+    def consume(self, rings, shared, mmas, stores, tidx, lengths, mTiled):
         """A consumer, to the end:
 
         while there is a tile of keys:
@@ -276,33 +290,39 @@ class Backward(LoadingTiles):
             v_get.advance()
 
             # 4. epilogue: dV through the consumer's tile of K, dK through its part of dQ
-            self.sync(Barrier.DQ_EMPTY, consumer, AND_ADDER)
-            self.sync(Barrier.K_READ, 0, BOTH)  # the other's dQ is done with this tile
-            at = k_get.index * CONSUMERS + consumer
-            layout = swizzled_tiles(self.dtype, ROWS, self.head_dim, 1)
-            own_sdQ = cute.recast_ptr(
-                shared.dQ[None, None, None, consumer].iterator, layout.inner, self.dtype
-            )
-            sdK = cute.make_tensor(own_sdQ, layout.outer)  # (key, head_dim, 1)
-            for rX, sX, stage, factor in (
-                (f.dV.acc, shared.K, at, 1.0),
-                (f.dK.acc, sdK, 0, self.scale),
-            ):
-                rX16 = cute.make_rmem_tensor(rX.layout, self.dtype)  # ((2, 2, d/8), 1, 1)
-                rX16.store((rX.load() * factor).to(self.dtype))
-                tRsX = f.copy_dKV.partition_D(sX)  # (CPY, CPY_M, CPY_N, stage)
-                cute.copy(f.copy_dKV, f.copy_dKV.retile(rX16), tRsX[None, None, None, stage])
-            cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
-            cute.arch.mbarrier_arrive(own + consumer)
-            if is_first_warp:
-                cute.arch.mbarrier_wait(own + consumer, own_phase)
-                for store, mX, sX, stage in ((store_dV, mDV, shared.K, at), (store_dK, mDK, sdK, 0)):
-                    tXgX, tXsX = partition_tma(store, mX[None, None, kv_head, batch], sX)
-                    cute.copy(store, tXsX[None, stage], tXgX[None, kv_block * CONSUMERS + consumer])
-                cute.arch.cp_async_bulk_commit_group()
+            if const_expr(self.divides):
+                head, block = batch * mTiled.shape[2] + kv_head, kv_block * CONSUMERS + consumer
+                for rX, mX in ((f.dV.acc, mDV), (f.dK.acc, mDK)):
+                    leave_part(rX, mX[head, block, None, None], thread)
+                k_ring.consumer_release(k_get)
             else:
-                k_ring.consumer_release(k_get)  # which is not free until the storing warp says so too
-            stored, own_phase = is_first_warp, own_phase ^ 1
+                self.sync(Barrier.DQ_EMPTY, consumer, AND_ADDER)
+                self.sync(Barrier.K_READ, 0, BOTH)  # the other's dQ is done with this tile
+                at = k_get.index * CONSUMERS + consumer
+                layout = swizzled_tiles(self.dtype, ROWS, self.head_dim, 1)
+                own_sdQ = cute.recast_ptr(
+                    shared.dQ[None, None, None, consumer].iterator, layout.inner, self.dtype
+                )
+                sdK = cute.make_tensor(own_sdQ, layout.outer)  # (key, head_dim, 1)
+                for rX, sX, stage, factor in (
+                    (f.dV.acc, shared.K, at, 1.0),
+                    (f.dK.acc, sdK, 0, self.scale),
+                ):
+                    rX16 = cute.make_rmem_tensor(rX.layout, self.dtype)  # ((2, 2, d/8), 1, 1)
+                    rX16.store((rX.load() * factor).to(self.dtype))
+                    tRsX = f.copy_dKV.partition_D(sX)  # (CPY, CPY_M, CPY_N, stage)
+                    cute.copy(f.copy_dKV, f.copy_dKV.retile(rX16), tRsX[None, None, None, stage])
+                cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
+                cute.arch.mbarrier_arrive(own + consumer)
+                if is_first_warp:
+                    cute.arch.mbarrier_wait(own + consumer, own_phase)
+                    for store, mX, sX, stage in ((store_dV, mDV, shared.K, at), (store_dK, mDK, sdK, 0)):
+                        tXgX, tXsX = partition_tma(store, mX[None, None, kv_head, batch], sX)
+                        cute.copy(store, tXsX[None, stage], tXgX[None, kv_block * CONSUMERS + consumer])
+                    cute.arch.cp_async_bulk_commit_group()
+                else:
+                    k_ring.consumer_release(k_get)  # which is not free until the storing warp says so too
+                stored, own_phase = is_first_warp, own_phase ^ 1
             k_get.advance()
             valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, shared.tile)
             tile_get.advance()
@@ -415,11 +435,4 @@ def work(problem: Problem, **options: object) -> list[Work]:
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:
-    kernel = kernel_for(problem, **options)
-    q, *rest = fake_gqa_backward(problem.head_dim, problem.dtype)
-    tensors = q, *rest, fake_fp32(q), *kernel.fake_workspace()
-    if problem.lse_grad:
-        return compile_for_torch(kernel.with_lse_grad, *tensors, Float32(1.0), fake_fp32(q))
-    if problem.scaled:
-        return compile_for_torch(kernel.scaled, *tensors, Float32(1.0))
-    return compile_for_torch(kernel, *tensors)
+    return compile_backward(kernel_for(problem, **options), problem)

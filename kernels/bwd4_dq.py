@@ -24,8 +24,8 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 from .contract import Problem
 from .device.constants import LOG2_E, SMS, WARP, WARPGROUP
 from .device.fragments import Coordinates, Product, coordinates
-from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, SECTION_BYTES, THREADS
-from .device.limits import TILE_Q
+from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, THREADS
+from .device.limits import SECTION_BYTES, TILE_Q
 from .device.masks import Mask
 from .device.query_tiles import QueryTiles
 from .device.rings import CONSUMER, PRODUCER, put, tma_rings

@@ -16,9 +16,10 @@ class LoadingTiles(SummedTiles):
     """Tiles of keys, and who loads them."""
 
     config: Config
+    divides: bool  # a key head's query heads among several tiles, as mTiled has heads
 
     @cute.jit
-    def produce(self, rings, shared, loads, mStats, mCounter, tiles, lengths):
+    def produce(self, rings, shared, loads, mStats, mCounter, tiles, lengths, mTiled):
         """The producer warp, to the end:
 
             while there is a tile of keys that nobody has taken:
@@ -43,13 +44,16 @@ class LoadingTiles(SummedTiles):
         tile = fetch(mCounter, tiles, own_first=False)
         waited = cutlass.Boolean(False)
         while tile < tiles:
-            kv_block, kv_head, batch = self.locate(tile, mQ, mK)
+            kv_block, kv_head, batch = self.locate(tile, mQ, mTiled)
             tell(tile_ring, tile_put, shared.tile, (1, kv_block, kv_head, batch))
             tile_put.advance()
             first, _, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
             # (TMA, block of 64 keys) and (TMA, consumer + 2 · stage)
-            tKgK, tKsK = partition_tma(load_K, mK[None, None, kv_head, batch], shared.K)
-            tVgV, tVsV = partition_tma(load_V, mV[None, None, kv_head, batch], shared.V)
+            own_head = kv_head
+            if const_expr(self.divides):
+                own_head = kv_head // (mTiled.shape[2] // mK.shape[2])
+            tKgK, tKsK = partition_tma(load_K, mK[None, None, own_head, batch], shared.K)
+            tVgV, tVsV = partition_tma(load_V, mV[None, None, own_head, batch], shared.V)
             self.put_parts(k_ring, k_put, load_K, tKgK, tKsK, kv_block, self.config.k_stages)
             for g in range(group, unroll=1):
                 head = kv_head * group + g

@@ -6,12 +6,14 @@ the scratch, from mStats on, has the shapes that `calls.backward_scratch` names.
 """
 
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.runtime import make_fake_tensor
 
 from .contract import Problem, Work
 from .device.backward_ends import Postprocess, Preprocess, fake_scratch
+from .device.compiling import compile_for_torch, fake_fp32, fake_gqa_backward
 from .device.dq_sums import SummedTiles
+from .device.key_parts import fake_parts, with_parts_as_heads
 from .device.key_tiles import CONSUMERS, Tiles, work_of
 from .device.query_tiles import QueryTiles
 
@@ -50,7 +52,7 @@ class FlashAttentionBackward:
     @cute.jit
     def launch(
         self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter, scale,
-        mDLSE, stream,
+        mDLSE, stream, mParts=None,
     ):  # fmt: skip
         if const_expr(self.main.deterministic):
             self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, mDLSE)
@@ -58,14 +60,23 @@ class FlashAttentionBackward:
             as_tiles = [
                 cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0])) for x in (mQ, mK)
             ]
-            theirs = mK.shape[1], *self.main.left_to_zero(*as_tiles)
+            if const_expr(mParts is not None):
+                as_tiles[1] = with_parts_as_heads(mK, mParts.shape[1])
+            theirs = as_tiles[1].shape[2], *self.main.left_to_zero(*as_tiles)
             self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs, mDLSE)
         sums = mDQ_sum, mZeroed, mOrder, mCounter
-        self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, *sums, stream, scale)
+        gradients = mDK, mDV
+        if const_expr(mParts is not None):
+            gradients = [mParts[i, None, None, None, None] for i in range(2)]
+        self.main.launch(mQ, mK, mV, mDO, *gradients, mStats, *sums, stream, scale)
         if const_expr(self.main.deterministic):
             self.postprocess(mDQ_sum, mDQ, stream, None, mK.shape[2], scale)
         else:
             self.postprocess(mDQ_sum, mDQ, stream, mZeroed, None, scale)
+        if const_expr(mParts is not None):
+            parts = mParts.shape[1] // (mK.shape[0] * mK.shape[1])
+            self.sum_keys(gradients[0], mDK, stream, scale=scale, parts=parts)
+            self.sum_values(gradients[1], mDV, stream, parts=parts)
 
     def fake_workspace(self) -> tuple[object, ...]:
         """Stand-ins for `calls.backward_scratch`'s."""
@@ -79,6 +90,45 @@ class FlashAttentionBackward:
 
     def work(self, problem: Problem) -> list[Work]:
         return [work_of(self.main, problem, 5, f"{self.main.tile_kv} keys of a query head")]
+
+
+class DividedFlashAttentionBackward(FlashAttentionBackward):
+    """`FlashAttentionBackward` with the query heads of a key head divided: `main` leaves dK and dV in parts,
+    and two postprocesses add them."""
+
+    def __init__(self, main: SummedTiles):
+        super().__init__(main)
+        self.sum_keys = Postprocess(main.head_dim)
+        self.sum_values = Postprocess(main.head_dim, scaled=False)
+
+    @cute.jit
+    def __call__(
+        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mParts, mZeroed, mOrder, mCounter,
+        stream,
+    ):  # fmt: skip
+        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter
+        self.launch(*tensors, None, None, stream, mParts)
+
+    @cute.jit
+    def scaled(
+        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mParts, mZeroed, mOrder, mCounter,
+        scale, stream,
+    ):  # fmt: skip
+        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter
+        self.launch(*tensors, scale, None, stream, mParts)
+
+    @cute.jit
+    def with_lse_grad(
+        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mParts, mZeroed, mOrder, mCounter,
+        scale, mDLSE, stream,
+    ):  # fmt: skip
+        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter
+        self.launch(*tensors, scale, mDLSE, stream, mParts)
+
+    def fake_workspace(self) -> tuple[object, ...]:
+        """Stand-ins for `calls.backward_scratch`'s."""
+        stats, sums, *counters = super().fake_workspace()
+        return stats, sums, fake_parts(self.main.head_dim), *counters
 
 
 class WideFlashAttentionBackward:
@@ -125,3 +175,14 @@ class WideFlashAttentionBackward:
             work_of(self.main, problem, 4, unit, roles=CONSUMERS),
             work_of(self.queries, problem, 3, "128 queries"),
         ]
+
+
+def compile_backward(kernel: FlashAttentionBackward | WideFlashAttentionBackward, problem: Problem) -> object:
+    """The call of a backward pass, with the arguments that the problem's options add."""
+    q, *rest = fake_gqa_backward(problem.head_dim, problem.dtype)
+    tensors = q, *rest, fake_fp32(q), *kernel.fake_workspace()
+    if problem.lse_grad:
+        return compile_for_torch(kernel.with_lse_grad, *tensors, Float32(1.0), fake_fp32(q))
+    if problem.scaled:
+        return compile_for_torch(kernel.scaled, *tensors, Float32(1.0))
+    return compile_for_torch(kernel, *tensors)

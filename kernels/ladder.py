@@ -23,6 +23,7 @@ LADDER: dict[str, str] = {
     "bwd3": "bwd3",
     "bwd4": "bwd4",
     "bwd4_det": "bwd4",
+    "bwd4_gqa": "bwd4_gqa",
 }
 
 

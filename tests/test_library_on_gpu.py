@@ -63,6 +63,17 @@ def test_values_and_gradients(mask: dict, head_dim: int, dtype: str) -> None:
     assert verdicts(q, k, v, do, dlse, **mask) == []
 
 
+@every_mask
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_few_key_heads(mask: dict, head_dim: int) -> None:
+    """Their query heads divided among tiles."""
+    shape = problem(head_dim, batch=1, heads=8, kv_heads=1, seqlen_q=1000, seqlen_kv=777, **mask)
+    assert production.backward_stage(shape, False)[0] == production.DIVIDED
+    q, k, v, do = random_inputs(shape)
+    assert verdicts(q, k, v, do, **mask) == []
+    assert verdicts(q, k, v, do, torch.randn(q.shape[:3], device="cuda"), 0.1, **mask) == []
+
+
 @every_head_dim
 def test_layouts_give_the_same_bits(head_dim: int) -> None:
     q, k, v, do = random_inputs(problem(head_dim, seqlen_kv=257, kv_heads=4))

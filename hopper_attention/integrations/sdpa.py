@@ -16,6 +16,7 @@ import torch
 from torch.library import Library, get_kernel
 
 from .. import production
+from ..checks import problem_of
 from ..choice import slower
 
 DEVICE = "CUDA"  # the dispatch key of what is overridden
@@ -114,7 +115,10 @@ def explain(
         directions = ("fwd", "bwd")
         against = {x: _against(x, query, key, value, dropout_p, is_causal, scale) for x in directions}
     deterministic = torch.are_deterministic_algorithms_enabled()
-    backward = production.DETERMINISTIC if deterministic else production.BACKWARD
+    backward = None
+    if against["bwd"] is None:
+        problem = problem_of(query, key, value, is_causal, _top_left(query, key, is_causal))
+        backward, _ = production.backward_stage(problem.with_(direction="bwd"), deterministic)
     kernels = {"fwd": production.FORWARD, "bwd": backward}
     answers = [kernels[x] if (why := against[x]) is None else f"PyTorch's: {why}" for x in ("fwd", "bwd")]
     return Explanation(*answers)

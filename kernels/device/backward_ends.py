@@ -128,22 +128,24 @@ class Postprocess:
     were left in, they leave for shared memory like any accumulator, and for dQ by TMA, in whole rows.
 
     mZeroed, if there is one, is what the main kernel counted in: it is left at zero. Where the first to come
-    stored (`tiles`, of the main kernel, knows how many came), dQ is what they left in each sum, or zero."""
+    stored (`tiles`, of the main kernel, knows how many came), dQ is what they left in each sum, or zero.
 
-    def __init__(self, head_dim: int, tiles: object = None):
+    The same for dK and dV in parts (`key_parts`), which it adds in their order."""
+
+    def __init__(self, head_dim: int, tiles: object = None, scaled: bool = True):
         self.head_dim, self.tiles = head_dim, tiles
         self.columns = head_dim // BLOCK
         self.threads = WARPGROUP * self.columns
-        self.scale = 1.0 / math.sqrt(head_dim)
+        self.scale = 1.0 / math.sqrt(head_dim) if scaled else 1.0
 
     @cute.jit
-    def __call__(self, mDQ_sum, mDQ, stream, mZeroed=None, seqlen_kv=None, scale=None):
+    def __call__(self, mDQ_sum, mDQ, stream, mZeroed=None, seqlen_kv=None, scale=None, parts=None):
         batch, heads, seqlen, _ = mDQ.shape
         mma = make_trivial_tiled_mma(  # of its accumulator only the layout is used
             mDQ.element_type, mDQ.element_type, OperandMajorMode.K, OperandMajorMode.K, Float32,
             (1, self.columns, 1), (BLOCK, BLOCK), warpgroup.OperandSource.SMEM,
         )  # fmt: skip
-        self.postprocess(mma, *store_atom(mDQ, BLOCK), mDQ_sum, mZeroed, seqlen_kv, scale).launch(
+        self.postprocess(mma, *store_atom(mDQ, BLOCK), mDQ_sum, mZeroed, seqlen_kv, scale, parts).launch(
             grid=(cute.ceil_div(seqlen, BLOCK), heads, batch),
             block=(self.threads, 1, 1),
             use_pdl=True,
@@ -151,7 +153,7 @@ class Postprocess:
         )
 
     @cute.kernel
-    def postprocess(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed, seqlen_kv, scale):
+    def postprocess(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed, seqlen_kv, scale, parts):
         if const_expr(scale is not None):
             self.scale = scale
         tidx, _, _ = cute.arch.thread_idx()
@@ -170,7 +172,16 @@ class Postprocess:
             if block == 0 and tidx == 0 and head_index < mZeroed.shape[0]:
                 mZeroed[head_index] = 0
         held = cute.make_layout((QUAD, WARPGROUP, BLOCK // 8))
-        if const_expr(self.tiles is None):
+        if const_expr(parts is not None):
+            rDQ.fill(0.0)
+            for i in range(parts, unroll=1):
+                of_part = mDQ_sum[head_index * parts + i, block, warpgroup_idx, None]
+                gPart = cute.make_tensor(of_part.iterator, held)
+                rPart = cute.make_rmem_tensor(quads.layout, Float32)
+                for g in range_constexpr(BLOCK // 8):
+                    cute.autovec_copy(gPart[None, thread, g], rPart[None, g])
+                quads.store(quads.load() + rPart.load())
+        elif const_expr(self.tiles is None):
             gDQ_sum = cute.make_tensor(mDQ_sum[head_index, block, warpgroup_idx, None].iterator, held)
             for g in range_constexpr(BLOCK // 8):
                 cute.autovec_copy(gDQ_sum[None, thread, g], quads[None, g])

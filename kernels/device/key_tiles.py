@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..contract import Problem, Work
 from .constants import LOG2_E, SMS, WARP, WARPGROUP
-from .limits import COLUMN_BYTES, sums_of_dq
+from .limits import COLUMN_BYTES, SECTION_BYTES, sums_of_dq
 from .masks import Mask
 from .tile_order import ByHead, BySection, final_section
 
@@ -23,7 +23,6 @@ CONSUMER_WARPS = WARPGROUP // WARP * CONSUMERS
 THREADS = WARPGROUP * (CONSUMERS + 1)
 BOTH = WARPGROUP * CONSUMERS  # threads at a named barrier where the consumers meet
 REGISTERS = (24, 240)  # of a producer's thread, of a consumer's
-SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked on together and stay in L2
 TILES_AHEAD = 16  # without a mask zeros are written so many tiles, but at least a head, ahead
 
 

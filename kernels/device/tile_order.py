@@ -14,6 +14,7 @@ from cutlass import Int32, Int64, const_expr, range_constexpr
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync
 
 from .constants import WARP
+from .limits import FINAL_SECTIONS
 
 
 @cute.jit
@@ -34,9 +35,6 @@ def fetch(mCounter, tiles, own_first: cutlass.Constexpr = True):
             mCounter[0] = Int32(0)
     taken = cute.arch.shuffle_sync(taken, 0)
     return taken + grid if const_expr(own_first) else taken
-
-
-FINAL_SECTIONS = 4  # at the end, worked on as one: what is fetched last is then short
 
 
 @cute.jit
