@@ -1,26 +1,38 @@
 """Which problems are better left to PyTorch's own kernels; notes/library.md says what was measured."""
 
-from .kernels.calls import parts_of
+from .kernels.calls import FEW_TILES, loads_of, parts_of
 from .kernels.contract import Problem
 from .kernels.device.constants import SMS
 
-KEYS = 128  # of a tile of bwd4 up to head_dim 128
+KEYS = {64: 128, 128: 128, 256: 64}  # of a tile of bwd4, by head_dim
+QUERIES = {64: 256, 128: 192, 256: 128}  # of a CTA of k6
 FEW = 16  # queries, beside more keys
+BUSY = 0.7  # of the SMs' time, in the backward pass of a problem with more queries than keys
 
 
 def slower(problem: Problem) -> str | None:
     """Why a problem is better left to the kernel that PyTorch has for it, or None."""
-    if problem.direction == "bwd":
-        # dK and dV of a tile of keys are one CTA's work, over all query heads of the key head or of a part.
-        keys = 64 if problem.head_dim == 256 else KEYS
-        heads = max(1, problem.kv_heads) * (parts_of(problem) if problem.kv_heads else 1)
-        tiles = -(-problem.seqlen_kv // keys) * heads * problem.batch
-        rows = problem.seqlen_q * problem.heads // heads  # of queries, for each tile
-        if tiles < 2 * SMS and rows >= 2 * problem.seqlen_kv:
-            return f"its {tiles} tiles of keys leave SMs idle: other kernels divide the queries of a tile too"
+    return _slower_backward(problem) if problem.direction == "bwd" else _slower_forward(problem)
+
+
+def _slower_backward(problem: Problem) -> str | None:
+    """dK and dV of a tile of keys are one CTA's work, over all queries of its heads: others divide those."""
+    if not problem.kv_heads:
         return None
-    # A CTA takes 128 to 256 queries: fewer tiles than SMs, or tiles half filled, are the others' strength.
-    rows = {64: 256, 128: 192, 256: 128}[problem.head_dim]
+    parts = parts_of(problem)
+    tiles = -(-problem.seqlen_kv // KEYS[problem.head_dim]) * problem.kv_heads * parts * problem.batch
+    rows = problem.seqlen_q * problem.heads // (problem.kv_heads * parts)  # of queries, for each tile
+    if not 0 < tiles < FEW_TILES * SMS or rows < 2 * problem.seqlen_kv:
+        return None
+    loads = loads_of(problem, parts) if problem.head_dim < 256 else [1.0] * min(tiles, SMS)
+    if sum(loads) < BUSY * SMS * max(loads):
+        return f"its {tiles} tiles of keys leave SMs idle: other kernels divide the queries of a tile too"
+    return None
+
+
+def _slower_forward(problem: Problem) -> str | None:
+    """A CTA takes 128 to 256 queries: with fewer tiles than SMs, or tiles half filled, others are faster."""
+    rows = QUERIES[problem.head_dim]
     tiles = -(-problem.seqlen_q // rows) * problem.heads * problem.batch
     if problem.seqlen_q <= FEW and problem.seqlen_kv > problem.seqlen_q:
         return (

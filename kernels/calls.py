@@ -22,13 +22,13 @@ from .device.limits import (
 DETERMINISTIC = {"deterministic": True}  # bwd4_det's options
 TILE_KV = 128  # keys of a tile, up to head_dim 128
 
-# What `parts_of` reckons with, in steps of bwd4's main loop: a tile of queries on a tile of keys.
-STEP_SECONDS = 2.0e-6
+# What `parts_of` reckons with, in steps of bwd4's main loop: a tile of queries on a tile of keys. Fitted to
+# the measured times of notes/bwd4_gqa.md, "How many parts".
 TILE_STEPS = 1.5  # of a tile of keys beside its steps
 ADDING_STEPS = 3.0  # of adding parts, beside their bytes
-BYTES_PER_STEP = 3e12 * STEP_SECONDS
+BYTES_PER_STEP = 12e6  # of parts, most of which stay in L2
+UNDIVIDED = 1.13  # how much longer a step takes under a mask where nothing is divided
 FEW_TILES = 8  # for each SM: with more of them dividing gains nothing
-GAIN = 0.97  # of the time without parts, for which they are worth their memory
 
 
 def refuse_forward(problem: Problem) -> str | None:
@@ -82,32 +82,33 @@ def backward_scratch(problem: Problem, deterministic: bool, parts: int | None = 
 
 def parts_of(problem: Problem) -> int:
     """Among how many tiles to divide the query heads of a key head: of a backward pass of head_dim 64 or 128
-    the number with the least time, by `steps_of` and what parts cost."""
+    the number with the least time, by what the busiest SM has to do and what parts cost."""
     group = problem.heads // max(1, problem.kv_heads)
     tiles = math.ceil(problem.seqlen_kv / TILE_KV) * problem.batch * problem.kv_heads
     if problem.head_dim == 256 or group < 2 or not 0 < tiles < FEW_TILES * SMS:
         return 1
-    best, least = 1, GAIN * steps_of(problem, 1)
-    for parts in range(2, group + 1):
-        if group % parts == 0:
-            keys = problem.batch * problem.kv_heads * parts * problem.seqlen_kv
-            part_bytes = 2 * keys * problem.head_dim * 4  # of dK and dV, which are written, and read again
-            adding = ADDING_STEPS + 2 * part_bytes / BYTES_PER_STEP
-            if (steps := steps_of(problem, parts) + adding) < least:
-                best, least = parts, steps
-    return best
+
+    def steps(parts: int) -> float:
+        busiest = max(loads_of(problem, parts))
+        if parts == 1:
+            return busiest * (UNDIVIDED if problem.causal else 1.0)
+        keys = problem.batch * problem.kv_heads * parts * problem.seqlen_kv
+        part_bytes = 2 * keys * problem.head_dim * 4  # of dK and dV, which are written, and read again
+        return busiest + ADDING_STEPS + 2 * part_bytes / BYTES_PER_STEP
+
+    return min((parts for parts in range(1, group + 1) if group % parts == 0), key=steps)
 
 
-def steps_of(problem: Problem, parts: int) -> float:
-    """How many steps of the main loop the busiest SM has, when tiles of keys go in their order
-    (`Tiles.locate`), one after the other, to whoever is free."""
+def loads_of(problem: Problem, parts: int) -> list[float]:
+    """The steps of each SM, when tiles of keys go in their order (`Tiles.locate`), one after the other, to
+    whoever is free."""
     tile_q = TILE_Q[problem.head_dim]
     heads = problem.batch * problem.kv_heads * parts
     query_heads = problem.heads // problem.kv_heads // parts
     section = heads
     if problem.causal:
         head_bytes = problem.seqlen_q * COLUMN_BYTES[problem.head_dim] * problem.head_dim * query_heads
-        section = max(1, min(heads, SECTION_BYTES // head_bytes))
+        section = max(1, min(heads, SECTION_BYTES // max(1, head_bytes)))
     final = max(0, heads - FINAL_SECTIONS * section) // section * section
     offset = 0 if problem.top_left else problem.seqlen_kv - problem.seqlen_q
     steps = []
@@ -115,13 +116,13 @@ def steps_of(problem: Problem, parts: int) -> float:
         unseen = max(0, first_key - offset) // tile_q if problem.causal else 0
         seen = max(0, math.ceil(problem.seqlen_q / tile_q) - unseen)
         steps.append(query_heads * seen + TILE_STEPS)
-    busy = [0.0] * SMS
+    loads = [0.0] * SMS
     for first in [*range(0, final, section), final]:
         of_section = section if first < final else heads - final
         for tile in steps:
             for _ in range(of_section):
-                heapq.heapreplace(busy, busy[0] + tile)
-    return max(busy)
+                heapq.heapreplace(loads, loads[0] + tile)
+    return loads
 
 
 def launch_forward(compiled: Compiled, q, k, v, o, lse, scratch, given) -> None:
