@@ -22,6 +22,7 @@ from hopper_attention.cache import write_atomically
 SHAPES = ((1, 4, 64, 64), (1, 8, 1024, 64))  # batch, heads, seqlen, head_dim
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 ROUNDS, CALLS = 30, 200
+DEVICE = "cuda"
 OURS, PLAIN = "attention", "SDPA"
 FORWARD, BOTH = "forward", "forward and backward"
 
@@ -48,7 +49,7 @@ def of_backends(call: Callable[[], object]) -> dict[str, Callable[[], object]]:
 
 def measure(shape: tuple[int, ...]) -> list[dict[str, object]]:
     """Rows for one shape, causal, bf16: without gradients, and through autograd."""
-    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, do = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     gradients = lambda call: torch.autograd.grad(call(*leaves), leaves, do)
     ours = lambda *x: attention(*x, causal=True)

@@ -6,8 +6,8 @@ nothing and exits 1, with a line for each stale item. Of a figure it checks only
 bytes depend on the versions of matplotlib and its font renderer, so comparing them would fail where nothing
 is wrong.
 
-Blocks: `ladder`, `environment` and `sustained`, of the GPU measured last; `stage-<id>` for every stage and
-`ablation-<file>` for every kernel file, of every GPU that has their rows.
+Blocks: `ladder`, `environment`, `sustained`, and those of `harness.library`, of the GPU measured last;
+`stage-<id>` for every stage and `ablation-<file>` for every kernel file, of every GPU that has their rows.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from harness import plots
+from harness import library, plots
 from harness.figures import drawable
 from harness.plots import format_rate, label
 from harness.results import PEER_LABELS, Results, Row, bound_gpu, load_all, repository
@@ -288,9 +288,11 @@ def make_blocks(
     notes: str = "notes/",
     ablations: Mapping[str, str] | None = None,
     counters: str = "",
+    of_library: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Every block's content. `everything` holds each GPU's results in the ladder's order, newest first,
-    `ablations` what is known of kernel files' variants, by file, and `counters` is the table of profiles."""
+    `ablations` what is known of kernel files' variants, by file, `counters` is the table of profiles and
+    `of_library` what `harness.library` has."""
     measured = next(iter(everything.values()), {})
     blocks = {
         "ladder": ladder_table(stages, measured, files, notes),
@@ -298,6 +300,7 @@ def make_blocks(
         "environment": environment_line(measured),
         "sustained": sustained_table(measured),
         "counters": counters,
+        **(of_library or {}),
     }
     for stage in stages:
         found = [results[stage.id] for results in everything.values() if stage.id in results]
@@ -336,7 +339,8 @@ def figures(
             if direction in directions:
                 draw = partial(plots.plot_progress, swept, direction=direction)
                 found[root / "results" / folder / name] = draw
-        for name, draw in drawable(swept).items():
+        drawn = drawable(swept) | library.figures(root / "results" / folder)
+        for name, draw in drawn.items():
             found[root / "results" / folder / name] = draw
     return found
 
@@ -372,7 +376,8 @@ def _blocks_of(root: Path, everything: Mapping[str, dict[str, Results]], stages:
     newest = root / "results" / next(iter(everything), "")
     counters = counters_table(newest / "profiles", [stage.id for stage in stages])
     tables = ablation_tables(root, everything)
-    return make_blocks(stages, everything, ladder.LADDER, notes, tables, counters)
+    of_library = library.blocks(newest, next(iter(everything.values()), {}))
+    return make_blocks(stages, everything, ladder.LADDER, notes, tables, counters, of_library)
 
 
 def find_stale(root: Path, stages: Sequence[Stage]) -> list[str]:

@@ -683,6 +683,8 @@ TESTED = {
     "python ref_check.py --mutations": RUN_HERE,
     "python ref_check.py k2 --save": RUN_HERE,
     "python -m harness.records": ELSEWHERE,
+    "python -m harness.parts": ELSEWHERE,
+    "python -m harness.host": ELSEWHERE,
     "python -m harness.ablation fa1": RUN_HERE,
     "python -m harness.report": ELSEWHERE,
     "python -m harness.diff k2 k3_1": ELSEWHERE,

@@ -21,7 +21,7 @@ from hopper_attention.launch import compile_stage
 STAGES = list(ladder.LADDER)
 CUDA_CORES = ("k1", "fa1", "k2", "bwd1", "bwd2")  # what these compute with; tensor cores and TMA come later
 TMA = ("k3_1", "k3_2", "k3_3")  # the same arithmetic, its loads by TMA
-WGMMA = ("k4_qk", "k4", "k5", "k6_1", "k6_2", "k6", "bwd3", "bwd4", "bwd4_det")
+WGMMA = ("k4_qk", "k4", "k5", "k6_1", "k6_2", "k6", "bwd3", "bwd4", "bwd4_det", "bwd4_gqa")
 # Products on tensor cores in the code, full and causal: k6_2 has a first Q·Kᵀ before its loop and a last P·V
 # behind it, k6 a second loop for tiles with hidden keys and the next tile's first Q·Kᵀ.
 PRODUCTS = {
@@ -34,11 +34,13 @@ PRODUCTS = {
     "bwd3": (5, 5),
     "bwd4": (15, 15),
     "bwd4_det": (15, 15),
+    "bwd4_gqa": (15, 15),
 }
 # Waits where they are not one a product: k6 has branches that wait for P·V before they touch O, bwd3 waits
 # for S and dP together, and for dV, dK and dQ.
 WAITS = {"k6": (9, 9), ("k6", 64): (11, 11), "bwd3": (2, 2), "bwd4": (13, 13), "bwd4_det": (13, 13)}
-SPECIALISED = ("k5", "k6_1", "k6_2", "k6", "bwd4", "bwd4_det")
+WAITS["bwd4_gqa"] = WAITS["bwd4"]
+SPECIALISED = ("k5", "k6_1", "k6_2", "k6", "bwd4", "bwd4_det", "bwd4_gqa")
 # Instructions a thread issues for one score, in the loop over unmasked tiles, if no row's maximum has grown.
 # May only fall. (At 64 it was 6.16 in tiles of 256×64 and 5.91 in 192×128, before a tile came in two parts,
 # which is a vote more, and faster.)
@@ -110,7 +112,7 @@ def test_wgmma_is_used_and_never_serialised(stage_id: str, head_dim: int, causal
         assert len(products) >= 4 * PRODUCTS[stage_id][causal]
         assert code.count("UTMALDG") >= 3
         # But for bwd4, whose CTAs read what others say: that there are zeros; in bwd4_det whose turn it is.
-        words = 1 if stage_id in ("bwd4", "bwd4_det") else 0
+        words = 1 if stage_id in ("bwd4", "bwd4_det", "bwd4_gqa") else 0
         assert (code.count("LDG") > 0) == (words > 0)
         assert code.count("LDG") == code.count("LDG.*STRONG")
     for work in works_of(stage_id, problem_at(stage_id, head_dim, causal)):
