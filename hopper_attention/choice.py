@@ -17,7 +17,7 @@ def slower(problem: Problem) -> str | None:
 
 def _slower_backward(problem: Problem) -> str | None:
     """dK and dV of a tile of keys are one CTA's work, over all queries of its heads: others divide those."""
-    if not problem.kv_heads:
+    if not problem.kv_heads or problem.head_dim not in KEYS:
         return None
     parts = parts_of(problem)
     tiles = -(-problem.seqlen_kv // KEYS[problem.head_dim]) * problem.kv_heads * parts * problem.batch
@@ -32,6 +32,8 @@ def _slower_backward(problem: Problem) -> str | None:
 
 def _slower_forward(problem: Problem) -> str | None:
     """A CTA takes 128 to 256 queries: with fewer tiles than SMs, or tiles half filled, others are faster."""
+    if problem.head_dim not in QUERIES:
+        return None
     rows = QUERIES[problem.head_dim]
     tiles = -(-problem.seqlen_q // rows) * problem.heads * problem.batch
     if problem.seqlen_q <= FEW and problem.seqlen_kv > problem.seqlen_q:

@@ -24,9 +24,9 @@ def attention(
     memory in q's order, and with `return_lse` also the natural-log logsumexp of each row's scaled scores,
     fp32 (batch, heads, seqlen). o and lse can be differentiated, once.
 
-    `softmax_scale` is positive, by default 1/√head_dim; another value costs no compile. With `causal` query i
-    sees keys up to i + seqlen_kv − seqlen_q, a mask aligned at the bottom right; one that sees none has o = 0
-    and lse = −∞. With `top_left` besides it sees keys up to i, as PyTorch's `is_causal` means it. At equal
+    `softmax_scale` is positive, by default 1/√head_dim; all others share a kernel. With `causal` query i sees
+    keys up to i + seqlen_kv − seqlen_q, a mask aligned at the bottom right; one that sees none has o = 0 and
+    lse = −∞. With `top_left` besides it sees keys up to i, as PyTorch's `is_causal` means it. At equal
     lengths the two are one mask.
 
     With `deterministic`, or under `torch.use_deterministic_algorithms`, gradients have the same bits in every

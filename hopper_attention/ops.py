@@ -76,7 +76,10 @@ def fake_backward(
 
 # Not `Function`, whose `apply` goes through functorch's stack, where the dispatcher has been already when it
 # comes to an operator's Autograd kernel.
-Function = torch.autograd.function._SingleLevelFunction
+class Function(torch.autograd.function._SingleLevelFunction):
+    _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
+
+
 at_this_level = torch._functorch.utils.enable_single_level_autograd_function
 
 
@@ -103,7 +106,8 @@ class Attention(Function):
         if do is None and dlse is None:
             return None, None, None, None, *rest
         do = torch.zeros_like(o) if do is None else do
-        run = run_backward if unseen(q, k, v) and not torch.is_grad_enabled() else backward
+        seen = not unseen(q, k, v) or not all(map(is_plain, (do, o, lse, dlse))) or torch.is_grad_enabled()
+        run = backward if seen else run_backward
         return None, *run(do, q, k, v, o, lse, dlse, *ctx.options), *rest
 
 
@@ -181,6 +185,7 @@ is_compiling, autocasts, profiles = (
 )
 dispatch_modes, function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 transforms, tracing = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
+is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def unseen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -199,10 +204,17 @@ def unseen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     )
 
 
-def call_forward(q, k, v, *options):
+def is_plain(x: torch.Tensor | None) -> bool:
+    """Whether a kernel can take x as it is: autograd also hands over subclasses, tensors of zeros that are
+    nowhere, and, for `is_grads_batched`, tensors with a hidden dimension."""
+    return x is None or (type(x) is torch.Tensor and not (is_batched(x) or x._is_zerotensor()))
+
+
+def call_forward(q, k, v, softmax_scale, causal, top_left, deterministic):
     """`forward`, but where nothing would see it without the dispatcher, whose way to Python and back takes as
     long as all the rest."""
-    if not unseen(q, k, v):
+    options = softmax_scale, causal, top_left, deterministic
+    if not (type(causal) is type(top_left) is type(deterministic) is bool and unseen(q, k, v)):
         return forward(q, k, v, *options)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         with at_this_level():
@@ -213,7 +225,7 @@ def call_forward(q, k, v, *options):
 def call_backward(do, q, k, v, o, lse, dlse, *options):
     """`backward`, as `call_forward` is `forward`."""
     others = [x for x in (do, o, lse, dlse) if x is not None]
-    plain = unseen(q, k, v) and all(type(x) is torch.Tensor for x in others)
+    plain = unseen(q, k, v) and all(map(is_plain, others)) and all(type(x) is bool for x in options[1:])
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *others))
     run = run_backward if plain and not learns else backward
     return run(do, q, k, v, o, lse, dlse, *options)

@@ -4,6 +4,7 @@ loaded, once; after that a call costs a look-up, its outputs and a launch."""
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -55,6 +56,9 @@ class Part(NamedTuple):
 _plans: dict[tuple[object, ...], Plan] = {}
 _reasons: dict[tuple[object, ...], str | None] = {}
 _counters: dict[tuple[object, ...], list[torch.Tensor]] = {}
+# A backward pass is several launches, which share counters with that of another thread on the same stream:
+# one thread's must not come between another's. The launching code runs without Python's lock.
+_several_kernels = threading.Lock()
 
 
 def forward(
@@ -140,14 +144,16 @@ def _backward(plan: Plan, do, q, k, v, o, lse, dlse, device: torch.device):
     given = plan.given if dlse is None else (*plan.given, dlse.contiguous())
     if len(plan.parts) == 1:
         scratch = _scratch(plan.parts[0], device)
-        calls.launch_backward(plan.launch, q, k, v, o, lse, do, dq, dk, dv, scratch, given)
+        with _several_kernels:
+            calls.launch_backward(plan.launch, q, k, v, o, lse, do, dq, dk, dv, scratch, given)
         return dq, dk, dv
     for part in plan.parts:
         q_, o_, lse_, do_, dq_ = (x[part.at_q] for x in (q, o, lse, do, dq))
         k_, v_, dk_, dv_ = (x[part.at_kv] for x in (k, v, dk, dv))
         given = plan.given if dlse is None else (*plan.given, dlse[part.at_q].contiguous())
         scratch = _scratch(part, device)
-        calls.launch_backward(plan.launch, q_, k_, v_, o_, lse_, do_, dq_, dk_, dv_, scratch, given)
+        with _several_kernels:
+            calls.launch_backward(plan.launch, q_, k_, v_, o_, lse_, do_, dq_, dk_, dv_, scratch, given)
     return dq, dk, dv
 
 
@@ -201,10 +207,10 @@ def _plan_backward(
         check_lse("dlse", dlse, q)
         given = given or (problem.head_dim**-0.5,)
         problem = problem.with_(scaled=True, lse_grad=True)
-    stage_id, divided = backward_stage(problem, deterministic)
-    _check_inputs(stage_id, problem, q=q, k=k, v=v)
+    _check_inputs(DETERMINISTIC if deterministic else BACKWARD, problem, q=q, k=k, v=v)
     if not (q.numel() and k.numel()):
         return Plan(None, (), (), given)
+    stage_id, divided = backward_stage(problem, deterministic)
     parts = [
         _part(at_q, at_kv, calls.backward_scratch(part, deterministic, divided))
         for at_q, at_kv, part in _split(problem)
@@ -215,11 +221,12 @@ def _plan_backward(
 
 
 def backward_stage(problem: Problem, deterministic: bool) -> tuple[str, int | None]:
-    """The stage that computes a problem's gradients, and of DIVIDED the number of parts."""
+    """The stage that computes the gradients of a problem that BACKWARD takes, and of DIVIDED the number of
+    parts."""
     if deterministic:
         return DETERMINISTIC, None
     one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
-    parts = calls.parts_of(problem) if one_launch and problem.kv_heads else 1
+    parts = calls.parts_of(problem) if one_launch else 1
     return (DIVIDED, parts) if parts > 1 else (BACKWARD, None)
 
 
@@ -299,16 +306,14 @@ def _scratch(part: Part, device: torch.device) -> list[torch.Tensor]:
 def _zeros_to_keep(wanted: tuple[Dense, ...], device: torch.device) -> list[torch.Tensor]:
     """Zeros of the current stream, from another thread: `torch.compile(mode="reduce-overhead")` has this one
     allocate in a CUDA graph's memory while it warms up, and nothing that stays may lie there."""
-    stream, found = torch.cuda.current_stream(device), []
+    stream = torch.cuda.current_stream(device)
 
-    def make() -> None:
+    def make() -> list[torch.Tensor]:
         with torch.cuda.stream(stream):  # and its device
-            found.extend(empty(*dense).zero_() for dense in wanted)
+            return [empty(*dense).zero_() for dense in wanted]
 
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    return found
+    with ThreadPoolExecutor(1) as another:
+        return another.submit(make).result()
 
 
 # ---- small matters ----------------------------------------------------------------------------------------

@@ -313,6 +313,70 @@ def test_what_must_see_the_operators_sees_them(
     assert len(step()) == 1 + grad
 
 
+class Tagged(torch.Tensor):
+    """A subclass, as autograd may hand one over as a gradient."""
+
+
+def test_gradients_that_no_kernel_can_take_go_through_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Subclasses, tensors without memory, and those of `is_grads_batched`."""
+    direct = []
+    call = lambda *x: direct.append(type(x[0])) or run_backward(*x)
+    monkeypatch.setattr(ops, "run_backward", call)
+    leaves = inputs(grad=True)
+    o, lse = attention(*leaves, return_lse=True)
+    do = torch.randn_like(o)
+    plain = torch.autograd.grad(o, leaves, do, retain_graph=True)
+    assert direct == [torch.Tensor]
+    found = torch.autograd.grad(o, leaves, do.as_subclass(Tagged), retain_graph=True)
+    assert all(x.equal(y) for x, y in zip(found, plain))
+    torch.autograd.grad((o, lse), leaves, (do, torch.ones_like(lse).as_subclass(Tagged)), retain_graph=True)
+    torch.autograd.grad(o, leaves, torch._efficientzerotensor(o.shape, dtype=o.dtype), retain_graph=True)
+    both = torch.stack([do, 2 * do])
+    batched = torch.autograd.grad(o, leaves, both, is_grads_batched=True, retain_graph=True)
+    for x, y in zip(batched, plain):
+        assert torch.allclose(x[0], y, atol=0.05)
+        assert torch.allclose(x[1], 2 * y, atol=0.1)
+    (jacobian,) = torch.autograd.functional.jacobian(
+        lambda v: attention(*inputs()[:2], v)[0, 0, 0, :2], (inputs()[2],), vectorize=True
+    )
+    assert jacobian.shape == (2, *inputs()[2].shape)
+    assert direct == [torch.Tensor]
+
+
+def test_compiled_autograd() -> None:
+    leaves = inputs(grad=True)
+    attention(*leaves).sum().backward()
+    plain = [x.grad.clone() for x in leaves]
+    for x in leaves:
+        x.grad = None
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        attention(*leaves).sum().backward()
+    assert all(x.grad.equal(y) for x, y in zip(leaves, plain))
+
+
+@pytest.mark.parametrize("name", ["causal", "top_left", "deterministic"])
+def test_switches_are_true_or_false(name: str) -> None:
+    """Not what only counts as true: a tensor's value may change, and the plan that was made with it stays."""
+    q, k, v = inputs()
+    o, lse = attention(q, k, v, return_lse=True)
+    for wrong in ("no", [1]):
+        with pytest.raises(RuntimeError, match=name):
+            attention(q, k, v, **{name: wrong})
+        with pytest.raises(RuntimeError, match=name):
+            attention_backward(o, q, k, v, o, lse, **{name: wrong})
+    seen, switch = [], torch.tensor(True)
+    record = lambda *x: seen.append(x[4:]) or run_forward(*x)
+    library = torch.library.Library("hopper_attention", "IMPL", "CPU")
+    library.impl("forward", record, allow_override=True)
+    try:
+        for value in (True, False):
+            attention(q, k, v, **{"causal": True, name: switch.fill_(value)})
+    finally:
+        library._destroy()
+    at = ("causal", "top_left", "deterministic").index(name)
+    assert [(*x, False, False, False)[at] for x in seen] == [True, False]
+
+
 def test_a_trace_holds_the_operator() -> None:
     q, k, v = inputs()
     with warnings.catch_warnings():

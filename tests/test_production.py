@@ -1,11 +1,14 @@
 """What happens between an operator and a launch, on a CPU, where kernels and CUDA are stood in for."""
 
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hopper_attention import production
+from hopper_attention.choice import slower
 from hopper_attention.kernels import calls
 from hopper_attention.kernels.contract import Problem
 
@@ -263,6 +266,61 @@ def test_what_a_launch_refuses_is_named(name: str, wrong: str, launched: Launche
     with pytest.raises((TypeError, ValueError), match=words):
         both(inputs)
     assert len(launched) == first
+
+
+def test_memory_that_was_not_there_is_asked_for_again(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = tensors(2, 4, 16, 64)
+    empty, left = production.empty, [2]  # o, lse; and no counter
+
+    def no_memory(*dense: object) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return empty(*dense)
+
+    monkeypatch.setattr(production, "empty", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        forward(q, k, v)
+    monkeypatch.setattr(production, "empty", empty)
+    forward(q, k, v)
+    assert len(launched) == 1
+
+
+def test_a_backward_pass_is_launched_in_one_go(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is several kernels that share counters with those of another thread on the same stream."""
+    inside, most = [], []
+
+    def launch(*given: object) -> None:
+        inside.append(1)
+        time.sleep(0.01)
+        most.append(len(inside))
+        inside.pop()
+
+    stand_in = SimpleNamespace(launch=launch)
+    monkeypatch.setattr(production, "kernel_for", lambda *given: stand_in)
+    q, k, v = tensors(2, 4, 16, 64)
+    threads = [threading.Thread(target=backward, args=(q, k, v)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 4
+
+
+@pytest.mark.parametrize(("head_dim", "seqlen"), [(96, 16), (32, 16), (32, 0)])
+def test_other_head_dims_of_groups(head_dim: int, seqlen: int, launched: Launched) -> None:
+    """Refused by name, or where there is nothing to compute, zero."""
+    q, k = torch.zeros(1, 8, seqlen, head_dim).half(), torch.zeros(1, 2, 16, head_dim).half()
+    if seqlen:
+        with pytest.raises(ValueError, match="bwd4 takes head_dim 64, 128 or 256"):
+            backward(q, k, k.clone())
+    else:
+        assert not backward(q, k, k.clone())[1].any()
+    for direction in ("fwd", "bwd"):
+        production.reason_against(direction, q, k, k, None, False, False, slower)
+        production.reason_against(direction, q[:0], k[:0], k[:0], None, False, False, slower)
 
 
 def test_scratch_of_one_launch_is_never_shared(launched: Launched) -> None:
