@@ -40,6 +40,8 @@ def _slower_forward(problem: Problem) -> str | None:
         return (
             f"a tile of {rows} queries holds {problem.seqlen_q}: decoding, for kernels that divide the keys"
         )
-    if tiles < SMS and problem.seqlen_kv > problem.seqlen_q:
+    few = tiles < SMS if problem.seqlen_kv > problem.seqlen_q else 2 * tiles <= SMS
+    # At equal lengths only the tallest tiles lose, and not where they are all of a head.
+    if few and (problem.seqlen_kv > problem.seqlen_q or (rows == max(QUERIES.values()) < problem.seqlen_q)):
         return f"its {tiles} tiles of queries leave SMs idle"
     return None

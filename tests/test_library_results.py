@@ -59,6 +59,26 @@ def test_any_problem_is_divided_into_whole_parts() -> None:
     assert divided > 50
 
 
+@pytest.mark.parametrize(
+    ("shape", "left"),
+    [
+        ((1, 8, 8, 128, 128, 64), False),  # a head is one tile
+        ((1, 8, 8, 512, 512, 64), True),
+        ((1, 8, 8, 2048, 2048, 64), True),
+        ((1, 12, 12, 1500, 1500, 64), False),
+        ((4, 8, 8, 1024, 1024, 64), False),
+        ((1, 8, 8, 512, 512, 128), False),
+        ((1, 32, 8, 512, 8192, 128), True),
+        ((1, 32, 8, 2048, 8192, 128), False),
+        ((1, 32, 8, 1, 4096, 128), True),
+        ((1, 8, 8, 512, 512, 32), False),  # which nobody asks about: it is refused
+    ],
+)
+def test_forward_passes_with_few_tiles_are_left(shape: tuple[int, ...], left: bool) -> None:
+    """As 98 shapes beside SDPA's flash and cuDNN backends had it; notes/library.md."""
+    assert (slower(Problem(*shape, False)) is not None) == left
+
+
 def test_no_step_is_lost_between_the_sms() -> None:
     """Every tile of keys goes to one SM; and dividing takes none from the query heads."""
     chance = random.Random(2)
