@@ -27,6 +27,8 @@ from hopper_attention.launch import BACKWARD, FORWARD, compile_stage, reachable
 
 LENGTHS = (1, 3, 63, 64, 65, 113, 127, 128, 129, 203, 255, 257, 1023, 1025, 4097)
 NEEDLE_LENGTHS = (16, 64, 65, 257, 1024, 4097)
+LONG = 8257  # twice as many keys as in any other case
+UNEQUAL = 257, 1025
 CASES: dict[str, tuple[str | None, Callable[[str, object], Iterator[str]]]] = {}
 worst_seen: dict[str, float] = {}
 Outputs = dict[str, torch.Tensor]  # o and lse, or dq, dk and dv
@@ -376,8 +378,9 @@ def every_kernel(stage_id, args):
 def after_the_forward_stage(stage_id, args):
     """Gradients from the O and LSE that FORWARD writes, and by autograd for the stage it runs."""
     stage, module = ladder.load(stage_id)
-    wide = small(stage_id, heads=8, kv_heads=2, seqlen_q=257, seqlen_kv=1025)
-    high = small(stage_id, heads=8, kv_heads=2, seqlen_q=1025, seqlen_kv=257)
+    few, many = UNEQUAL
+    wide = small(stage_id, heads=8, kv_heads=2, seqlen_q=few, seqlen_kv=many)
+    high = small(stage_id, heads=8, kv_heads=2, seqlen_q=many, seqlen_kv=few)
     top_left = [problem.with_(top_left=True) for problem in (*wide, *high) if problem.causal]
     for problem in (*small(stage_id), *wide, *top_left):
         if module.supports(problem):
@@ -466,7 +469,7 @@ def extreme_logits(stage_id, args):
 
 @case("fwd")
 def long_sequence(stage_id, args):
-    problem = Problem.square(1, 1, 8257, 64, True)  # twice as many keys as in any other case
+    problem = Problem.square(1, 1, LONG, 64, True)
     q, k, v = random_inputs(problem)
     yield from judged(stage_id, q, k, v, None, problem.causal, problem)
     yield from needle_in(stage_id, problem)

@@ -119,6 +119,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
     monkeypatch.setattr(cases, "HEAD_DIMS", (64,))
     monkeypatch.setattr(cases, "LENGTHS", (1, 3, 65))
     monkeypatch.setattr(cases, "NEEDLE_LENGTHS", (16, 65))
+    monkeypatch.setattr(cases, "LONG", 1057)
+    monkeypatch.setattr(cases, "UNEQUAL", (65, 257))
     for name in ("OTHER_SHAPES", "TOP_LEFT_SHAPES", "TOP_LEFT_WIDE_SHAPES"):
         monkeypatch.setattr(cases, name, [cpu_sized(shape) for shape in getattr(cases, name)])
     monkeypatch.setattr(cases, "FORMS", {name: cpu_sized(shape) for name, shape in cases.FORMS.items()})
