@@ -133,7 +133,7 @@ def lead(measured: Mapping[str, Results]) -> str:
             cells.append(f"{min(found):.3f}–{max(found):.3f}, mean {mean:.3f}" if found else NOT_MEASURED)
         lines.append([f"{words}, `{stage}`", *cells])
     rows = [row for stage in PRODUCTION if stage in measured for row in measured[stage].rows]
-    peers = sorted({row.provider for row in rows} - set(PRODUCTION), key=_peer_order)
+    peers = sorted({row.provider for row in rows} & set(PEER_LABELS), key=_peer_order)
     behind = [f"{problem} ({x:.3f})" for found in ratios.values() for x, problem in sorted(found) if x < 1]
     header = ["against the best peer", *(f"head_dim {d}" for d in head_dims)]
     gpus = _join(dict.fromkeys(measured[stage].gpu for stage in PRODUCTION if stage in measured))

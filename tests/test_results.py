@@ -13,7 +13,7 @@ import pytest
 
 from harness import plots, report
 from harness.hardware import H100_SXM
-from harness.results import Results, Row, bound_gpu, gpu_folder, load_all, merge
+from harness.results import PUBLIC_CALLS, Results, Row, bound_gpu, gpu_folder, load_all, merge
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem, Stage
 
@@ -664,3 +664,13 @@ def test_progress_falls_back_to_the_longest_common_length() -> None:
 def test_rates_are_written_at_the_precision_worth_reading() -> None:
     written = {612.4: "612", 99.96: "100", 48.25: "48.2", 9.999: "10.0", 4.131: "4.13", 0.0521: "0.052"}
     assert {rate: plots.format_rate(rate) for rate in written} == written
+
+
+def test_the_lead_is_over_peers_and_not_over_the_public_call() -> None:
+    problem = sweep_problem()
+    results = Results("k6", ENVIRONMENT, [make_row("k6", 700.0), make_row("fa2", 350.0)])
+    results.rows.append(replace(make_row("k6", 710.0), provider=PUBLIC_CALLS["k6"]))
+    assert results.best_peer(problem).provider == "fa2"
+    text = report.lead({"k6": results})
+    assert "2.000–2.000" in text
+    assert "fastest of FlashAttention-2, of those" in text
