@@ -1,19 +1,16 @@
 """K6: the production forward.
 
-The idea          The CTAs stay and fetch tiles, longest first, so that loads of the next tile hide the end of
-                  this one. O is rescaled only when a row's maximum has grown by more than 2⁸; mostly that is
-                  asked of three exponents at a time, as integers (`arithmetic.largest_positive`), by a warp's
-                  vote before the wait for P·V; at head_dim 64 of the second half of a tile's keys while the
-                  first half is exponentiated.
+The idea          The CTAs stay and fetch tiles, longest first: loads of the next tile hide the end of this
+                  one. O is rescaled only when a row's maximum has grown by more than 2⁸: asked of three
+                  exponents at a time, as integers (`arithmetic.largest_positive`), by a warp's vote before
+                  the wait for P·V; at head_dim 64 of half a tile while the other half is exponentiated.
 What changes      against k6_2: persistent CTAs and a tile counter; a tile's last P·V beside the next one's
-                  first Q·Kᵀ, up to head_dim 128; tiles with hidden keys in a loop of their own; lazy
-                  rescaling; O leaves through shared memory by TMA; a tile shape for each head_dim; fp16, GQA,
-                  unequal lengths, head_dim 256. Nobody waits for a turn any more.
+                  first Q·Kᵀ, up to head_dim 128; hidden keys in a loop of their own; lazy rescaling; O by
+                  TMA; a tile shape by head_dim; fp16, GQA, unequal lengths, head_dim 256; no more turns.
 What does not     rings, warp specialisation, the half-tile lag of P·V behind Q·Kᵀ.
-Supports          bf16 and fp16; head_dim 64, 128, 256; seqlen_q and seqlen_kv ≥ 1; GQA and MQA. A causal mask
-                  is aligned at the bottom right, where query i sees keys up to i + seqlen_kv − seqlen_q, or
-                  with top_left there, where it sees keys up to i. A query that sees none gives O = 0 and
-                  LSE = −∞.
+Supports          bf16 and fp16; head_dim 64, 128, 256; lengths ≥ 1; GQA and MQA. Under a causal mask query i
+                  sees keys up to i + seqlen_kv − seqlen_q (aligned at the bottom right), or with top_left up
+                  to i; one that sees none gives O = 0 and LSE = −∞.
 Note              notes/k6.md: the schedule drawn, what each idea is worth, what lost.
 """
 
@@ -284,8 +281,7 @@ class FlashAttentionForward(QueryTiles):
                 for r in range_constexpr(OWN_ROWS):
                     O[r, None].store(O[r, None].load() * inverse[r])
                 rO16 = rounded(x.rO, self.dtype)
-                # Each warp stores its own 16 rows of O, over Q when the others' Q·Kᵀ is done with it too,
-                # else where its own store before has been read.
+                # A warp stores its own 16 rows of O: over Q, when all are done with it, or over its last O.
                 if const_expr(self.o_over_q):
                     cute.arch.barrier(barrier_id=Barrier.Q_READ + consumer, number_of_threads=WARPGROUP)
                 else:
@@ -312,8 +308,7 @@ class FlashAttentionForward(QueryTiles):
         one. Hazard: until then it holds that stage of V, and the producer puts V beside K, so they must all
         fit into the other stages (the assertion in `__init__`), or all wait forever. Rows past the end have
         no such bound and release theirs here, K and V in turn; their last P·V, which is not stored, is of
-        another V. `tests/test_rings.py` runs this schedule.
-        """
+        another V. `tests/test_rings.py` runs this schedule."""
         if past_the_end:
             for _ in range(hidden, unroll=1):
                 v_get = skip(v_ring, v_get, 1)
@@ -356,11 +351,8 @@ class FlashAttentionForward(QueryTiles):
     @cute.jit
     def raise_maximum(self, part, relative, row_max, row_sum):
         """Where an exponent of `part` is larger than GROWTH, raise the row's maximum by it, and rescale what
-        is relative to it: the part, P of the parts before and O (in `relative`), and the sum.
-
-        The maximum is subtracted already: a score beyond it leaves a positive exponent, so the largest
-        positive exponent is the growth. −∞ of hidden scores needs no care here.
-        """
+        is relative to it: the part, P of the parts before and O (in `relative`), and the sum. The maximum is
+        subtracted already: the largest positive exponent is the growth. −∞ of hidden scores needs no care."""
         beside = len(relative) > 1  # the exponentials of the part before
         if const_expr(beside):
             total = row_sum[0] + row_sum[1]
@@ -429,8 +421,7 @@ def work(problem: Problem, config: Config | None = None) -> list[Work]:
 
 
 def lazy_maximum(problem: Problem, config: Config | None = None) -> tuple[int, int, float]:
-    """What P is rounded relative to: tiles of so many keys, in so many parts, a maximum up to so many powers
-    of two behind."""
+    """What P is rounded relative to: keys of a tile, its parts, how far behind a maximum may be (log₂)."""
     kernel = kernel_for(problem, config)
     return kernel.tile_kv, kernel.config.parts, GROWTH
 
