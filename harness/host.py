@@ -7,7 +7,6 @@ Of each call the least mean of many rounds; calls take turns, so that all have t
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 
@@ -17,7 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from harness import results, timing
 from hopper_attention import attention
-from hopper_attention.cache import write_atomically
 
 SHAPES = ((1, 4, 64, 64), (1, 8, 1024, 64))  # batch, heads, seqlen, head_dim
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
@@ -75,14 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     for row in rows:
         print(f"{row['shape']!s:18} {row['what']:21} {row['provider']:12} {row['us']:7.2f} µs")
     if save:
-        environment = timing.environment({})
-        path = results.results_dir() / results.gpu_folder(environment["gpu"]) / "library" / "host.json"
-        write = json.JSONEncoder(ensure_ascii=False).encode
-        lines = ",\n  ".join(map(write, rows))
-        write_atomically(
-            path, f'{{"environment": {write(environment)},\n"rows": [\n  {lines}\n]}}\n'.encode()
-        )
-        print(f"wrote {path}")
+        print(f"wrote {results.save_library('host', rows, timing.environment({}))}")
     return 0
 
 

@@ -17,6 +17,7 @@ from matplotlib.patches import Patch
 
 from harness import plots
 from harness.host import BOTH, FORWARD, OURS, PLAIN
+from harness.markdown import table
 from harness.results import PEER_LABELS, PUBLIC_CALLS, Results
 from harness.sweep import SEQLENS
 from hopper_attention.kernels.calls import parts_of
@@ -56,11 +57,6 @@ def _numbers(row: Mapping[str, Any]) -> Iterable[float]:
             yield value
 
 
-def _table(header: Iterable[str], lines: Iterable[Iterable[str]], aligned: str) -> str:
-    rule = [{"l": "---", "r": "---:"}[x] for x in aligned]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
-
-
 # ---- host time --------------------------------------------------------------------------------------------
 
 
@@ -77,7 +73,7 @@ def host_table(rows: Rows) -> str:
             ratio = us[shape, what, OURS] / us[shape, what, PLAIN]
             lines.append([" × ".join(map(str, shape)), what, *(f"{x:.1f}" for x in times), f"{ratio:.2f}"])
     header = ["batch × heads × seqlen × head_dim", "µs of host time", *providers, f"{OURS} / {PLAIN}"]
-    return _table(header, lines, "ll" + "r" * (len(providers) + 1))
+    return table(header, lines, "ll" + "r" * (len(providers) + 1))
 
 
 def calls_table(measured: Mapping[str, Results]) -> str:
@@ -94,7 +90,7 @@ def calls_table(measured: Mapping[str, Results]) -> str:
         if ratios:
             cells = [f"{min(ratios[n]):.3f}–{max(ratios[n]):.3f}" if n in ratios else "" for n in SEQLENS]
             lines.append([f"`{call}` / `{stage}`", *cells])
-    return _table(["N", *map(str, SEQLENS)], lines, "l" + "r" * len(SEQLENS)) if lines else NOTHING
+    return table(["N", *map(str, SEQLENS)], lines, "l" + "r" * len(SEQLENS)) if lines else NOTHING
 
 
 # ---- few key heads ----------------------------------------------------------------------------------------
@@ -127,7 +123,7 @@ def parts_table(rows: Rows) -> str:
         cells = [f"{us['parts 1']:.0f}", str(parts), f"{us[f'parts {parts}']:.0f}", f"{regret:.3f}"]
         lines.append([problem, *cells, f"{peers[best]:.0f} {PEER_LABELS[best]}", f"**{ratio:.3f}**"])
     header = "problem", "bwd4, µs", "parts", "µs", "over the best", "best peer, µs", "its time over ours"
-    return _table(header, lines, "lrrrrlr")
+    return table(header, lines, "lrrrrlr")
 
 
 # ---- training ---------------------------------------------------------------------------------------------
@@ -165,7 +161,7 @@ def training_table(rows: Rows) -> str:
         lines.append([f"{model}, {seqlen}", HOW[how], rate, f"{ours['tflops']:.0f}", *cells, losses])
     others = [f"× {label}" for name, label in TRAINED_WITH.items() if name != HOPPER]
     header = ["model, seqlen", "how", "tokens/s", "TFLOP/s", *others, "losses apart: ours / SDPA's own"]
-    return _table(header, lines, "llrr" + "r" * (len(others) + 1))
+    return table(header, lines, "llrr" + "r" * (len(others) + 1))
 
 
 def plot_training(rows: Rows, path: Path | str) -> None:

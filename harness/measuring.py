@@ -45,8 +45,12 @@ class Contender:
         return replace(cls.stage(stage_id), name=results.PUBLIC_CALLS[stage_id])
 
     @property
+    def is_public_call(self) -> bool:
+        return self.name == results.PUBLIC_CALLS.get(self.stage_id)
+
+    @property
     def is_variant(self) -> bool:
-        return self.name not in (self.stage_id, results.PUBLIC_CALLS.get(self.stage_id))
+        return self.name != self.stage_id and not self.is_public_call
 
 
 class PublicCall:
@@ -84,8 +88,7 @@ def ready(contender: Contender, expected: reference.Expected, problem: Problem) 
     check_memory(contender.stage_id, problem, expected.q.device)
     compiled = compile_kernel(contender.stage_id, problem, **contender.options)
     tensors = expected.allocate(file, problem, **contender.options)
-    public = contender.name == results.PUBLIC_CALLS.get(contender.stage_id)
-    return PublicCall(contender, problem) if public else file, compiled, tensors
+    return PublicCall(contender, problem) if contender.is_public_call else file, compiled, tensors
 
 
 def host_microseconds(contender: Contender, problem: Problem) -> float:

@@ -8,7 +8,6 @@ choice is held against what is committed.
 """
 
 import argparse
-import json
 import sys
 
 import torch
@@ -16,7 +15,6 @@ import torch
 from harness import peers, results, timing
 from harness.inputs import random_inputs
 from hopper_attention import production
-from hopper_attention.cache import write_atomically
 from hopper_attention.kernels import calls
 from hopper_attention.kernels.contract import Problem
 
@@ -105,11 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(problem, rows[-1]["us"], flush=True)
     if save:
         environment = timing.environment(peers.versions(list(PEERS)))
-        path = results.results_dir() / results.gpu_folder(environment["gpu"]) / "library" / "parts.json"
-        lines = ",\n  ".join(map(json.dumps, rows))
-        text = f'{{"environment": {json.dumps(environment)},\n"rows": [\n  {lines}\n]}}\n'
-        write_atomically(path, text.encode())
-        print(f"wrote {path}")
+        print(f"wrote {results.save_library('parts', rows, environment)}")
     return 0
 
 

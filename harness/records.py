@@ -7,9 +7,9 @@
 kernel of `launch.reachable` its identity and the forms of problem it computed, and the digest of what the
 machine code follows from (`provenance`). While the digest is that of the sources, the machine code is what
 passed. An edit that changes no instruction makes a digest stale and nothing else: `--renew` proves that by
-recompiling, on any machine. The tests recompile one of the plain cases of each stage and some of
-the others, other ones for each commit, so that a digest that was not made by compiling is found out, and all
-plain cases of a stage whose record is not current.
+recompiling, on any machine. The tests recompile one of the plain cases of each stage and some of the others,
+other ones for each commit, so that a digest that was not made by compiling is found out, and all plain cases
+of a stage whose record is not current.
 """
 
 import argparse

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from harness import library, plots
 from harness.figures import drawable
+from harness.markdown import table
 from harness.plots import format_rate, label
 from harness.results import PEER_LABELS, Results, Row, bound_gpu, load_all, repository
 from harness.sweep import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, TOTAL_TOKENS, sweep_problem
@@ -51,7 +52,7 @@ def ladder_table(
     for direction in dict.fromkeys(stage.direction for stage in stages):
         of_direction = [stage for stage in stages if stage.direction == direction]
         lines = [_ladder_line(stage, measured, files[stage.id], notes) for stage in of_direction]
-        parts.append(_table([DIRECTION_WORDS[direction], "adds", *rates], lines, "llrrrlrrrl"))
+        parts.append(table([DIRECTION_WORDS[direction], "adds", *rates], lines, "llrrrlrrrl"))
     point = f"head_dim {LADDER_HEAD_DIM}, N = {LADDER_SEQLEN}"
     where = _join(dict.fromkeys(results.gpu for results in measured.values()))
     parts.append(f"Measured at {point} on {where}. {_bound_sentence(measured)}" if measured else NOTHING)
@@ -97,11 +98,11 @@ def stage_table(results: Results) -> str:
                 name = f"**{head_dim}**, {'causal' if causal else 'full'}"
                 problems = [sweep_problem(n, head_dim, causal, direction) for n in seqlens]
                 lines.append([name, *(_stage_cell(results.at(problem), results) for problem in problems)])
-        parts.append(_table([f"head_dim, {direction}", *map(str, seqlens)], lines, "l" + "r" * len(seqlens)))
+        parts.append(table([f"head_dim, {direction}", *map(str, seqlens)], lines, "l" + "r" * len(seqlens)))
     others = [row for row in own if row not in swept]
     if others:
         lines = [[str(row.problem), _stage_cell(row, results)] for row in others]
-        parts.append(_table(["problem", results.stage], lines, "lr"))
+        parts.append(table(["problem", results.stage], lines, "lr"))
     if not own:
         return NOTHING
     columns = f"A column is a sequence length, at {TOTAL_TOKENS} tokens and hidden size {HIDDEN_SIZE}. "
@@ -144,7 +145,7 @@ def lead(measured: Mapping[str, Results]) -> str:
         f"between them, on {gpus}. "
         f"Below 1.000: {', '.join(behind) or 'none'}."
     )
-    return f"{_table(header, lines, 'l' + 'r' * len(head_dims))}\n\n{sentence}"
+    return f"{table(header, lines, 'l' + 'r' * len(head_dims))}\n\n{sentence}"
 
 
 def environment_line(measured: Mapping[str, Results]) -> str:
@@ -202,7 +203,7 @@ def sustained_table(measured: Mapping[str, Results]) -> str:
             [label(p), *(_sustained_cell(latest.get((p, at))) for at in points)] for p in [*stages, *peers]
         ]
         header = ["provider", *(f"d={at.head_dim}, {'causal' if at.causal else 'full'}" for at in points)]
-        parts.append(_table(header, lines, "lrrrr"))
+        parts.append(table(header, lines, "lrrrr"))
         parts.append(
             f"Attention {kind} at N = {seqlen}, TFLOP/s: one launch at a time → launches back to back for "
             f"seconds, where the power limit sets the clock."
@@ -229,7 +230,7 @@ def ablation_table(results: Results, variants: Sequence[str]) -> str:
                 f"d = {head_dim}, {'causal' if causal else 'full'}",
                 *(f"N = {p.seqlen_q}" for p in columns),
             ]
-            parts.append(_table(header, lines, "l" + "r" * len(columns)))
+            parts.append(table(header, lines, "l" + "r" * len(columns)))
     return "\n\n".join(parts)
 
 
@@ -259,7 +260,7 @@ def counters_table(folder: Path, stages: Iterable[str]) -> str:
             lines.append([f"`{stage}`{share if len(kernels) > 1 else ''}", *cells])
     if not lines:
         return f"The counters are {NOT_MEASURED}."
-    return _table(["stage", *COUNTERS], lines, "l" + "r" * len(COUNTERS))
+    return table(["stage", *COUNTERS], lines, "l" + "r" * len(COUNTERS))
 
 
 def replace_blocks(text: str, blocks: Mapping[str, str], where: str) -> str:
@@ -367,8 +368,8 @@ def ablation_tables(root: Path, folders: Iterable[str]) -> dict[str, str]:
     for folder in folders:
         for path in sorted((root / "results" / folder / "ablations").glob("*.json")):
             results = Results.load(path)
-            table = ablation_table(results, list(ladder.load(results.stage)[1].VARIANTS))
-            tables.setdefault(path.stem, []).append(_on_gpu(results, table))
+            variants = ablation_table(results, list(ladder.load(results.stage)[1].VARIANTS))
+            tables.setdefault(path.stem, []).append(_on_gpu(results, variants))
     return {file: "\n\n".join(found) for file, found in tables.items()}
 
 
@@ -514,11 +515,6 @@ def _bound_sentence(measured: Mapping[str, Results]) -> str:
         f"The hardware bound is the longer of the FLOPs at {gpu.tensor_flops / 1e12:.0f} TFLOP/s "
         f"({gpu.sms} SMs, {gpu.clock_ghz} GHz) and the least bytes at {gpu.hbm_bytes_per_s / 1e12} TB/s."
     )
-
-
-def _table(header: Sequence[str], lines: Sequence[Sequence[str]], align: str) -> str:
-    rules = [{"l": "---", "r": "---:"}[side] for side in align]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rules, *lines))
 
 
 def _cell(text: str) -> str:

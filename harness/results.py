@@ -274,6 +274,16 @@ def load_all(folder: Path | None = None) -> dict[str, dict[str, Results]]:
     return everything
 
 
+def save_library(name: str, rows: list[dict[str, Any]], environment: dict[str, Any]) -> Path:
+    """Write results/<gpu>/library/<name>.json, a row a line; `harness.library` reads it."""
+    path = results_dir() / gpu_folder(environment["gpu"]) / "library" / f"{name}.json"
+    write = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+    lines = ",\n  ".join(map(write, rows))
+    text = f'{{"environment": {write(environment)},\n"rows": [\n  {lines}\n]}}\n'
+    write_atomically(path, text.encode())
+    return path
+
+
 def probe(path: Path) -> None:
     """Raise OSError unless a file could be written there; nothing stays behind but its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)

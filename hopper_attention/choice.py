@@ -1,10 +1,10 @@
 """Which problems are better left to PyTorch's own kernels; notes/library.md says what was measured."""
 
-from .kernels.calls import FEW_TILES, loads_of, parts_of
+from .kernels.calls import FEW_TILES, TILE_KV, loads_of, parts_of
 from .kernels.contract import Problem
 from .kernels.device.constants import SMS
 
-KEYS = {64: 128, 128: 128, 256: 64}  # of a tile of bwd4, by head_dim
+KEYS = {64: TILE_KV, 128: TILE_KV, 256: 64}  # of a tile of bwd4, by head_dim
 QUERIES = {64: 256, 128: 192, 256: 128}  # of a CTA of k6
 FEW = 16  # queries, beside more keys
 BUSY = 0.7  # of the SMs' time, in the backward pass of a problem with more queries than keys
@@ -36,12 +36,12 @@ def _slower_forward(problem: Problem) -> str | None:
         return None
     rows = QUERIES[problem.head_dim]
     tiles = -(-problem.seqlen_q // rows) * problem.heads * problem.batch
-    if problem.seqlen_q <= FEW and problem.seqlen_kv > problem.seqlen_q:
-        return (
-            f"a tile of {rows} queries holds {problem.seqlen_q}: decoding, for kernels that divide the keys"
-        )
-    few = tiles < SMS if problem.seqlen_kv > problem.seqlen_q else 2 * tiles <= SMS
-    # At equal lengths only the tallest tiles lose, and not where they are all of a head.
-    if few and (problem.seqlen_kv > problem.seqlen_q or (rows == max(QUERIES.values()) < problem.seqlen_q)):
-        return f"its {tiles} tiles of queries leave SMs idle"
-    return None
+    idle = f"its {tiles} tiles of queries leave SMs idle"
+    if problem.seqlen_kv > problem.seqlen_q:
+        if problem.seqlen_q <= FEW:
+            held = f"a tile of {rows} queries holds {problem.seqlen_q}"
+            return f"{held}: decoding, for kernels that divide the keys"
+        return idle if tiles < SMS else None
+    # With no more keys than queries only the tallest tiles lose, and not where a head is one tile.
+    tallest = rows == max(QUERIES.values())
+    return idle if tallest and problem.seqlen_q > rows and 2 * tiles <= SMS else None

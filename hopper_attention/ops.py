@@ -88,8 +88,8 @@ class Attention(Function):
     operators by what they run."""
 
     @staticmethod
-    def forward(ctx, unseen, q, k, v, *options):
-        if unseen:
+    def forward(ctx, direct, q, k, v, *options):
+        if direct:
             o, lse = run_forward(q, k, v, *options)
         else:
             with to_the_level_below(), below_autograd():
@@ -106,8 +106,8 @@ class Attention(Function):
         if do is None and dlse is None:
             return None, None, None, None, *rest
         do = torch.zeros_like(o) if do is None else do
-        seen = not unseen(q, k, v) or not all(map(is_plain, (do, o, lse, dlse))) or torch.is_grad_enabled()
-        run = backward if seen else run_backward
+        direct = unseen(q, k, v, do, o, lse, dlse) and not torch.is_grad_enabled()
+        run = run_backward if direct else backward
         return None, *run(do, q, k, v, o, lse, dlse, *ctx.options), *rest
 
 
@@ -188,9 +188,9 @@ transforms, tracing = torch._C._are_functorch_transforms_active, torch._C._get_t
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
-def unseen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def unseen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether nothing there would see an operator called on these: no compiler, subclass, mode, autocast,
-    transform, trace, profiler or tangent."""
+    transform, trace, profiler or tangent. `others` may be what autograd hands over (`is_plain`)."""
     return (
         not is_compiling()
         and type(q) is type(k) is type(v) is torch.Tensor
@@ -201,6 +201,7 @@ def unseen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         and tracing() is None
         and not profiles()
         and forward_ad._current_level < 0
+        and all(map(is_plain, others))
     )
 
 
@@ -224,10 +225,10 @@ def call_forward(q, k, v, softmax_scale, causal, top_left, deterministic):
 
 def call_backward(do, q, k, v, o, lse, dlse, *options):
     """`backward`, as `call_forward` is `forward`."""
-    others = [x for x in (do, o, lse, dlse) if x is not None]
-    plain = unseen(q, k, v) and all(map(is_plain, others)) and all(type(x) is bool for x in options[1:])
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *others))
-    run = run_backward if plain and not learns else backward
+    inputs = do, q, k, v, o, lse, dlse
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    direct = all(type(x) is bool for x in options[1:]) and unseen(q, k, v, do, o, lse, dlse) and not learns
+    run = run_backward if direct else backward
     return run(do, q, k, v, o, lse, dlse, *options)
 
 

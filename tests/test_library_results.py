@@ -1,5 +1,6 @@
 """What was measured of the library: what is committed, what it says of today's choices, what is no file."""
 
+import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,12 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import host, library, parts
+from harness import host, library, parts, results
 from harness.host import BOTH, FORWARD, OURS, PLAIN
 from harness.results import repository
+from hopper_attention import choice
 from hopper_attention.choice import slower
-from hopper_attention.kernels import calls
+from hopper_attention.kernels import bwd4_operands, calls, k6
 from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.device import key_tiles
 from hopper_attention.kernels.device.constants import SMS
 
 FOLDER = repository() / "results" / "h200"
@@ -77,6 +80,13 @@ def test_any_problem_is_divided_into_whole_parts() -> None:
 def test_forward_passes_with_few_tiles_are_left(shape: tuple[int, ...], left: bool) -> None:
     """As 98 shapes beside SDPA's flash and cuDNN backends had it; notes/library.md."""
     assert (slower(Problem(*shape, False)) is not None) == left
+
+
+def test_tiles_are_the_kernels_own() -> None:
+    """Stated once more where no kernel file, and with it the compiler, is imported."""
+    assert calls.TILE_KV == bwd4_operands.TILE_KV
+    assert choice.KEYS == {64: bwd4_operands.TILE_KV, 128: bwd4_operands.TILE_KV, 256: key_tiles.ROWS}
+    assert {d: key_tiles.ROWS * config.consumers for d, config in k6.CONFIGS.items()} == choice.QUERIES
 
 
 def test_no_step_is_lost_between_the_sms() -> None:
@@ -195,3 +205,13 @@ def test_every_number_of_parts_is_timed(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(RuntimeError, match="gradients in 3 parts are not bwd4's"):
         parts.measure(problem)
     assert calls.parts_of is before
+
+
+@pytest.mark.parametrize("name", ["host", "parts"])
+def test_what_is_saved_is_what_is_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    committed = json.loads((FOLDER / "library" / f"{name}.json").read_text(encoding="utf-8"))
+    monkeypatch.setattr(results, "results_dir", lambda: tmp_path)
+    path = results.save_library(name, committed["rows"], committed["environment"])
+    assert path == tmp_path / "h200" / "library" / f"{name}.json"
+    assert json.loads(path.read_text(encoding="utf-8")) == committed
+    assert library.load(tmp_path / "h200", name) == library.load(FOLDER, name)
