@@ -1,8 +1,9 @@
 """Check and benchmark stages of the ladder beside the peers.
 
-    python bench.py k2                    the sweep: seqlen 512…16384 × head_dim {64, 128} × causal {0, 1}
+    python bench.py k2                    the sweep: seqlen 128…16384 × head_dim {64, 128} × causal {0, 1}
     python bench.py k1 fa1 k2             several stages in one interleaved run; `all` for the ladder
     python bench.py bwd4                  a backward stage, beside the peers' backward passes
+    python bench.py k6 --suite models     the library on models' shapes (harness/suite.py), beside the peers
     CHECK=1 SEQLEN=512 HEADDIM=64 CAUSAL=0 python bench.py k1
     python bench.py k1 --check --seqlen 512 --head-dim 64 --causal 0
 
@@ -20,13 +21,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from harness import cases, machine_code, peers, results, timing
+from harness import cases, machine_code, peers, results, suite, suites, timing
 from harness.command import Parser, Usage, run
 from harness.inputs import hopper_gpu
 from harness.measuring import Bench, Contender, Saved, stages_for
 from harness.results import PUBLIC_CALLS
 from harness.stages import refuse
-from harness.sweep import HEAD_DIMS, SEQLENS, sweep_problem
+from harness.sweep import HEAD_DIMS, SEQLENS, SHORT, sweep_problem
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import compile_stage
@@ -62,16 +63,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--save", nargs="?", const=REPO / "results", type=Path, help="write results/<gpu>/<stage>.json"
     )
+    parser.add_argument("--suite", choices=suites.SUITES, help="models' shapes instead of the sweep")
     args = parser.parse_args(arguments)
     # What is committed is checked row by row: a fault may show at one length only.
     args.check = args.check or truth(env("CHECK", "0"), "CHECK") or args.save is not None
-    args.seqlens = SEQLENS if args.seqlen is None else (whole(args.seqlen, "SEQLEN"),)
+    args.seqlens = (*SHORT, *SEQLENS) if args.seqlen is None else (whole(args.seqlen, "SEQLEN"),)
     args.head_dims = HEAD_DIMS if args.head_dim is None else (whole(args.head_dim, "HEADDIM"),)
     args.causals = (False, True) if args.causal is None else (truth(args.causal, "CAUSAL"),)
     args.peers = [] if args.peers == "none" else args.peers.split(",")
     if unknown := [name for name in args.peers if name not in peers.PEERS]:
         raise Usage(f"unknown peer {unknown[0]!r}; there are {', '.join(peers.PEERS)}")
     args.stages = ladder.stages_named(args.stages)
+    if args.suite and (other := [x for x in args.stages if x not in suite.DIRECTIONS]):
+        raise Usage(f"--suite is for {' and '.join(suite.DIRECTIONS)}, the library's stages, not {other[0]}")
     try:
         args.problems = [
             sweep_problem(n, d, causal, direction)
@@ -217,6 +221,12 @@ def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
 def command(arguments: list[str] | None) -> bool:
     console = Console(width=None if sys.stdout.isatty() else 150)
     args = parse(arguments)
+    if args.suite and hopper_gpu():
+        wanted = lambda problem: (
+            args.seqlen in (None, str(problem.seqlen_q)) and problem.causal in args.causals
+            and args.head_dim in (None, str(problem.head_dim))
+        )  # fmt: skip
+        return suite.run(args.suite, args.stages, args.save is not None, wanted)
     if hopper_gpu():
         return gpu_bench(args, console)
     if args.save:

@@ -19,11 +19,11 @@ from harness.inputs import poison, random_inputs
 from harness.results import repository
 from harness.stages import backward, forward, prepare, prepare_backward, starts_at_zero
 from harness.sweep import HEAD_DIMS
-from hopper_attention import attention
+from hopper_attention import attention, attention_backward, production
 from hopper_attention.checks import problem_of
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem, Tensors
-from hopper_attention.launch import BACKWARD, FORWARD, compile_stage, reachable
+from hopper_attention.launch import BACKWARD, compile_stage, reachable
 
 LENGTHS = (1, 3, 63, 64, 65, 113, 127, 128, 129, 203, 255, 257, 1023, 1025, 4097)
 NEEDLE_LENGTHS = (16, 64, 65, 257, 1024, 4097)
@@ -96,7 +96,8 @@ def judged(stage_id: str, q, k, v, do, causal: bool, what: object, top_left: boo
     stage, module = ladder.load(stage_id)
     expected = reference.Expected(q, k, v, causal, do, top_left)
     module, compiled, tensors = ready(stage_id, expected.inputs, causal, top_left)
-    rounding = reference.rounding_of(stage, module, problem_of(q, k, v, causal, top_left))
+    shape = problem_of(q, k, v, causal, top_left)
+    rounding = reference.rounding_of(stage, module, shape, **stage.options)
     yield from noted(expected.run(module, compiled, tensors, rounding), what)
 
 
@@ -362,12 +363,14 @@ def every_kernel(stage_id, args):
             q, k, v, *do = random_inputs(problem)
             mask = {"causal": problem.causal, "top_left": problem.top_left}
             scale = SCALE / math.sqrt(problem.head_dim) if problem.scaled else None
-            dlse = torch.randn(q.shape[:3], device=q.device) if problem.lse_grad else None
+            dlse = None
+            if problem.lse_grad:  # the same in every run
+                dlse = torch.randn(q.shape[:3], generator=torch.Generator().manual_seed(1)).to(q.device)
             expected = reference.Expected(
                 q, k, v, do=(do or [None])[0], **mask, softmax_scale=scale, dlse=dlse
             )
             tensors = expected.allocate(module, problem, **stage.options)
-            rounding = reference.rounding_of(stage, module, problem)
+            rounding = reference.rounding_of(stage, module, problem, **stage.options)
             verdict = expected.run(module, compile_stage(stage_id, kernel), tensors, rounding)
             yield from noted(verdict, problem)
             if verdict.passed:
@@ -376,7 +379,7 @@ def every_kernel(stage_id, args):
 
 @case("bwd")
 def after_the_forward_stage(stage_id, args):
-    """Gradients from the O and LSE that FORWARD writes, and by autograd for the stage it runs."""
+    """Gradients from the O and LSE that `attention` gives, and once by autograd."""
     stage, module = ladder.load(stage_id)
     few, many = UNEQUAL
     wide = small(stage_id, heads=8, kv_heads=2, seqlen_q=few, seqlen_kv=many)
@@ -390,7 +393,9 @@ def after_the_forward_stage(stage_id, args):
         o, lse = attention(q, k, v, **mask, return_lse=True)
         found = run(stage_id, (q, k, v, o, lse, do), **mask)
         expected = reference.Expected(q, k, v, do=do, **mask)
-        rounding = reference.rounding_of(*ladder.load(FORWARD), problem.with_(direction="fwd"))
+        forward = problem.with_(direction="fwd")
+        ran = production.forward_stage(forward)
+        rounding = reference.rounding_of(*ladder.load(ran), forward, **production.OPTIONS.get(ran, {}))
         yard_o = reference.yardstick(q, k, v, rounds_p=rounding, **mask)
         yard_inputs = q, k, v, yard_o, expected.saved[1], do
         yard = reference.yardstick_gradients(*yard_inputs, rounds_p=stage.rounds_p, **mask)
@@ -402,7 +407,7 @@ def after_the_forward_stage(stage_id, args):
         for what, given in (("autograd", do), ("autograd of a sum", torch.ones_like(do))):
             out = attention(*leaves, **mask)
             grads = torch.autograd.grad(*((out, leaves, given) if given is do else (out.sum(), leaves)))
-            explicit = run(stage_id, (q, k, v, o, lse, given), **mask)
+            explicit = dict(zip(found, attention_backward(given, q, k, v, o, lse, **mask)))
             for name in differing(stage_id, dict(zip(explicit, grads)), explicit):
                 yield f"{problem}: {name} by {what} differs from attention_backward's"
 
@@ -768,7 +773,7 @@ def run_model(stage_id: str) -> list[str]:
     for problem in problems:
         mask = {"causal": problem.causal, "top_left": problem.top_left}
         q, k, v, *do = (x.double() for x in random_inputs(problem, "cpu", seed=problem.seqlen_q))
-        rounding, lazy = reference.rounding_of(stage, module, problem), {}
+        rounding, lazy = reference.rounding_of(stage, module, problem, **stage.options), {}
         if isinstance(rounding, tuple):
             lazy = dict(zip(("tile_kv", "parts", "growth"), rounding))
             q *= 32  # as they are, hardly a score is 2⁸ ahead of its row's first tile

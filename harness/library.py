@@ -1,7 +1,7 @@
 """What was measured of the library, from results/<gpu>/library: tables, and a figure.
 
 host.json       `python -m harness.host`: what a call costs the host
-parts.json      `python -m harness.parts`: backward passes with few key heads
+models_*.json   `python bench.py k6 bwd4 --suite models --save`: what models ask, forward and backward
 training.json   `examples/train_gpt.py --save`: a GPT trained with one attention or another
 """
 
@@ -10,18 +10,20 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from harness import plots
+from harness import plots, suite
 from harness.host import BOTH, FORWARD, OURS, PLAIN
 from harness.markdown import table
 from harness.results import PEER_LABELS, PUBLIC_CALLS, Results
 from harness.sweep import SEQLENS
-from hopper_attention.kernels.calls import parts_of
 from hopper_attention.kernels.contract import Problem
+from hopper_attention.launch import BACKWARD as BACKWARD_STAGE
+from hopper_attention.launch import DETERMINISTIC
+from hopper_attention.launch import FORWARD as FORWARD_STAGE
 
 Rows = list[dict[str, Any]]
 HOPPER, SDPA = "hopper_attention", "sdpa"
@@ -93,37 +95,114 @@ def calls_table(measured: Mapping[str, Results]) -> str:
     return table(["N", *map(str, SEQLENS)], lines, "l" + "r" * len(SEQLENS)) if lines else NOTHING
 
 
-# ---- few key heads ----------------------------------------------------------------------------------------
+# ---- models' shapes ---------------------------------------------------------------------------------------
 
 
-def problem_of(row: Mapping[str, Any]) -> Problem:
-    return Problem(**{name: value for name, value in row.items() if name != "us"}, direction="bwd")
+class Model(NamedTuple):
+    """What a row of the models' suite says of the library."""
+
+    family: str
+    name: str
+    problem: Problem
+    way: str  # that the library takes
+    us: float  # its call's
+    regret: float  # its way's time over the best way's
+    best: str  # peer
+    ratio: float  # that peer's time over the call's
+    deterministic: float | None  # the call's time over the deterministic one's, of a backward pass
 
 
-def choice_of(row: Mapping[str, Any]) -> tuple[int, float, float]:
-    """(parts, what they cost over the best choice, ratio to the best peer) of what `parts_of` chooses."""
-    us = row["us"]
-    parts = parts_of(problem_of(row))
-    ours = {name: x for name, x in us.items() if name.startswith("parts ")}
-    peers = [x for name, x in us.items() if name not in ours]
-    chosen = ours[f"parts {parts}"]
-    return parts, chosen / min(ours.values()), min(peers) / chosen
+def models(rows: Rows, direction: str) -> list[Model]:
+    """What the rows of models_<direction>.json say, with the way that `division` chooses today."""
+    found = []
+    for row in rows:
+        us, problem = row["us"], suite.problem_of(row, direction)
+        call = us[PUBLIC_CALLS[FORWARD_STAGE if direction == "fwd" else BACKWARD_STAGE]]
+        peers = {name: x for name, x in us.items() if name in suite.PEERS}
+        ways = [x for name, x in us.items() if name not in peers and name not in PUBLIC_CALLS.values()]
+        way, best = suite.chosen(problem), min(peers, key=peers.get)
+        steady = us.get(PUBLIC_CALLS[DETERMINISTIC])
+        deterministic = call / steady if steady else None
+        regret, ratio = us[way] / min(ways), peers[best] / call
+        found.append(
+            Model(row["family"], row["name"], problem, way, call, regret, best, ratio, deterministic)
+        )
+    return found
 
 
-def parts_table(rows: Rows) -> str:
-    """Undivided, as chosen, and the best peer."""
+def geometric_mean(values: Iterable[float]) -> float:
+    """Of positive numbers, at least one."""
+    logs = [math.log(x) for x in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def means_of_families(found: list[Model]) -> dict[str, float]:
+    """Of each family the geometric mean of its ratios to the best peer."""
+    names = dict.fromkeys(x.family for x in found)
+    return {name: geometric_mean(x.ratio for x in found if x.family == name) for name in names}
+
+
+def models_table(rows: Rows, direction: str) -> str:
+    """A line for each problem, and what they come to."""
     if not rows:
         return NOTHING
+    found = models(rows, direction)
+    backward = direction == "bwd"
     lines = []
-    for row in rows:
-        us, (parts, regret, ratio) = row["us"], choice_of(row)
-        peers = {name: x for name, x in us.items() if not name.startswith("parts ")}
-        best = min(peers, key=peers.get)
-        problem = str(problem_of(row)).removesuffix(" bfloat16")
-        cells = [f"{us['parts 1']:.0f}", str(parts), f"{us[f'parts {parts}']:.0f}", f"{regret:.3f}"]
-        lines.append([problem, *cells, f"{peers[best]:.0f} {PEER_LABELS[best]}", f"**{ratio:.3f}**"])
-    header = "problem", "bwd4, µs", "parts", "µs", "over the best", "best peer, µs", "its time over ours"
-    return table(header, lines, "lrrrrlr")
+    for x in found:
+        rate = x.problem.flops / x.us / 1e6
+        cells = [
+            f"{x.us:.0f}" if x.us >= 100 else f"{x.us:.1f}",
+            f"{rate:.0f}",
+            f"`{x.way}`",
+            f"{x.regret:.3f}",
+        ]
+        steady = [f"{x.deterministic:.2f}"] if x.deterministic else []
+        problem = str(x.problem).removesuffix(" bfloat16")
+        lines.append(
+            [f"{x.family}: {x.name}", problem, *cells, PEER_LABELS[x.best], f"**{x.ratio:.3f}**", *steady]
+        )
+    header = ["model", "problem", "µs", "TFLOP/s", "way", "over the best way", "best peer", "ahead"]
+    header += ["deterministic"] * backward
+    least, greatest = (of(found, key=lambda x: x.ratio) for of in (min, max))
+    behind = [f"{x.problem} ({x.ratio:.3f})" for x in found if x.ratio < 1]
+    mean = geometric_mean(means_of_families(found).values())
+    sentence = (
+        f"{len(found)} problems, {least.ratio:.3f} to {greatest.ratio:.3f} × the best peer; mean of the "
+        f"families' geometric means {mean:.3f}. Below 1.000: {'; '.join(behind) or 'none'}. Wrong choices "
+        f"cost at most {max(x.regret for x in found) - 1:.1%}."
+    )
+    return f"{table(header, lines, 'llrrlrlr' + 'r' * backward)}\n\n{sentence}"
+
+
+def plot_models(folder: Path, path: Path | str) -> None:
+    """Draw how far the library's call is ahead of the best peer, problem by problem, forward and backward."""
+    found = {
+        direction: models(load(folder, f"models_{direction}"), direction) for direction in ("fwd", "bwd")
+    }
+    names = [(x.family, x.name) for x in found["fwd"]]
+    with plots.style():
+        figure = Figure(figsize=(10, 0.19 * len(names) + 1.6))
+        for axes, (direction, rows) in zip(figure.subplots(1, 2, sharey=True), found.items()):
+            colours = [plots.STAGE_COLOUR if x.ratio >= 1 else plots.OTHER_COLOUR for x in rows]
+            axes.barh(range(len(rows)), [x.ratio - 1 for x in rows], left=1, color=colours, height=0.72)
+            for y, x in enumerate(rows):
+                axes.text(max(x.ratio, 1) + 0.015, y, f"{x.ratio:.2f}", va="center", fontsize=6.5)
+            axes.axvline(1, color=plots.INK, linewidth=0.8)
+            axes.set_xlim(0.8, max(x.ratio for x in rows) * 1.08)
+            mean = geometric_mean(means_of_families(rows).values())
+            kind = {"fwd": "forward", "bwd": "backward"}[direction]
+            axes.set_title(f"{kind}, mean of families {mean:.2f}", fontsize=9, loc="left")
+            axes.set_xlabel("speed, × the best of cuDNN, FlashAttention-2, -3 and -4", fontsize=8)
+        axes.set_yticks(range(len(names)), [f"{family}: {name}" for family, name in names], fontsize=6.5)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        plots.heading(
+            figure, "Models' attention beside the best peer", f"{folder.name.upper()}, the public call"
+        )
+        figure.subplots_adjust(
+            left=0.29, right=0.985, top=1 - 0.9 / figure.get_figheight(), bottom=0.045, wspace=0.05
+        )
+        plots.save(figure, path)
 
 
 # ---- training ---------------------------------------------------------------------------------------------
@@ -204,11 +283,16 @@ def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
     return {
         "host": host_table(load(folder, "host")),
         "public-calls": calls_table(measured),
-        "parts": parts_table(load(folder, "parts")),
+        "models-fwd": models_table(load(folder, "models_fwd"), "fwd"),
+        "models-bwd": models_table(load(folder, "models_bwd"), "bwd"),
         "training": training_table(load(folder, "training")),
     }
 
 
 def figures(folder: Path) -> dict[str, Callable[[Path], None]]:
-    rows = load(folder, "training")
-    return {"training.png": partial(plot_training, rows)} if rows else {}
+    found: dict[str, Callable[[Path], None]] = {}
+    if rows := load(folder, "training"):
+        found["training.png"] = partial(plot_training, rows)
+    if load(folder, "models_fwd") and load(folder, "models_bwd"):
+        found["models.png"] = partial(plot_models, folder)
+    return found

@@ -18,10 +18,10 @@ import torch
 from harness import machine_code, peers, reference, results, timing
 from harness.inputs import poison, random_inputs
 from harness.stages import check_memory
-from hopper_attention import attention, attention_backward
+from hopper_attention import attention, attention_backward, production
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem, Tensors
-from hopper_attention.launch import compile_kernel
+from hopper_attention.launch import LIBRARY, compile_kernel, sms_option
 
 # From this length on, and for who is this fast, the power cap and not the burst is what a user sees.
 SUSTAINED_FROM, SUSTAINED_TFLOPS = 16384, 100.0
@@ -38,7 +38,8 @@ class Contender:
 
     @classmethod
     def stage(cls, stage_id: str) -> "Contender":
-        return cls(stage_id, stage_id, ladder.load(stage_id)[0].options)
+        options = ladder.load(stage_id)[0].options
+        return cls(stage_id, stage_id, options | (sms_option() if stage_id in LIBRARY else {}))
 
     @classmethod
     def public_call(cls, stage_id: str) -> "Contender":
@@ -48,16 +49,32 @@ class Contender:
     def is_public_call(self) -> bool:
         return self.name == results.PUBLIC_CALLS.get(self.stage_id)
 
+    def kernels(self, problem: Problem) -> tuple[str, dict[str, Any]]:
+        """The stage whose kernels run, and its options: of a public call those that the library chooses."""
+        if not self.is_public_call:
+            return self.stage_id, self.options
+        stage_id = chosen_stage(problem, self.options.get("deterministic", False))
+        return stage_id, production.OPTIONS.get(stage_id, {}) | sms_option()
+
     @property
     def is_variant(self) -> bool:
         return self.name != self.stage_id and not self.is_public_call
+
+
+def chosen_stage(problem: Problem, deterministic: bool = False) -> str:
+    """The stage that the library runs for a problem."""
+    if problem.direction == "fwd":
+        return production.forward_stage(problem, **sms_option())
+    return production.backward_stage(problem, deterministic, **sms_option())[0]
 
 
 class PublicCall:
     """Stands where a stage's kernel file does: runs its kernel through the library, which allocates."""
 
     def __init__(self, contender: Contender, problem: Problem):
-        self.options = {"causal": problem.causal, "top_left": problem.top_left, **contender.options}
+        self.options = {"causal": problem.causal, "top_left": problem.top_left}
+        if problem.direction == "bwd":
+            self.options["deterministic"] = contender.options.get("deterministic", False)
 
     def run_kernel(self, compiled: object, t: Tensors) -> None:
         if t.do is None:
@@ -86,7 +103,8 @@ def ready(contender: Contender, expected: reference.Expected, problem: Problem) 
     where its scratch does not fit."""
     _, file = ladder.load(contender.stage_id)
     check_memory(contender.stage_id, problem, expected.q.device)
-    compiled = compile_kernel(contender.stage_id, problem, **contender.options)
+    stage_id, options = contender.kernels(problem)
+    compiled = compile_kernel(stage_id, problem, **options)
     tensors = expected.allocate(file, problem, **contender.options)
     return PublicCall(contender, problem) if contender.is_public_call else file, compiled, tensors
 
@@ -181,7 +199,8 @@ class _One:
             yield results.Row.on(problem, name, error=text)
             return
         call = lambda: file.run_kernel(compiled, tensors)
-        rounding = reference.rounding_of(*ladder.load(contender.stage_id), problem, **contender.options)
+        stage_id, options = contender.kernels(problem)
+        rounding = reference.rounding_of(*ladder.load(stage_id), problem, **options)
 
         def judge() -> reference.Verdict:
             poison(tensors)

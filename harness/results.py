@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from harness.hardware import H100_SXM, H200_SXM, Gpu
-from harness.sweep import sweep
+from harness.sweep import short_sweep, sweep
 from hopper_attention.cache import write_atomically
 from hopper_attention.kernels.contract import BYTES_PER_ELEMENT, Problem
 
@@ -160,7 +160,7 @@ class Results:
 
     def sweep_rows(self) -> list[Row]:
         """The rows, of every provider, whose shape is one of the benchmark's sweep."""
-        shapes = {problem for direction in ("fwd", "bwd") for problem in sweep(direction)}
+        shapes = {x for direction in ("fwd", "bwd") for x in (*sweep(direction), *short_sweep(direction))}
         in_bf16 = lambda problem: problem if problem.dtype == "bfloat16" else problem.with_(dtype="bfloat16")
         return [row for row in self.rows if in_bf16(row.problem) in shapes]
 
@@ -282,6 +282,16 @@ def save_library(name: str, rows: list[dict[str, Any]], environment: dict[str, A
     text = f'{{"environment": {write(environment)},\n"rows": [\n  {lines}\n]}}\n'
     write_atomically(path, text.encode())
     return path
+
+
+def library_rows(name: str, environment: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of results/<gpu>/library/<name>.json, if they were measured in this environment."""
+    path = results_dir() / gpu_folder(environment["gpu"]) / "library" / f"{name}.json"
+    if not path.exists():
+        return []
+    data = json.loads(path.read_text(encoding="utf-8"))
+    same = all(data["environment"].get(x) == environment.get(x) for x in (*ENVIRONMENT_IDENTITY, "peers"))
+    return data["rows"] if same else []
 
 
 def probe(path: Path) -> None:

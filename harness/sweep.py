@@ -5,6 +5,7 @@ from hopper_attention.kernels.contract import Problem
 HIDDEN_SIZE = 2048
 TOTAL_TOKENS = 16384
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+SHORT = (128, 256)  # which the papers leave out
 HEAD_DIMS = (64, 128)
 
 
@@ -16,7 +17,16 @@ def sweep_problem(seqlen: int, head_dim: int, causal: bool, direction: str = "fw
 
 
 def sweep(direction: str = "fwd") -> list[Problem]:
-    """The benchmark's 24 problems."""
+    """The papers' 24 problems."""
+    return _problems(SEQLENS, direction)
+
+
+def short_sweep(direction: str = "fwd") -> list[Problem]:
+    """The same of short sequences."""
+    return _problems(SHORT, direction)
+
+
+def _problems(seqlens: tuple[int, ...], direction: str) -> list[Problem]:
     return [
-        sweep_problem(n, d, causal, direction) for d in HEAD_DIMS for causal in (False, True) for n in SEQLENS
+        sweep_problem(n, d, causal, direction) for d in HEAD_DIMS for causal in (False, True) for n in seqlens
     ]

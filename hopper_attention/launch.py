@@ -18,14 +18,34 @@ import torch
 from . import cache
 from .kernels import ladder
 from .kernels.contract import DTYPES, Problem
+from .kernels.device.constants import SMS
 from .kernels.device.limits import HEAD_DIMS
 
 FORWARD = "k6"
-# What gradients are computed with; with the last where key heads are few (`calls.parts_of`).
-BACKWARD, DETERMINISTIC, DIVIDED = "bwd4", "bwd4_det", "bwd4_gqa"
+FORWARD_IN_ROWS = {128: "k6_r128", 64: "k6_r64"}  # by the rows that `division.rows_of` may choose instead
+# What gradients are computed with: where tiles of keys are few (`division.parts_of`), in parts.
+BACKWARD, IN_PARTS = "bwd4", "bwd4_parts"
+DETERMINISTIC, DETERMINISTIC_IN_PARTS = "bwd4_det", "bwd4_parts_det"
+LIBRARY = [
+    FORWARD,
+    *FORWARD_IN_ROWS.values(),
+    BACKWARD,
+    IN_PARTS,
+    DETERMINISTIC,
+    DETERMINISTIC_IN_PARTS,
+]  # stages that a call may run
 FUNCTION = "hopper_attention_kernel"  # in a cached file
 RUNTIME_PACKAGE = "nvidia_cutlass_dsl"
 PROVEN_COMPILER = "4.8.1"  # the version of cache.COMPILER whose machine code passed the checks in results/
+
+
+def sms_option(device: torch.device | None = None) -> dict[str, int]:
+    """The option of the kernels whose CTAs stay for a GPU, by default the current one, with other SMs than
+    they are compiled for by default: H100 PCIe has 114, H20 78."""
+    if not torch.cuda.is_available():
+        return {}
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return {} if sms == SMS else {"sms": sms}
 
 
 class UnprovenCompilerWarning(UserWarning):

@@ -17,7 +17,7 @@ from typing import Any
 from . import cache
 from .kernels import ladder
 from .kernels.contract import Problem
-from .launch import BACKWARD, DETERMINISTIC, DIVIDED, FORWARD, compile_kernel, reachable
+from .launch import LIBRARY, compile_kernel, reachable
 
 Job = tuple[str, Problem, dict[str, Any]]  # stage, what is compiled, options of its kernel file
 
@@ -52,9 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m hopper_attention.precompile", description=__doc__.splitlines()[0]
     )
-    parser.add_argument(
-        "stages", nargs="*", default=[FORWARD, BACKWARD, DETERMINISTIC, DIVIDED], help="stage ids, or `all`"
-    )
+    parser.add_argument("stages", nargs="*", default=LIBRARY, help="stage ids, or `all`")
     parser.add_argument("--workers", type=int, help="processes; by default one a core")
     args = parser.parse_args(arguments)
     try:

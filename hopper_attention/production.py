@@ -19,10 +19,21 @@ from .checks import (
     gradient_problem_of,
     problem_of,
 )
-from .kernels import calls
+from .kernels import calls, division
+from .kernels.calls import UNDIVIDED, Parts
 from .kernels.contract import Problem, Scratch
-from .kernels.device.constants import GRID_YZ_MAX
-from .launch import BACKWARD, DETERMINISTIC, DIVIDED, FORWARD, kernel_for
+from .kernels.device.constants import GRID_YZ_MAX, SMS
+from .kernels.device.limits import TILE_KV
+from .launch import (
+    BACKWARD,
+    DETERMINISTIC,
+    DETERMINISTIC_IN_PARTS,
+    FORWARD,
+    FORWARD_IN_ROWS,
+    IN_PARTS,
+    kernel_for,
+    sms_option,
+)
 
 KINDS_MAX = 4096  # remembered before all are forgotten
 COUNTERS_MAX = 256
@@ -32,6 +43,12 @@ Place = tuple[slice, slice]  # of batches and of heads
 WHOLE: Place = slice(None), slice(None)
 Dense = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # what is allocated: shape, strides and type
 Kept = TypeVar("Kept")
+# Of the stages that have some; known here, so that a call whose kernels are compiled imports no kernel file.
+OPTIONS: dict[str, dict[str, object]] = {
+    DETERMINISTIC: calls.DETERMINISTIC,
+    DETERMINISTIC_IN_PARTS: calls.DETERMINISTIC,
+    **{stage_id: {"rows": rows} for rows, stage_id in FORWARD_IN_ROWS.items()},
+}
 
 
 class Plan(NamedTuple):
@@ -191,17 +208,25 @@ def reason_against(
 # ---- plans ------------------------------------------------------------------------------------------------
 
 
-def _plan_forward(q, k, v, softmax_scale: float | None, causal: bool, top_left: bool) -> Plan:
+def _plan_forward(
+    q, k, v, softmax_scale: float | None, causal: bool, top_left: bool, rows: int | None = None
+) -> Plan:
+    """`rows` are for who measures: otherwise what `division` chooses."""
     problem, given = _scaled(problem_of(q, k, v, causal, top_left), softmax_scale)
     _check_inputs(FORWARD, problem, q=q, k=k, v=v)
     whole = _part(WHOLE, WHOLE, calls.forward_scratch(problem))
     outputs = _dense_like(q), _dense(q.shape[:3], torch.float32)
-    return Plan(_launch(FORWARD, problem) if q.numel() else None, outputs, (whole,), given)
+    if not q.numel():
+        return Plan(None, outputs, (whole,), given)
+    sms = sms_option(q.device)
+    return Plan(_launch(forward_stage(problem, rows, **sms), problem, sms), outputs, (whole,), given)
 
 
 def _plan_backward(
-    do, q, k, v, o, lse, dlse, softmax_scale: float | None, causal: bool, top_left: bool, deterministic: bool
-) -> Plan:
+    do, q, k, v, o, lse, dlse, softmax_scale: float | None, causal: bool, top_left: bool, deterministic: bool,
+    parts: Parts | None = None,
+) -> Plan:  # fmt: skip
+    """`parts` are for who measures: otherwise what `division` chooses."""
     problem, given = _scaled(gradient_problem_of(do, q, k, v, o, lse, causal, top_left), softmax_scale)
     if dlse is not None:  # whose kernels are given their scale
         check_lse("dlse", dlse, q)
@@ -210,24 +235,38 @@ def _plan_backward(
     _check_inputs(DETERMINISTIC if deterministic else BACKWARD, problem, q=q, k=k, v=v)
     if not (q.numel() and k.numel()):
         return Plan(None, (), (), given)
-    stage_id, divided = backward_stage(problem, deterministic)
-    parts = [
-        _part(at_q, at_kv, calls.backward_scratch(part, deterministic, divided))
+    sms = sms_option(q.device)
+    stage_id, in_parts = backward_stage(problem, deterministic, parts, **sms)
+    deterministic = stage_id in (DETERMINISTIC, DETERMINISTIC_IN_PARTS)
+    launches = [
+        _part(at_q, at_kv, calls.backward_scratch(part, deterministic, in_parts))
         for at_q, at_kv, part in _split(problem)
     ]
     outputs = tuple(map(_dense_like, (q, k, v)))
     unreadable = not all(x is _readable(x) for x in (do, o))
-    return Plan(_launch(stage_id, problem), outputs, tuple(parts), given, unreadable)
+    return Plan(_launch(stage_id, problem, sms), outputs, tuple(launches), given, unreadable)
 
 
-def backward_stage(problem: Problem, deterministic: bool) -> tuple[str, int | None]:
-    """The stage that computes the gradients of a problem that BACKWARD takes, and of DIVIDED the number of
-    parts."""
-    if deterministic:
-        return DETERMINISTIC, None
-    one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
-    parts = calls.parts_of(problem) if one_launch else 1
-    return (DIVIDED, parts) if parts > 1 else (BACKWARD, None)
+def forward_stage(problem: Problem, rows: int | None = None, sms: int = SMS) -> str:
+    """The stage that computes O of a problem that FORWARD takes, by default in tiles of as many rows as
+    `division` chooses."""
+    rows = rows or division.rows_of(problem, sms)
+    return FORWARD if rows == next(iter(division.TILES[problem.head_dim])) else FORWARD_IN_ROWS[rows]
+
+
+def backward_stage(
+    problem: Problem, deterministic: bool, parts: Parts | None = None, sms: int = SMS
+) -> tuple[str, Parts | None]:
+    """The stage that computes the gradients of a problem that BACKWARD takes, and its parts, if it has any:
+    by default those that `division` chooses."""
+    if parts is None:
+        one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
+        parts = division.parts_of(problem, sms) if one_launch else UNDIVIDED
+    # Where a query's gradient comes from one tile of keys, nobody waits for a turn, and no zeros are needed.
+    deterministic |= problem.head_dim < 256 and problem.seqlen_kv <= TILE_KV[problem.head_dim]
+    if parts == UNDIVIDED:
+        return DETERMINISTIC if deterministic else BACKWARD, None
+    return DETERMINISTIC_IN_PARTS if deterministic else IN_PARTS, parts
 
 
 def _scaled(problem: Problem, softmax_scale: float | None) -> tuple[Problem, tuple[float, ...]]:
@@ -250,9 +289,9 @@ def _check_inputs(stage_id: str, problem: Problem, **inputs: torch.Tensor) -> No
     check_layouts(**inputs)
 
 
-def _launch(stage_id: str, problem: Problem) -> Launch:
+def _launch(stage_id: str, problem: Problem, sms: dict[str, int]) -> Launch:
     least = problem.with_(batch=1, heads=1, kv_heads=1, seqlen_q=1, seqlen_kv=1)
-    return kernel_for(stage_id, least, calls.DETERMINISTIC if stage_id == DETERMINISTIC else {}).launch
+    return kernel_for(stage_id, least, OPTIONS.get(stage_id, {}) | sms).launch
 
 
 def _split(problem: Problem) -> Iterator[tuple[Place, Place, Problem]]:

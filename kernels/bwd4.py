@@ -48,9 +48,9 @@ from .bwd4_passes import FlashAttentionBackward, WideFlashAttentionBackward, com
 from .calls import DETERMINISTIC, backward_scratch, refuse_backward, run_backward
 from .contract import Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS
-from .device.constants import LOG2_E, WARP, WARPGROUP
+from .device.constants import LOG2_E, SMS, WARP, WARPGROUP
 from .device.dq_sums import AND_ADDER
-from .device.key_parts import leave_part, with_parts_as_heads
+from .device.key_parts import halves, leave_part
 from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS
 from .device.masks import Mask, mask_of
 from .device.rings import CONSUMER
@@ -130,32 +130,36 @@ class Backward(LoadingTiles):
     `wgmma.wait_group`; what threads write for it to read (dS, dQ, dK, dV), by a proxy fence before they
     arrive. dS's buffers need no barrier that says they are free: the other's dQ of a step is done before it
     arrives at DS_READY in the next step, where this consumer waits before it comes to that buffer again.
+    A warp's place among parts (bwd4_parts) is its own lanes' alone, each of which writes the same.
     initcheck's reads of O: see `device.backward_ends.Preprocess`.
     """
 
     def __init__(
-        self, head_dim: int, mask: Mask, dtype: type, deterministic: bool, config: Config, divides=False
-    ):
-        super().__init__(head_dim, mask, dtype, deterministic, config.tile_q, TILE_KV)
+        self, head_dim: int, mask: Mask, dtype: type, deterministic: bool, config: Config,
+        divides: bool = False, sms: int = SMS,
+    ):  # fmt: skip
+        super().__init__(head_dim, mask, dtype, deterministic, config.tile_q, TILE_KV, divides, sms)
         self.config = config
-        self.divides = divides  # a key head's query heads among several tiles: bwd4_gqa
         self.columns = head_dim // 64  # blocks of 64 columns: what the swizzle permutes
 
     @property
     def smem_bytes(self) -> int:
-        return shared_bytes(self.config, self.head_dim)
+        return shared_bytes(self.config, self.head_dim, self.divides)
 
     @cute.jit
-    def launch(self, mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream, scale):
+    def launch(
+        self, mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream, scale,
+        mTiled=None, mParts=None,
+    ):  # fmt: skip
+        """Divided, dK and dV are left in mParts, and mDK and mDV are not there."""
         batch, kv_heads, seqlen_kv, _ = mK.shape
         tma = []
         for mX, rows in ((mQ, self.tile_q), (mDO, self.tile_q), (mK, ROWS), (mV, ROWS)):
             tma += load_atom(mX, rows)
-        mTiled = None
         if const_expr(self.divides):
-            mTiled = with_parts_as_heads(mK, mDK.shape[0])
-            tma += [None, mDK, None, mDV]
-            kv_heads = mTiled.shape[2]
+            key_parts, value_parts = halves(mParts)
+            tma += [None, key_parts, None, value_parts]
+            seqlen_kv, kv_heads = mTiled.shape[0], mTiled.shape[2]
         else:
             for mX in (mDK, mDV):
                 tma += store_atom(mX, ROWS)
@@ -175,9 +179,8 @@ class Backward(LoadingTiles):
         self, mma_s, mma_p, mma_kv, mma_q, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV,
         store_dK, mDK, store_dV, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles, scale, mTiled,
     ):  # fmt: skip
-        """mQ, mDO, mK, mV, mDK, mDV are (seqlen, head_dim, heads, batch), as TMA descriptors see them. Where
-        query heads are divided, mTiled is of the shape that K would have with a head for each part, and mDK
-        and mDV are `key_parts`'."""
+        """mQ, mDO, mK, mV, mDK, mDV are (seqlen, head_dim, heads, batch), as TMA descriptors see them;
+        divided, mDK and mDV are mParts' halves. mTiled and mParts: `key_parts`."""
         # 1. shared memory, rings, and who is who
         if const_expr(scale is not None):
             self.scale, self.scale_log2 = scale, scale * LOG2_E
@@ -188,7 +191,7 @@ class Backward(LoadingTiles):
             mTiled = mK
         lengths = seqlen_q, seqlen_kv, mQ.shape[2] // mTiled.shape[2]  # the last: query heads of a key head
         smem = SmemAllocator()
-        shared = allocate(smem, self.config, self.head_dim, self.dtype)
+        shared = allocate(smem, self.config, self.head_dim, self.dtype, self.divides)
         # All but the producer hear of tiles, and where the first stores nobody writes zeros.
         listeners = THREADS - (2 if self.deterministic else 1) * WARP
         rings = make_rings(smem, self.config, self.head_dim, listeners)
@@ -245,10 +248,13 @@ class Backward(LoadingTiles):
         if consumer == 1:
             self.sync(Barrier.TURN, 0, BOTH, arrive=True)  # the first turn
 
-        valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, shared.tile)
+        valid, block, kv_head, batch = hear(tile_ring, tile_get, shared.tile)
         tile_get.advance()
         while valid != 0:
-            first, masked, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
+            kv_block, first, masked, last = self.work_on(block, mTiled, seqlen_q, seqlen_kv)
+            if const_expr(self.divides):
+                cute.arch.sync_warp()  # that of the tile before has been read
+                shared.places[tidx // WARP] = self.place_of_part(block, kv_head, batch, mTiled, seqlen_kv)
             f.dK.acc.fill(0.0)
             f.dV.acc.fill(0.0)
             k_ring.consumer_wait(k_get)
@@ -291,9 +297,9 @@ class Backward(LoadingTiles):
 
             # 4. epilogue: dV through the consumer's tile of K, dK through its part of dQ
             if const_expr(self.divides):
-                head, block = batch * mTiled.shape[2] + kv_head, kv_block * CONSUMERS + consumer
+                place = shared.places[tidx // WARP]  # each lane wrote it
                 for rX, mX in ((f.dV.acc, mDV), (f.dK.acc, mDK)):
-                    leave_part(rX, mX[head, block, None, None], thread)
+                    leave_part(rX, mX[place, kv_block * CONSUMERS + consumer, None, None], thread)
                 k_ring.consumer_release(k_get)
             else:
                 self.sync(Barrier.DQ_EMPTY, consumer, AND_ADDER)
@@ -324,7 +330,7 @@ class Backward(LoadingTiles):
                     k_ring.consumer_release(k_get)  # which is not free until the storing warp says so too
                 stored, own_phase = is_first_warp, own_phase ^ 1
             k_get.advance()
-            valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, shared.tile)
+            valid, block, kv_head, batch = hear(tile_ring, tile_get, shared.tile)
             tile_get.advance()
 
         # 5. the last arrivals at a barrier must not stay behind
@@ -413,13 +419,14 @@ class Backward(LoadingTiles):
 
 
 def kernel_for(
-    problem: Problem, deterministic: bool = False, config: Config | None = None
+    problem: Problem, deterministic: bool = False, config: Config | None = None, sms: int = SMS
 ) -> FlashAttentionBackward | WideFlashAttentionBackward:
     """The kernels of the problem's head_dim, mask and type."""
     options = problem.head_dim, mask_of(problem), ELEMENTS[problem.dtype]
     if problem.head_dim == 256:
-        return WideFlashAttentionBackward(KeyGradients(*options), QueryGradient(*options))
-    return FlashAttentionBackward(Backward(*options, deterministic, config or CONFIGS[problem.head_dim]))
+        return WideFlashAttentionBackward(KeyGradients(*options, sms=sms), QueryGradient(*options, sms=sms))
+    config = config or CONFIGS[problem.head_dim]
+    return FlashAttentionBackward(Backward(*options, deterministic, config, sms=sms))
 
 
 supports = refuse_backward

@@ -25,6 +25,7 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .device.constants import LOG2_E, SMS, WARP, WARPGROUP
 from .device.fragments import Coordinates, Product, coordinates
+from .device.key_parts import halves, leave_part
 from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS, Rings, Tiles
 from .device.masks import Mask
 from .device.rings import CONSUMER, PRODUCER, put, tma_rings
@@ -105,9 +106,9 @@ class KeyGradients(Tiles):
     before OWN a gradient's way from threads to the TMA.
     """
 
-    def __init__(self, head_dim: int, mask: Mask, dtype: type):
+    def __init__(self, head_dim: int, mask: Mask, dtype: type, divides: bool = False, sms: int = SMS):
         # Not `deterministic`: that is taking turns at dQ's sums, of which there are none.
-        super().__init__(head_dim, mask, dtype, False, tile_q=ROWS, tile_kv=ROWS)
+        super().__init__(head_dim, mask, dtype, False, ROWS, ROWS, divides, sms)
 
     @property
     def smem_bytes(self) -> int:
@@ -118,13 +119,21 @@ class KeyGradients(Tiles):
         return tiles + p + stats + 16 + barriers
 
     @cute.jit
-    def launch(self, mQ, mK, mV, mDO, mDK, mDV, mStats, mCounter, stream, scale):
+    def launch(
+        self, mQ, mK, mV, mDO, mDK, mDV, mStats, mCounter, stream, scale, mTiled=None, mParts=None
+    ):  # fmt: skip
+        """Divided, dK and dV are left in mParts, and mDK and mDV are not there."""
         batch, kv_heads, seqlen_kv, _ = mK.shape
         tma = []
         for mX in (mQ, mDO, mK, mV):
             tma += load_atom(mX, ROWS)
-        for mX in (mDK, mDV):
-            tma += store_atom(mX, ROWS)
+        if const_expr(self.divides):
+            key_parts, value_parts = halves(mParts)
+            tma += [None, key_parts, None, value_parts]
+            seqlen_kv, kv_heads = mTiled.shape[0], mTiled.shape[2]
+        else:
+            for mX in (mDK, mDV):
+                tma += store_atom(mX, ROWS)
         source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
         mma_s, mma_kv = [
             make_trivial_tiled_mma(self.dtype, self.dtype, K, b, Float32, (1, 1, 1), (ROWS, n), place)
@@ -134,8 +143,8 @@ class KeyGradients(Tiles):
             )
         ]
         tiles = cute.ceil_div(seqlen_kv, ROWS) * kv_heads * batch
-        self.kernel(mma_s, mma_kv, *tma, mStats, mCounter, tiles, scale).launch(
-            grid=(cutlass.min(tiles, SMS), 1, 1),
+        self.kernel(mma_s, mma_kv, *tma, mStats, mCounter, tiles, scale, mTiled).launch(
+            grid=(cutlass.min(tiles, self.sms), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
             use_pdl=True,  # the first Q is loaded while the preprocess ends
@@ -145,16 +154,19 @@ class KeyGradients(Tiles):
     @cute.kernel
     def kernel(
         self, mma_s, mma_kv, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV, store_dK, mDK, store_dV, mDV,
-        mStats, mCounter, tiles, scale,
+        mStats, mCounter, tiles, scale, mTiled,
     ):  # fmt: skip
-        """mQ, mDO, mK, mV, mDK, mDV are (seqlen, head_dim, heads, batch), as TMA descriptors see them."""
+        """mQ, mDO, mK, mV, mDK, mDV are (seqlen, head_dim, heads, batch), as TMA descriptors see them;
+        divided, mDK and mDV are mParts' halves. mTiled and mParts: `key_parts`."""
         # 1. shared memory, rings, and who is who
         if const_expr(scale is not None):
             self.scale, self.scale_log2 = scale, scale * LOG2_E
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
-        lengths = seqlen_q, seqlen_kv, mQ.shape[2] // mK.shape[2]  # the last: query heads of a key head
+        if const_expr(not self.divides):
+            mTiled = mK
+        lengths = seqlen_q, seqlen_kv, mQ.shape[2] // mTiled.shape[2]  # the last: query heads of a key head
         d = self.head_dim
         smem = SmemAllocator()
         sK, sV = [allocate_tiles(smem, self.dtype, ROWS, d, 1) for _ in range(2)]
@@ -179,14 +191,14 @@ class KeyGradients(Tiles):
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp_idx == CONSUMER_WARPS:
                 loads = load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV
-                self.produce(rings, shared, loads, mStats, mCounter, tiles, lengths)
+                self.produce(rings, shared, loads, mStats, mCounter, tiles, lengths, mTiled)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             stores = store_dK, mDK, store_dV, mDV
-            self.consume(rings, shared, mma_s, mma_kv, stores, tidx, lengths)
+            self.consume(rings, shared, mma_s, mma_kv, stores, tidx, lengths, mTiled)
 
     @cute.jit
-    def produce(self, rings, shared, loads, mStats, mCounter, tiles, lengths):
+    def produce(self, rings, shared, loads, mStats, mCounter, tiles, lengths, mTiled):
         """2. The producer warp, to the end:
 
         while there is a tile of keys that nobody has taken:
@@ -206,13 +218,16 @@ class KeyGradients(Tiles):
         tile, _, _ = cute.arch.block_idx()
         waited = cutlass.Boolean(False)
         while tile < tiles:
-            kv_block, kv_head, batch = self.locate(tile, mQ, mK)
-            tell(tile_ring, tile_put, shared.tile, (1, kv_block, kv_head, batch))
+            block, kv_head, batch = self.locate(tile, mQ, mTiled)
+            tell(tile_ring, tile_put, shared.tile, (1, block, kv_head, batch))
             tile_put.advance()
-            first, _, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
+            kv_block, first, _, last = self.work_on(block, mTiled, seqlen_q, seqlen_kv)
             # (TMA, tile of keys) and (TMA, 1)
-            tKgK, tKsK = partition_tma(load_K, mK[None, None, kv_head, batch], shared.K)
-            tVgV, tVsV = partition_tma(load_V, mV[None, None, kv_head, batch], shared.V)
+            own_head = kv_head
+            if const_expr(self.divides):
+                own_head = kv_head // (mTiled.shape[2] // mK.shape[2])
+            tKgK, tKsK = partition_tma(load_K, mK[None, None, own_head, batch], shared.K)
+            tVgV, tVsV = partition_tma(load_V, mV[None, None, own_head, batch], shared.V)
             for g in range(group, unroll=1):
                 head = kv_head * group + g
                 # (TMA, tile of queries) and (TMA, stage)
@@ -239,7 +254,7 @@ class KeyGradients(Tiles):
         tell(tile_ring, tile_put, shared.tile, (0, 0, 0, 0))
 
     @cute.jit
-    def consume(self, rings, shared, mma_s, mma_kv, stores, tidx, lengths):
+    def consume(self, rings, shared, mma_s, mma_kv, stores, tidx, lengths, mTiled):
         """A consumer: its fragments, then `accumulate` to the end."""
         # 3. a consumer's prologue; both have the same registers, and each the operands of its role
         seqlen_q, seqlen_kv, _ = lengths
@@ -287,12 +302,12 @@ class KeyGradients(Tiles):
                 # The branch gives back the states that it advanced, in the order it advances them. Nobody
                 # needs them, but without, or in another order, LLVM finds other machine code.
                 tile_get, q_get, q_next, kv_get = self.accumulate(
-                    x, role, rings, stores, copy_KV, tidx, lengths, tile_get, q_get, q_next, kv_get
+                    x, role, rings, stores, copy_KV, tidx, lengths, mTiled, tile_get, q_get, q_next, kv_get
                 )
 
     @cute.jit
     def accumulate(
-        self, x, role: cutlass.Constexpr, rings, stores, copy_KV, tidx, lengths,
+        self, x, role: cutlass.Constexpr, rings, stores, copy_KV, tidx, lengths, mTiled,
         tile_get, q_get, q_next, kv_get,
     ):  # fmt: skip
         """One of the consumers, to the end:
@@ -312,10 +327,10 @@ class KeyGradients(Tiles):
         factor = (1.0, self.scale)[role]
         tile_ring, ring = rings.tile, x.ring
 
-        valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, x.shared.tile)
+        valid, block, kv_head, batch = hear(tile_ring, tile_get, x.shared.tile)
         tile_get.advance()
         while valid != 0:
-            first, masked, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
+            kv_block, first, masked, last = self.work_on(block, mTiled, seqlen_q, seqlen_kv)
             x.gradient.acc.fill(0.0)
             own_ring.consumer_wait(kv_get)
 
@@ -340,19 +355,27 @@ class KeyGradients(Tiles):
                 q_next.advance()
 
             # 5. epilogue: dV through the place of K, dK through that of V
-            rX16 = cute.make_rmem_tensor(x.gradient.acc.layout, self.dtype)  # ((2, 2, d/8), 1, 1)
-            rX16.store((x.gradient.acc.load() * factor).to(self.dtype))
-            cute.copy(copy_KV, copy_KV.retile(rX16), copy_KV.partition_D(sX)[None, None, None, 0])
-            cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
-            self.sync(Barrier.OWN, role, WARPGROUP)
-            if cute.arch.make_warp_uniform(tidx // WARP) == WARPGROUP // WARP * role:  # the first warp
-                tXgX, tXsX = partition_tma(store, mX[None, None, kv_head, batch], sX)
-                cute.copy(store, tXsX[None, 0], tXgX[None, kv_block])
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                own_ring.consumer_release(kv_get)
+            is_first_warp = cute.arch.make_warp_uniform(tidx // WARP) == WARPGROUP // WARP * role
+            if const_expr(self.divides):
+                place = self.place_of_part(block, kv_head, batch, mTiled, seqlen_kv)
+                leave_part(x.gradient.acc, mX[place, kv_block, None, None], x.thread)
+                self.sync(Barrier.OWN, role, WARPGROUP)  # K or V is the whole consumer's
+                if is_first_warp:
+                    own_ring.consumer_release(kv_get)
+            else:
+                rX16 = cute.make_rmem_tensor(x.gradient.acc.layout, self.dtype)  # ((2, 2, d/8), 1, 1)
+                rX16.store((x.gradient.acc.load() * factor).to(self.dtype))
+                cute.copy(copy_KV, copy_KV.retile(rX16), copy_KV.partition_D(sX)[None, None, None, 0])
+                cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
+                self.sync(Barrier.OWN, role, WARPGROUP)
+                if is_first_warp:
+                    tXgX, tXsX = partition_tma(store, mX[None, None, kv_head, batch], sX)
+                    cute.copy(store, tXsX[None, 0], tXgX[None, kv_block])
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    own_ring.consumer_release(kv_get)
             kv_get.advance()
-            valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, x.shared.tile)
+            valid, block, kv_head, batch = hear(tile_ring, tile_get, x.shared.tile)
             tile_get.advance()
         return tile_get, q_get, q_next, kv_get
 

@@ -104,9 +104,9 @@ class QueryGradient(QueryTiles):
 
     registers = (40, 232)  # of a producer's thread, of a consumer's; a causal producer spills with 24
 
-    def __init__(self, head_dim: int, mask: Mask, dtype: type):
+    def __init__(self, head_dim: int, mask: Mask, dtype: type, sms: int = SMS):
         super().__init__(head_dim, mask, TILE_Q[head_dim], ROWS)
-        self.dtype = dtype
+        self.dtype, self.sms = dtype, sms
         self.scale = 1.0 / math.sqrt(head_dim)
         self.scale_log2 = self.scale * LOG2_E
 
@@ -135,7 +135,7 @@ class QueryGradient(QueryTiles):
         ]
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
         self.kernel(mma_s, mma_q, *tma, *store_atom(mDQ, ROWS), mStats, mCounter, tiles, scale).launch(
-            grid=(cutlass.min(tiles, SMS), 1, 1),
+            grid=(cutlass.min(tiles, self.sms), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
             use_pdl=True,

@@ -16,7 +16,6 @@ class LoadingTiles(SummedTiles):
     """Tiles of keys, and who loads them."""
 
     config: Config
-    divides: bool  # a key head's query heads among several tiles, as mTiled has heads
 
     @cute.jit
     def produce(self, rings, shared, loads, mStats, mCounter, tiles, lengths, mTiled):
@@ -44,10 +43,10 @@ class LoadingTiles(SummedTiles):
         tile = fetch(mCounter, tiles, own_first=False)
         waited = cutlass.Boolean(False)
         while tile < tiles:
-            kv_block, kv_head, batch = self.locate(tile, mQ, mTiled)
-            tell(tile_ring, tile_put, shared.tile, (1, kv_block, kv_head, batch))
+            block, kv_head, batch = self.locate(tile, mQ, mTiled)
+            tell(tile_ring, tile_put, shared.tile, (1, block, kv_head, batch))
             tile_put.advance()
-            first, _, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
+            kv_block, first, _, last = self.work_on(block, mTiled, seqlen_q, seqlen_kv)
             # (TMA, block of 64 keys) and (TMA, consumer + 2 · stage)
             own_head = kv_head
             if const_expr(self.divides):

@@ -13,7 +13,7 @@ from .contract import Problem, Work
 from .device.backward_ends import Postprocess, Preprocess, fake_scratch
 from .device.compiling import compile_for_torch, fake_fp32, fake_gqa_backward
 from .device.dq_sums import SummedTiles
-from .device.key_parts import fake_parts, with_parts_as_heads
+from .device.key_parts import PartSums, fake_parts, tiled_in_parts
 from .device.key_tiles import CONSUMERS, Tiles, work_of
 from .device.query_tiles import QueryTiles
 
@@ -54,6 +54,9 @@ class FlashAttentionBackward:
         self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter, scale,
         mDLSE, stream, mParts=None,
     ):  # fmt: skip
+        mTiled = None
+        if const_expr(mParts is not None):
+            mTiled = tiled_in_parts(mK, mParts, self.main.tile_kv)
         if const_expr(self.main.deterministic):
             self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, mDLSE)
         else:
@@ -61,22 +64,17 @@ class FlashAttentionBackward:
                 cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0])) for x in (mQ, mK)
             ]
             if const_expr(mParts is not None):
-                as_tiles[1] = with_parts_as_heads(mK, mParts.shape[1])
+                as_tiles[1] = mTiled
             theirs = as_tiles[1].shape[2], *self.main.left_to_zero(*as_tiles)
             self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs, mDLSE)
         sums = mDQ_sum, mZeroed, mOrder, mCounter
-        gradients = mDK, mDV
-        if const_expr(mParts is not None):
-            gradients = [mParts[i, None, None, None, None] for i in range(2)]
-        self.main.launch(mQ, mK, mV, mDO, *gradients, mStats, *sums, stream, scale)
+        self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, *sums, stream, scale, mTiled, mParts)
         if const_expr(self.main.deterministic):
             self.postprocess(mDQ_sum, mDQ, stream, None, mK.shape[2], scale)
         else:
             self.postprocess(mDQ_sum, mDQ, stream, mZeroed, None, scale)
         if const_expr(mParts is not None):
-            parts = mParts.shape[1] // (mK.shape[0] * mK.shape[1])
-            self.sum_keys(gradients[0], mDK, stream, scale=scale, parts=parts)
-            self.sum_values(gradients[1], mDV, stream, parts=parts)
+            self.sum_parts(mParts, mDK, mDV, stream, scale)
 
     def fake_workspace(self) -> tuple[object, ...]:
         """Stand-ins for `calls.backward_scratch`'s."""
@@ -93,13 +91,12 @@ class FlashAttentionBackward:
 
 
 class DividedFlashAttentionBackward(FlashAttentionBackward):
-    """`FlashAttentionBackward` with the query heads of a key head divided: `main` leaves dK and dV in parts,
-    and two postprocesses add them."""
+    """`FlashAttentionBackward` with what sees a tile of keys divided: `main` leaves dK and dV in parts, which
+    are added."""
 
     def __init__(self, main: SummedTiles):
         super().__init__(main)
-        self.sum_keys = Postprocess(main.head_dim)
-        self.sum_values = Postprocess(main.head_dim, scaled=False)
+        self.sum_parts = PartSums(main.head_dim)
 
     @cute.jit
     def __call__(
@@ -158,12 +155,17 @@ class WideFlashAttentionBackward:
 
     @cute.jit
     def launch(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter, scale, mDLSE, stream
+        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter, scale, mDLSE, stream, mParts=None
     ):  # fmt: skip
+        mTiled = None
+        if const_expr(mParts is not None):
+            mTiled = tiled_in_parts(mK, mParts, self.main.tile_kv)
         self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, mDLSE)
         counters = [cute.make_tensor(mCounter.iterator + i, cute.make_layout(1)) for i in range(2)]
-        self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, counters[0], stream, scale)
+        self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, counters[0], stream, scale, mTiled, mParts)
         self.queries.launch(mQ, mK, mV, mDO, mDQ, mStats, counters[1], stream, scale)
+        if const_expr(mParts is not None):
+            self.sum_parts(mParts, mDK, mDV, stream, scale)
 
     def fake_workspace(self) -> tuple[object, ...]:
         """Stand-ins for `calls.backward_scratch`'s."""
@@ -175,6 +177,37 @@ class WideFlashAttentionBackward:
             work_of(self.main, problem, 4, unit, roles=CONSUMERS),
             work_of(self.queries, problem, 3, "128 queries"),
         ]
+
+
+class DividedWideFlashAttentionBackward(WideFlashAttentionBackward):
+    """`WideFlashAttentionBackward` with what sees a tile of keys divided, as
+    `DividedFlashAttentionBackward`."""
+
+    def __init__(self, main: Tiles, queries: QueryTiles):
+        super().__init__(main, queries)
+        self.sum_parts = PartSums(main.head_dim)
+
+    @cute.jit
+    def __call__(self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mParts, mCounter, stream):
+        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter
+        self.launch(*tensors, None, None, stream, mParts)
+
+    @cute.jit
+    def scaled(self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mParts, mCounter, scale, stream):
+        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter
+        self.launch(*tensors, scale, None, stream, mParts)
+
+    @cute.jit
+    def with_lse_grad(
+        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mParts, mCounter, scale, mDLSE, stream
+    ):  # fmt: skip
+        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter
+        self.launch(*tensors, scale, mDLSE, stream, mParts)
+
+    def fake_workspace(self) -> tuple[object, ...]:
+        """Stand-ins for `calls.backward_scratch`'s."""
+        stats, counter = super().fake_workspace()
+        return stats, fake_parts(self.main.head_dim), counter
 
 
 def compile_backward(kernel: FlashAttentionBackward | WideFlashAttentionBackward, problem: Problem) -> object:

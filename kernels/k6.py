@@ -81,16 +81,16 @@ class FlashAttentionForward(QueryTiles):
     Barrier.Q_READ + c, C      consumer c's threads, 128, done with Q    the same, where O takes Q's place
     """
 
-    def __init__(self, head_dim: int, mask: Mask, dtype: str, config: Config | None = None):
+    def __init__(self, head_dim: int, mask: Mask, dtype: str, config: Config | None = None, sms: int = SMS):
         config = config or CONFIGS[head_dim]
         super().__init__(head_dim, mask, ROWS * config.consumers, config.tile_kv)
-        self.dtype, self.config = ELEMENTS[dtype], config
+        self.dtype, self.config, self.sms = ELEMENTS[dtype], config, sms
         self.consumers, self.stages = config.consumers, config.stages
         self.threads = WARPGROUP * (self.consumers + 1)
         assert self.tile_kv % (8 * config.parts) == 0, "a part is some of the tile's groups of 8 columns"
         self.scale_log2 = LOG2_E / math.sqrt(head_dim)
         # 3 tiles of queries (head_dim 64): two of Q, one of O; 2 (128): O over its own Q; 1 (256): for both.
-        self.q_and_o = max(n for n in (1, 2, 3) if self.tile_bytes(n) <= SMEM_MAX - 1024)
+        self.q_and_o = max(n for n in (1, 2, 3) if self.tile_bytes(n) <= SMEM_MAX // config.ctas - 1024)
         self.q_stages, self.o_over_q = min(self.q_and_o, 2), self.q_and_o < 3
         # The tiles that only other consumers see must fit beside one stage of V: see `leave_hidden`.
         assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
@@ -121,9 +121,10 @@ class FlashAttentionForward(QueryTiles):
         mmas = attention_mmas(self.dtype, self.tile_kv, self.head_dim)
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
         self.kernel(*mmas, *loads, *store_atom(mO, WARP_ROWS), mLSE, mCounter, tiles, scale).launch(
-            grid=(cutlass.min(tiles, SMS), 1, 1),
+            grid=(cutlass.min(tiles, self.sms * self.config.ctas), 1, 1),
             block=(self.threads, 1, 1),
-            min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
+            min_blocks_per_mp=self.config.ctas,  # without it the compiler drops setmaxnreg, silently
+            preferred_smem_carveout=None if self.config.ctas == 1 else 100,  # or the compiler asks the driver
             stream=stream,
         )
 
@@ -412,17 +413,17 @@ def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int,
     return forward_scratch(problem)
 
 
-def kernel_for(problem: Problem, config: Config | None = None) -> FlashAttentionForward:
-    return FlashAttentionForward(problem.head_dim, mask_of(problem), problem.dtype, config)
+def kernel_for(problem: Problem, **options: object) -> FlashAttentionForward:
+    return FlashAttentionForward(problem.head_dim, mask_of(problem), problem.dtype, **options)
 
 
-def work(problem: Problem, config: Config | None = None) -> list[Work]:
-    return [work_on_query_tiles(kernel_for(problem, config), problem, SMS)]
+def work(problem: Problem, **options: object) -> list[Work]:
+    return [work_on_query_tiles(kernel_for(problem, **options), problem)]
 
 
-def lazy_maximum(problem: Problem, config: Config | None = None) -> tuple[int, int, float]:
+def lazy_maximum(problem: Problem, **options: object) -> tuple[int, int, float]:
     """What P is rounded relative to: keys of a tile, its parts, how far behind a maximum may be (log₂)."""
-    kernel = kernel_for(problem, config)
+    kernel = kernel_for(problem, **options)
     return kernel.tile_kv, kernel.config.parts, GROWTH
 
 
@@ -435,8 +436,7 @@ def compile_kernel(problem: Problem, **options: object) -> object:
     return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), counter)
 
 
-# What CONFIGS were chosen from, for `python -m harness.ablation k6`.
-CANDIDATES = {
+CANDIDATES = {  # what CONFIGS were chosen from, for `python -m harness.ablation k6`
     64: [replace(CONFIGS[64], parts=parts) for parts in (2, 1, 4)]
     + [Config(3, 96, 5, (32, 160), parts=2), Config(3, 128, 3, (32, 160), parts=4)],
     128: [replace(CONFIGS[128], parts=parts) for parts in (1, 2)]

@@ -18,12 +18,15 @@ LADDER: dict[str, str] = {
     "k6_1": "k6_1",
     "k6_2": "k6_2",
     "k6": "k6",
+    "k6_r128": "k6_rows",
+    "k6_r64": "k6_rows",
     "bwd1": "bwd1",
     "bwd2": "bwd2",
     "bwd3": "bwd3",
     "bwd4": "bwd4",
     "bwd4_det": "bwd4",
-    "bwd4_gqa": "bwd4_gqa",
+    "bwd4_parts": "bwd4_parts",
+    "bwd4_parts_det": "bwd4_parts",
 }
 
 

@@ -29,7 +29,7 @@ NEED_A_GPU = {
     "sanitizer",
 }
 STAGES = {
-    "k6": Stage("k6", "", "", None),
+    **{x: Stage(x, "", "", None) for x in ("k6", "k6_r128", "k6_r64")},
     "bwd": Stage("bwd", "", "", None, direction="bwd"),
     "bwd with atomics": Stage("bwd with atomics", "", "", None, direction="bwd", atomics=True),
 }

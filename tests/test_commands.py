@@ -22,7 +22,7 @@ import ref_check
 from harness import cases, machine_code, measuring, mutations, peers, reference, results, timing
 from harness.inputs import random_inputs
 from harness.results import PUBLIC_CALLS, Results, repository
-from harness.sweep import sweep
+from harness.sweep import short_sweep, sweep
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem, Tensors
 from hopper_attention.launch import compile_stage
@@ -226,9 +226,10 @@ def test_bench_sweeps_everything_by_default() -> None:
     args = bench.parse(["all"])
     assert args.stages == list(ladder.LADDER)
     directions = {ladder.load(stage_id)[0].direction for stage_id in ladder.LADDER}
-    assert set(args.problems) == {x for direction in directions for x in sweep(direction)}
-    assert len(args.problems) == 24 * len(directions)
-    assert set(bench.parse(["k1", "k2"]).problems) == set(sweep())
+    swept = lambda direction: {*sweep(direction), *short_sweep(direction)}
+    assert set(args.problems) == set().union(*map(swept, directions))
+    assert len(args.problems) == 32 * len(directions)
+    assert set(bench.parse(["k1", "k2"]).problems) == swept("fwd")
     assert not args.check
     assert args.peers == list(peers.PEERS)
     assert bench.parse(["k2", "--peers", "none"]).peers == []
@@ -383,7 +384,11 @@ def test_what_is_timed_of_a_public_call_is_the_call(monkeypatch: pytest.MonkeyPa
     for name, outputs in found.items():
         call = lambda *x, outputs=outputs, **options: seen.append(options) or outputs
         monkeypatch.setattr(measuring, name, call)
-    of_stage = {"k6": {"return_lse": True}, "bwd4": {}, "bwd4_det": {"deterministic": True}}
+    of_stage = {
+        "k6": {"return_lse": True},
+        "bwd4": {"deterministic": False},
+        "bwd4_det": {"deterministic": True},
+    }
     for stage_id, options in of_stage.items():
         contender = measuring.Contender.public_call(stage_id)
         direction = ladder.load(stage_id)[0].direction
@@ -683,7 +688,7 @@ TESTED = {
     "python ref_check.py --mutations": RUN_HERE,
     "python ref_check.py k2 --save": RUN_HERE,
     "python -m harness.records": ELSEWHERE,
-    "python -m harness.parts": ELSEWHERE,
+    "python bench.py k6 bwd4 --suite models": PARSED,
     "python -m harness.host": ELSEWHERE,
     "python -m harness.ablation fa1": RUN_HERE,
     "python -m harness.report": ELSEWHERE,

@@ -11,8 +11,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from harness import reference
 from harness.inputs import hopper_gpu, random_inputs
 from hopper_attention import attention, attention_backward, enabled, production
+from hopper_attention.checks import problem_of
 from hopper_attention.integrations import huggingface
-from hopper_attention.kernels import ladder
+from hopper_attention.kernels import division, ladder
+from hopper_attention.kernels.calls import Parts
 from hopper_attention.kernels.contract import Problem
 
 pytestmark = [
@@ -38,8 +40,9 @@ def verdicts(q, k, v, do, dlse=None, softmax_scale=None, **mask) -> list[str]:
     dq, dk, dv = torch.autograd.grad(outputs, leaves, gradients)
     given = {"causal": mask.get("causal", False), "top_left": mask.get("top_left", False)}
     what = reference.Expected(q, k, v, do=do, **given, softmax_scale=softmax_scale, dlse=dlse)
-    kernel = Problem.square(1, 1, 1, q.shape[-1], given["causal"])
-    lazy = reference.rounding_of(*ladder.load("k6"), kernel)
+    shape = problem_of(q, k, v, **given)
+    stage_id = production.forward_stage(shape)
+    lazy = reference.rounding_of(*ladder.load(stage_id), shape, **production.OPTIONS.get(stage_id, {}))
     found = what.judge({"o": o.detach(), "lse": lse.detach()}, lazy).failures
     # gradients are of the O that the kernel gave: the yardstick has the kernel's too
     yard_o = reference.yardstick(
@@ -64,14 +67,60 @@ def test_values_and_gradients(mask: dict, head_dim: int, dtype: str) -> None:
 
 
 @every_mask
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_few_key_heads(mask: dict, head_dim: int) -> None:
-    """Their query heads divided among tiles."""
-    shape = problem(head_dim, batch=1, heads=8, kv_heads=1, seqlen_q=1000, seqlen_kv=777, **mask)
-    assert production.backward_stage(shape, False)[0] == production.DIVIDED
+@every_head_dim
+@pytest.mark.parametrize("heads", [8, 1])
+def test_few_tiles_of_keys(mask: dict, head_dim: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sees them in parts: of the query heads, of the queries, or of both."""
+    shape = problem(head_dim, batch=1, heads=heads, kv_heads=1, seqlen_q=1000, seqlen_kv=777, **mask)
+    assert production.backward_stage(shape, False)[0] == production.IN_PARTS
+    assert production.backward_stage(shape, True)[0] == production.DETERMINISTIC_IN_PARTS
     q, k, v, do = random_inputs(shape)
     assert verdicts(q, k, v, do, **mask) == []
     assert verdicts(q, k, v, do, torch.randn(q.shape[:3], device="cuda"), 0.1, **mask) == []
+    for parts in (Parts(heads, 1), Parts(1, 3), Parts(heads, 5), Parts(max(1, heads // 2), 16)):
+        monkeypatch.setattr(division, "parts_of", lambda problem, sms=0, parts=parts: parts)
+        production._plans.clear()
+        assert verdicts(q, k, v, do, **mask) == []
+    production._plans.clear()
+
+
+@every_mask
+@every_head_dim
+def test_in_parts_and_deterministic(mask: dict, head_dim: int) -> None:
+    q, k, v, do = random_inputs(problem(head_dim, batch=1, heads=8, kv_heads=2, seqlen_q=1000, seqlen_kv=777))
+    o, lse = attention(q, k, v, **mask, return_lse=True)
+    first = attention_backward(do, q, k, v, o, lse, **mask, deterministic=True)
+    plain = attention_backward(do, q, k, v, o, lse, **mask)
+    for x, y in zip(first, plain):
+        assert (x - y).abs().max() <= 0.01 * y.abs().max()
+    for _ in range(100):
+        again = attention_backward(do, q, k, v, o, lse, **mask, deterministic=True)
+        assert all(x.equal(y) for x, y in zip(again, first))
+
+
+@every_mask
+@every_head_dim
+@pytest.mark.parametrize("seqlen_q", [1, 65, 1000])
+def test_tiles_of_every_height(
+    mask: dict, head_dim: int, seqlen_q: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, do = random_inputs(problem(head_dim, seqlen_q=seqlen_q))
+    for rows in division.TILES[head_dim]:
+        monkeypatch.setattr(division, "rows_of", lambda problem, sms=0, rows=rows: rows)
+        production._plans.clear()
+        assert verdicts(q, k, v, do, **mask) == []
+    production._plans.clear()
+
+
+@every_mask
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_tile_of_keys(mask: dict, head_dim: int) -> None:
+    """Whose gradients of queries nobody else adds to: deterministic by default."""
+    q, k, v, do = random_inputs(problem(head_dim, batch=4, seqlen_q=1000, seqlen_kv=77))
+    assert verdicts(q, k, v, do, **mask) == []
+    o, lse = attention(q, k, v, **mask, return_lse=True)
+    first, again = (attention_backward(do, q, k, v, o, lse, **mask) for _ in range(2))
+    assert all(x.equal(y) for x, y in zip(first, again))
 
 
 @every_head_dim

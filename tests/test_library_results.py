@@ -3,113 +3,166 @@
 import json
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from harness import host, library, parts, results
+from harness import host, library, results, suite, suites
 from harness.host import BOTH, FORWARD, OURS, PLAIN
 from harness.results import repository
-from hopper_attention import choice
+from harness.stages import refuse
+from hopper_attention import production
 from hopper_attention.choice import slower
-from hopper_attention.kernels import bwd4_operands, calls, k6
+from hopper_attention.kernels import bwd4_operands, division, k6, k6_rows
+from hopper_attention.kernels.calls import UNDIVIDED, Parts
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.kernels.device import key_tiles
+from hopper_attention.kernels.device import key_tiles, limits
 from hopper_attention.kernels.device.constants import SMS
+from hopper_attention.launch import BACKWARD as BACKWARD_STAGE
+from hopper_attention.launch import FORWARD as FORWARD_STAGE
 
 FOLDER = repository() / "results" / "h200"
-WRONG_BY = 1.03  # a choice of parts may cost so much over the best
-ROWS = library.load(FOLDER, "parts")
+WRONG_BY, MICROSECOND = 1.03, 1.0  # a choice of a way may cost so much over the best, or so many µs
+MODELS = [
+    (direction, row) for direction in ("fwd", "bwd") for row in library.load(FOLDER, f"models_{direction}")
+]
+of_model = lambda value: value if isinstance(value, str) else f"{value['family']}: {value['name']}"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(library.problem_of(row)))
-def test_the_choice_of_parts_is_right_where_it_was_measured(row: dict) -> None:
-    _, regret, ratio = library.choice_of(row)
-    assert regret <= WRONG_BY
-    assert ratio >= 1.0
-    assert slower(library.problem_of(row)) is None
+@pytest.mark.parametrize(("direction", "row"), MODELS, ids=of_model)
+def test_the_choice_is_right_where_it_was_measured(direction: str, row: dict) -> None:
+    (found,) = library.models([row], direction)
+    cost = row["us"][found.way] * (1 - 1 / found.regret)
+    assert found.regret <= WRONG_BY or cost <= MICROSECOND
+    assert slower(found.problem) is None
 
 
-def test_every_problem_has_its_row() -> None:
-    measured = [library.problem_of(row) for row in ROWS]
-    assert sorted(map(str, measured)) == sorted(str(Problem(*x, direction="bwd")) for x in parts.PROBLEMS)
-    for row in ROWS:
-        group = row["heads"] // row["kv_heads"]
-        every = {f"parts {x}" for x in range(1, group + 1) if group % x == 0}
-        assert every < {*row["us"]}
-        assert {*row["us"]} - every <= {*parts.PEERS}
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_every_problem_of_the_suite_has_its_row(direction: str) -> None:
+    rows = library.load(FOLDER, f"models_{direction}")
+    measured = [(row["family"], row["name"], suite.problem_of(row, direction)) for row in rows]
+    expected = [(x.family, x.name, x.problem.with_(direction=direction)) for x in suites.MODELS]
+    assert measured == expected
+    for row in rows:
+        problem = suite.problem_of(row, direction)
+        assert {suite.way_of(x, problem.head_dim) for x in suite.ways(problem)} & {*row["us"]}
+        assert suite.chosen(problem) in row["us"]
+        assert {*suite.PEERS} & {*row["us"]}
 
 
-def made_up(chance: random.Random) -> Problem:
+def test_the_suite_is_of_models() -> None:
+    assert len(suites.MODELS) >= 40
+    assert len({x.problem for x in suites.MODELS}) == len(suites.MODELS)
+    assert all(x.source and x.family for x in suites.MODELS)
+    families = [x.family for x in suites.MODELS]
+    assert all(families.count(x) >= 2 for x in families)
+    for stage_id in (FORWARD_STAGE, BACKWARD_STAGE):
+        for x in suites.MODELS:
+            refuse(stage_id, x.problem.with_(direction=suite.DIRECTIONS[stage_id]))
+
+
+# ---- choices -----------------------------------------------------------------------------------------------
+
+
+def made_up(chance: random.Random, direction: str = "bwd") -> Problem:
     kv_heads, group = chance.choice((1, 2, 3, 8)), chance.choice((1, 2, 6, 7, 16))
     causal = chance.random() < 0.6
     lengths = [chance.choice((1, 77, 128, 1000, 4096)) for _ in range(2)]
     return Problem(
         chance.choice((1, 2, 9)), kv_heads * group, kv_heads, *lengths, chance.choice((64, 128, 256)), causal,
-        direction="bwd", top_left=causal and chance.random() < 0.5,
+        direction=direction, top_left=causal and chance.random() < 0.5,
     )  # fmt: skip
 
 
-def test_any_problem_is_divided_into_whole_parts() -> None:
-    chance, divided = random.Random(1), 0
+@pytest.mark.parametrize("sms", [78, 114, 132])
+def test_any_problem_is_covered_by_one_way(sms: int) -> None:
+    """The way is one that there is, of a stage that takes the problem, whatever the GPU."""
+    chance, shorter, divided = random.Random(1), 0, 0
     for _ in range(300):
         problem = made_up(chance)
-        group, found = problem.heads // problem.kv_heads, calls.parts_of(problem)
-        assert group % found == 0
-        assert found == 1 or (problem.head_dim < 256 and calls.refuse_divided(problem) is None)
-        divided += found > 1
+        stage_id, parts = production.backward_stage(problem, False, sms=sms)
+        refuse(stage_id, problem)
+        one_tile = problem.head_dim < 256 and problem.seqlen_kv <= 128
+        assert (stage_id in (production.DETERMINISTIC, production.DETERMINISTIC_IN_PARTS)) == one_tile
+        if parts is not None:
+            assert (problem.heads // problem.kv_heads) % parts.heads == 0
+            assert parts.queries == 1 or 2 * parts.queries <= -(-problem.seqlen_q // 64)
+            divided += 1
+        problem = problem.with_(direction="fwd")
+        stage_id = production.forward_stage(problem, sms=sms)
+        refuse(stage_id, problem)
+        assert division.rows_of(problem, sms) in division.TILES[problem.head_dim]
+        shorter += stage_id != FORWARD_STAGE
+    assert shorter > 30
     assert divided > 50
 
 
 @pytest.mark.parametrize(
     ("shape", "left"),
     [
-        ((1, 8, 8, 128, 128, 64), False),  # a head is one tile
-        ((1, 8, 8, 512, 512, 64), True),
-        ((1, 8, 8, 2048, 2048, 64), True),
-        ((1, 12, 12, 1500, 1500, 64), False),
-        ((4, 8, 8, 1024, 1024, 64), False),
-        ((1, 8, 8, 512, 512, 128), False),
-        ((1, 32, 8, 512, 8192, 128), True),
-        ((1, 32, 8, 2048, 8192, 128), False),
+        ((1, 8, 8, 128, 128, 64), False),
+        ((1, 8, 8, 512, 512, 64), False),
+        ((1, 32, 8, 512, 8192, 128), False),
+        ((1, 8, 1, 512, 8192, 128), False),  # 64 tiles
+        ((1, 16, 16, 77, 4096, 128), True),  # 32
         ((1, 32, 8, 1, 4096, 128), True),
+        ((1, 32, 8, 16, 4096, 128), True),
         ((1, 8, 8, 512, 512, 32), False),  # which nobody asks about: it is refused
     ],
 )
-def test_forward_passes_with_few_tiles_are_left(shape: tuple[int, ...], left: bool) -> None:
-    """As 98 shapes beside SDPA's flash and cuDNN backends had it; notes/library.md."""
+def test_forward_passes_that_others_divide_are_left(shape: tuple[int, ...], left: bool) -> None:
     assert (slower(Problem(*shape, False)) is not None) == left
+    assert slower(Problem(*shape, False, direction="bwd")) is None
 
 
 def test_tiles_are_the_kernels_own() -> None:
     """Stated once more where no kernel file, and with it the compiler, is imported."""
-    assert calls.TILE_KV == bwd4_operands.TILE_KV
-    assert choice.KEYS == {64: bwd4_operands.TILE_KV, 128: bwd4_operands.TILE_KV, 256: key_tiles.ROWS}
-    assert {d: key_tiles.ROWS * config.consumers for d, config in k6.CONFIGS.items()} == choice.QUERIES
+    keys = {64: bwd4_operands.TILE_KV, 128: bwd4_operands.TILE_KV, 256: key_tiles.ROWS}
+    assert keys == limits.TILE_KV
+    queries = {d: config.tile_q for d, config in bwd4_operands.CONFIGS.items()} | {256: key_tiles.ROWS}
+    assert queries == division.STEP_Q
+    for head_dim, tiles in division.TILES.items():
+        own, *shorter = tiles
+        configs = {own: k6.CONFIGS[head_dim]} | {rows: k6_rows.SHORT[rows][head_dim] for rows in shorter}
+        for rows, config in configs.items():
+            assert rows == key_tiles.ROWS * config.consumers
+            assert (config.tile_kv, config.ctas) == (tiles[rows].keys, tiles[rows].ctas)
+            assert tiles[rows].step <= tiles[rows].alone <= config.ctas * tiles[rows].step
+
+
+def test_registers_of_a_sm_suffice() -> None:
+    """What consumers ask for must be what the producer's warpgroup gives back, or they wait forever."""
+    for config in [*k6.CONFIGS.values(), *(x for short in k6_rows.SHORT.values() for x in short.values())]:
+        warpgroups = config.consumers + 1
+        at_launch = min(255, 65536 // (128 * warpgroups * config.ctas)) // 8 * 8
+        producer, consumer = config.registers
+        assert producer + config.consumers * consumer <= warpgroups * at_launch, config
 
 
 def test_no_step_is_lost_between_the_sms() -> None:
-    """Every tile of keys goes to one SM; and dividing takes none from the query heads."""
+    """Every tile of keys goes to one SM; and dividing takes none from the queries."""
     chance = random.Random(2)
     for _ in range(100):
         problem = made_up(chance).with_(head_dim=64)
         group = problem.heads // problem.kv_heads
-        tiles = -(-problem.seqlen_kv // calls.TILE_KV) * problem.batch * problem.kv_heads
-        of_tiles = [sum(calls.loads_of(problem, x)) - calls.TILE_STEPS * tiles * x for x in (1, group)]
-        assert of_tiles[0] == pytest.approx(of_tiles[1])
-        assert len(calls.loads_of(problem, 1)) == SMS
+        tiles = -(-problem.seqlen_kv // limits.TILE_KV[64]) * problem.batch * problem.kv_heads
+        of_tiles = [
+            sum(division.loads_of(problem, x)) - division.TILE_STEPS * tiles * x.count
+            for x in (Parts(), Parts(heads=group), Parts(queries=3), Parts(group, 2))
+        ]
+        assert of_tiles == pytest.approx([of_tiles[0]] * 4)
+        assert len(division.loads_of(problem, Parts())) == SMS
         if not problem.causal:
-            assert of_tiles[0] == tiles * group * -(-problem.seqlen_q // 128)
+            assert of_tiles[0] == pytest.approx(tiles * group * -(-problem.seqlen_q // 128))
 
 
 def test_the_longest_of_few_key_heads_is_shortened() -> None:
     """8 query heads of one key head at 8192 tokens: 64 tiles for 132 SMs."""
     problem = Problem(1, 8, 1, 8192, 8192, 128, True, direction="bwd")
-    assert max(calls.loads_of(problem, 1)) == 8 * 128 + calls.TILE_STEPS
-    assert calls.parts_of(problem) == 4
-    assert calls.parts_of(problem.with_(head_dim=256)) == 1
-    assert calls.parts_of(problem.with_(batch=64)) == 1
+    assert max(division.loads_of(problem, Parts())) == 8 * 128 + division.TILE_STEPS
+    assert division.parts_of(problem).count >= 2
+    assert division.parts_of(problem.with_(head_dim=256)).count >= 2
+    assert division.parts_of(problem.with_(batch=64)) == UNDIVIDED
 
 
 def test_tables_and_figure_of_what_is_committed(tmp_path: Path) -> None:
@@ -138,7 +191,7 @@ def test_what_is_no_file(text: str, tmp_path: Path) -> None:
 # ---- what measures it -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [host, parts])
+@pytest.mark.parametrize("command", [host])
 def test_without_a_gpu_nothing_is_measured(command, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
@@ -176,38 +229,7 @@ def test_host_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert asked.count(OURS) == 4
 
 
-def test_every_number_of_parts_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And gradients that differ from bwd4's stop it."""
-    problem = Problem(1, 6, 1, 16, 16, 64, True, direction="bwd")
-    wrong_in = None
-
-    def gradients(divided: int, *inputs: object) -> list[torch.Tensor]:
-        return [torch.ones(3) * (1.02 if divided == wrong_in else 1.0)] * 3
-
-    stand_in = SimpleNamespace(
-        forward=lambda q, *rest: (q, q),
-        _plan_backward=lambda *x: calls.parts_of(problem),
-        _backward=gradients,
-    )
-    monkeypatch.setattr(parts, "production", stand_in)
-    monkeypatch.setattr(parts, "random_inputs", lambda problem: [torch.ones(2)] * 4)
-    monkeypatch.setattr(parts.peers, "versions", lambda names: dict.fromkeys(names, "1"))
-    peer = SimpleNamespace(build=lambda *x: lambda: None)
-    lacking = SimpleNamespace(build=lambda *x: 1 / 0)
-    monkeypatch.setattr(parts.peers, "PEERS", dict.fromkeys(parts.PEERS, peer) | {"fa4": lacking})
-    timed = lambda found, seconds: {name: SimpleNamespace(ms_median=0.5) for name in found}
-    monkeypatch.setattr(parts.timing, "interleaved", timed)
-    before = calls.parts_of
-    assert parts.measure(problem) == dict.fromkeys(
-        ("parts 1", "parts 2", "parts 3", "parts 6", "fa2", "cudnn", "fa3"), 500.0
-    )
-    wrong_in = 3
-    with pytest.raises(RuntimeError, match="gradients in 3 parts are not bwd4's"):
-        parts.measure(problem)
-    assert calls.parts_of is before
-
-
-@pytest.mark.parametrize("name", ["host", "parts"])
+@pytest.mark.parametrize("name", ["host", "models_fwd", "models_bwd"])
 def test_what_is_saved_is_what_is_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     committed = json.loads((FOLDER / "library" / f"{name}.json").read_text(encoding="utf-8"))
     monkeypatch.setattr(results, "results_dir", lambda: tmp_path)

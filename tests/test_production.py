@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hopper_attention import production
+from hopper_attention import launch, production
 from hopper_attention.choice import slower
 from hopper_attention.kernels import calls
 from hopper_attention.kernels.contract import Problem
@@ -76,7 +76,10 @@ def test_a_second_call_of_a_kind_plans_nothing(launched: Launched, monkeypatch: 
         monkeypatch.setattr(production, name, None)
     forward(q.clone(), k.clone(), v.clone())
     backward(q.clone(), k.clone(), v.clone())
-    assert [stage_id for stage_id, *_ in launched] == ["k6", "bwd4"] * 2
+    assert [stage_id for stage_id, *_ in launched] == [
+        "k6_r64",
+        "bwd4_det",
+    ] * 2  # tiles of 64 queries, one of keys
     assert launched[0][2][-1] is launched[2][2][-1]  # the counter
 
 
@@ -113,8 +116,8 @@ def test_the_default_scale_is_the_kernels_constant(launched: Launched) -> None:
 
 
 def test_what_gradients_are_computed_with(launched: Launched) -> None:
-    q, k, v = tensors(2, 4, 16, 128)
-    dlse = torch.ones(2, 4, 16)
+    q, k, v = tensors(2, 4, 160, 128)  # more than a tile of keys
+    dlse = torch.ones(2, 4, 160)
     backward(q, k, v, deterministic=True)
     backward(q, k, v, dlse=dlse)
     backward(q, k, v, dlse=dlse, scale=0.5)
@@ -334,3 +337,26 @@ def test_scratch_of_one_launch_is_never_shared(launched: Launched) -> None:
         problem = Problem.square(2, 4, 64, head_dim, True, direction="bwd")
         kinds = [kind for _, kind in calls.backward_scratch(problem, deterministic).values()]
         assert kinds == sorted(kinds)  # float32 before int32, as `_scratch` gives them
+
+
+def test_kernels_are_for_the_sms_of_the_gpu(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so are the choices, which on fewer SMs find less idle."""
+    asked, kernel_for = [], production.kernel_for
+    monkeypatch.setattr(
+        production, "kernel_for", lambda *what: asked.append((what[0], what[2])) or kernel_for(*what)
+    )
+    q, k, v = tensors(1, 8, 1024, 128)
+    for sms, stages in ((132, ["k6_r64", "bwd4_parts"]), (20, ["k6", "bwd4"])):
+        monkeypatch.setattr(production, "sms_option", lambda device, sms=sms: {"sms": sms})
+        production._plans.clear()
+        forward(q, k, v)
+        backward(q, k, v)
+        assert [stage_id for stage_id, _ in asked] == stages
+        assert [options["sms"] for _, options in asked] == [sms] * 2
+        asked.clear()
+    properties = SimpleNamespace(multi_processor_count=114)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert launch.sms_option() == {"sms": 114}
+    properties.multi_processor_count = 132
+    assert launch.sms_option() == {}

@@ -159,7 +159,7 @@ def test_grids_beyond_cuda_are_refused(stage_id: str) -> None:
     refuse(stage_id, Problem.square(65535, 1, 16, 64, False))
 
 
-@pytest.mark.parametrize("stage_id", ["bwd4", "bwd4_det", "bwd4_gqa"])
+@pytest.mark.parametrize("stage_id", ["bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det"])
 def test_bwd4_refuses_heads_it_cannot_count(stage_id: str) -> None:
     long = Problem(1, 4, 1, 2**19 - 1, 2**19, 128, True, direction="bwd")
     refuse(stage_id, long)
@@ -184,7 +184,7 @@ def test_every_stage_takes_the_sweep(stage_id: str) -> None:
 
 # Where a causal mask is aligned
 
-TAKES_UNEQUAL_LENGTHS = {"k6", "bwd4", "bwd4_det", "bwd4_gqa"}
+TAKES_UNEQUAL_LENGTHS = {"k6", "k6_r128", "k6_r64", "bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det"}
 
 
 @pytest.mark.parametrize("stage_id", STAGES)

@@ -115,11 +115,11 @@ def explain(
         directions = ("fwd", "bwd")
         against = {x: _against(x, query, key, value, dropout_p, is_causal, scale) for x in directions}
     deterministic = torch.are_deterministic_algorithms_enabled()
-    backward = None
-    if against["bwd"] is None:
+    kernels = {}
+    if None in against.values():
         problem = problem_of(query, key, value, is_causal, _top_left(query, key, is_causal))
         backward, _ = production.backward_stage(problem.with_(direction="bwd"), deterministic)
-    kernels = {"fwd": production.FORWARD, "bwd": backward}
+        kernels = {"fwd": production.forward_stage(problem), "bwd": backward}
     answers = [kernels[x] if (why := against[x]) is None else f"PyTorch's: {why}" for x in ("fwd", "bwd")]
     return Explanation(*answers)
 

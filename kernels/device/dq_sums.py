@@ -59,10 +59,10 @@ class SummedTiles(Tiles):
         zeroed = self.left_to_zero(mQ, mK)
         tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
         self.sync(empty, mine, AND_ADDER, arrive=True)  # at first both consumers' parts are free
-        valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
+        valid, block, kv_head, batch = hear(tile_ring, tile_get, sTile)
         tile_get.advance()
         while valid != 0:
-            first, _, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
+            kv_block, first, _, last = self.work_on(block, mK, seqlen_q, seqlen_kv)
             if const_expr(not self.deterministic):
                 self.await_zeros(mZeroed, mK, kv_head, batch, *zeroed)
             for g in range(group, unroll=1):
@@ -84,7 +84,7 @@ class SummedTiles(Tiles):
                         if const_expr(self.deterministic):
                             pass_turn(order, turn, final)
                     step += 1
-            valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
+            valid, block, kv_head, batch = hear(tile_ring, tile_get, sTile)
             tile_get.advance()
 
     # ---- zeros --------------------------------------------------------------------------------------------

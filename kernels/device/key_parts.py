@@ -1,10 +1,15 @@
-"""dK and dV in parts: where a key head's query heads are divided among several tiles of keys (bwd4_gqa).
+"""dK and dV in parts: what sees a tile of keys, divided among several CTAs (bwd4_parts).
 
-    parts    (dK or dV, key head · part, block, column block, 4096) fp32, without the scale, laid out as the
-             sums of dQ (`backward_ends`). Every tile of keys stores its own, so that none of it need be zero
-             before; a postprocess adds them in their order.
+The query heads of a key head are divided, or the tiles of queries that see the tile of keys, or both. To what
+counts and orders tiles of keys a part of the heads is a head, and a part of the queries is further keys:
 
-"key head" counts heads of all batches, as K would have them with a head for each part; a block is 64 keys.
+    mTiled   (keys · query parts, head_dim, key head · head parts, batch), of the shape of a K that had as
+             many tiles as there are to take; its elements are not read.
+    mParts   (dK or dV, key head · head part, query part, block, column block, 4096) fp32, without the scale,
+             laid out as the sums of dQ (`backward_ends`). Every tile stores its own, so that none of it need
+             be zero before; a postprocess adds them in their order.
+
+"key head" counts heads of all batches; a block is 64 keys.
 """
 
 import math
@@ -13,26 +18,44 @@ import cutlass.cute as cute
 from cutlass import Float32, range_constexpr
 from cutlass.cute.runtime import make_fake_tensor
 
-from .backward_ends import QUAD
+from .backward_ends import QUAD, Postprocess
 from .constants import WARPGROUP
 from .limits import BLOCK
 
 
 def fake_parts(head_dim: int) -> object:
-    """A stand-in for parts, contiguous."""
-    heads, blocks = cute.sym_int(), cute.sym_int()
+    """A stand-in for mParts, contiguous."""
+    heads, queries, blocks = (cute.sym_int() for _ in range(3))
     inner = head_dim // BLOCK, BLOCK * BLOCK
     size = math.prod(inner)
-    strides = (cute.sym_int64(divisibility=size), cute.sym_int64(divisibility=size), size, inner[1], 1)
-    return make_fake_tensor(Float32, (2, heads, blocks, *inner), strides, assumed_align=128)
+    outer = (cute.sym_int64(divisibility=size) for _ in range(3))
+    shape, strides = (2, heads, queries, blocks, *inner), (*outer, size, inner[1], 1)
+    return make_fake_tensor(Float32, shape, strides, assumed_align=128)
 
 
 @cute.jit
-def with_parts_as_heads(mK, heads):
-    """(seqlen, head_dim, key head · part, batch), of the shape that K (batch, key head, seqlen, head_dim)
-    would have, `heads` of all batches; its elements are not read."""
+def tiled_in_parts(mK, mParts, tile_kv: int):
+    """mTiled of K (batch, key head, seqlen, head_dim)."""
     batch, _, seqlen, head_dim = mK.shape
-    return cute.make_tensor(mK.iterator, cute.make_layout((seqlen, head_dim, heads // batch, batch)))
+    _, heads, queries, *_ = mParts.shape
+    keys = cute.ceil_div(seqlen, tile_kv) * tile_kv * queries
+    return cute.make_tensor(mK.iterator, cute.make_layout((keys, head_dim, heads // batch, batch)))
+
+
+def query_parts(mTiled, keys):
+    """Among how many tiles queries are divided, of so many keys, whole tiles of them."""
+    return mTiled.shape[0] // keys
+
+
+@cute.jit
+def halves(mParts):
+    """The parts of dK and those of dV: (key head · head part · query part, block, column block, 4096)."""
+    _, heads, queries, *inner = mParts.shape
+    layout = cute.make_layout((heads * queries, *inner), stride=mParts.stride[2:])
+    of_keys, of_values = [
+        cute.make_tensor(mParts[i, None, None, None, None, None].iterator, layout) for i in range(2)
+    ]
+    return of_keys, of_values
 
 
 @cute.jit
@@ -46,3 +69,17 @@ def leave_part(rX, gX, thread):
         gQuads = cute.make_tensor(gX[column, None].iterator, held)
         for g in range_constexpr(BLOCK // 8):
             cute.autovec_copy(quads[None, g, column], gQuads[None, thread, g])
+
+
+class PartSums:
+    """dK and dV are the sums of their parts, rounded; dK's with the scale."""
+
+    def __init__(self, head_dim: int):
+        self.keys, self.values = Postprocess(head_dim), Postprocess(head_dim, scaled=False)
+
+    @cute.jit
+    def __call__(self, mParts, mDK, mDV, stream, scale):
+        key_parts, value_parts = halves(mParts)
+        parts = key_parts.shape[0] // (mDK.shape[0] * mDK.shape[1])
+        self.keys(key_parts, mDK, stream, scale=scale, parts=parts)
+        self.values(value_parts, mDV, stream, parts=parts)

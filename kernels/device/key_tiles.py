@@ -13,6 +13,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..contract import Problem, Work
 from .constants import LOG2_E, SMS, WARP, WARPGROUP
+from .key_parts import query_parts
 from .limits import COLUMN_BYTES, SECTION_BYTES, sums_of_dq
 from .masks import Mask
 from .tile_order import ByHead, BySection, final_section
@@ -48,9 +49,12 @@ class Tiles:
         deterministic: bool,
         tile_q: int,
         tile_kv: int,
+        divides: bool = False,
+        sms: int = SMS,
     ):
         self.head_dim, self.mask, self.dtype, self.deterministic = head_dim, mask, dtype, deterministic
-        self.tile_q, self.tile_kv = tile_q, tile_kv
+        self.divides = divides  # what sees a tile of keys among several CTAs: `key_parts`
+        self.tile_q, self.tile_kv, self.sms = tile_q, tile_kv, sms
         self.blocks = tile_q // ROWS  # of 64 queries
         # Deterministic, as many CTAs as a section has tiles: then each goes from its tile to that of the same
         # keys and a later head, and stays as far behind the CTA it waits for as it was. With one CTA more
@@ -83,6 +87,30 @@ class Tiles:
         return first, masked, last
 
     @cute.jit
+    def work_on(self, block, mTiled, seqlen_q, seqlen_kv):
+        """(kv_block, first, masked, last): of a place in the order of tiles, as `locate` gives it, which tile
+        of keys it is, and `q_tiles`; of those, if they are divided, its part."""
+        kv_block = block
+        if const_expr(self.divides):
+            parts = query_parts(mTiled, cute.ceil_div(seqlen_kv, self.tile_kv) * self.tile_kv)
+            kv_block, part = block // parts, block % parts
+        first, masked, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
+        if const_expr(self.divides):
+            seen = last - first
+            first, last = first + seen * part // parts, first + seen * (part + 1) // parts
+            if const_expr(self.mask.hides):
+                # Not known to be uniform, they would take registers that the main loop needs.
+                uniform = [cute.arch.make_warp_uniform(x) for x in (first, masked, last)]
+                first, masked, last = uniform
+        return kv_block, first, masked, last
+
+    @cute.jit
+    def place_of_part(self, block, kv_head, batch, mTiled, seqlen_kv):
+        """Where among the parts (`key_parts.halves`) those of a tile lie."""
+        parts = query_parts(mTiled, cute.ceil_div(seqlen_kv, self.tile_kv) * self.tile_kv)
+        return (batch * mTiled.shape[2] + kv_head) * parts + block % parts
+
+    @cute.jit
     def section(self, mQ, mK):
         """How many key heads are worked on together; their dQ sums are zeroed while the section before them
         is."""
@@ -94,7 +122,7 @@ class Tiles:
             if const_expr(self.deterministic):  # the more CTAs work on a head, the more wait for their turn
                 section = cutlass.max(self.blocks, 2 * SECTION_BYTES // head_bytes)
         elif const_expr(self.deterministic):
-            section = SMS // kv_blocks  # so that CTAs begin in the order of their turns
+            section = self.sms // kv_blocks  # so that CTAs begin in the order of their turns
         return cutlass.max(1, cutlass.min(heads, section))
 
     @cute.jit
@@ -108,10 +136,10 @@ class Tiles:
     @cute.jit
     def ctas(self, tiles, kv_blocks):
         """How many CTAs share the tiles."""
-        ctas = Int32(SMS)
+        ctas = Int32(self.sms)
         if const_expr(self.in_waves):
-            section = SMS // kv_blocks * kv_blocks
-            if section > SMS * 9 // 10:
+            section = self.sms // kv_blocks * kv_blocks
+            if section > self.sms * 9 // 10:
                 ctas = section
         return cutlass.min(tiles, ctas)
 
@@ -228,7 +256,7 @@ def work_of(kernel: object, problem: Problem, products: int, unit: str, roles: i
         kernel=type(kernel).__name__,
         unit=unit,
         threads=WARPGROUP * CONSUMERS // roles,
-        ctas=min(SMS, tiles),
+        ctas=min(kernel.sms, tiles),
         passes=tiles * roles,
         trips=(masked, unmasked),
         ffma=0,

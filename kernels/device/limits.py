@@ -8,6 +8,7 @@ from .constants import GRID_YZ_MAX, ROWS_MAX
 HEAD_DIMS = (64, 128, 256)  # of the production kernels
 BLOCK = 64  # query rows of a block of scratch, and columns of a column block: M and N of dQ's product
 TILE_Q = {64: 128, 128: 64, 256: 128}  # queries in a tile of bwd4, by head_dim, to which scratch is padded
+TILE_KV = {64: 128, 128: 128, 256: 64}  # keys in a tile of bwd4, by head_dim
 COLUMN_BYTES = {64: 8, 128: 8, 256: 4}  # of a query's column in Q and dO, up to head_dim 128 in dQ_sum too
 SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked on together and stay in L2
 FINAL_SECTIONS = 4  # of them, at the end, worked on as one: what is fetched last is then short

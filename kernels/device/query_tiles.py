@@ -26,10 +26,12 @@ class Config:
     stages: int  # of the ring of K, and of V
     registers: tuple[int, int]  # of a producer's thread, of a consumer's
     parts: int = 1  # of a tile's keys: the exponentials of one run beside what the next begins with
+    ctas: int = 1  # of an SM
 
     def __str__(self) -> str:
         shape = f"{ROWS * self.consumers}×{self.tile_kv}, {self.stages} stages"
-        return shape + f", {self.parts} parts" * (self.parts > 1)
+        shape += f", {self.parts} parts" * (self.parts > 1)
+        return shape + f", {self.ctas} CTAs an SM" * (self.ctas > 1)
 
 
 class QueryTiles:
@@ -122,9 +124,9 @@ class QueryTiles:
                 S[r, c] = S[r, c] if first_S[0, c][1] <= visible else value
 
 
-def work_on_query_tiles(kernel: QueryTiles, problem: Problem, sms: int) -> Work:
+def work_on_query_tiles(kernel: QueryTiles, problem: Problem) -> Work:
     """The `Work` of a forward kernel that walks them: a first tile of keys apart, then a loop over those that
-    are seen whole and a loop over the others. `kernel` also has consumers and smem_bytes."""
+    are seen whole and a loop over the others. `kernel` also has sms, consumers and smem_bytes."""
     heads, q_blocks = problem.batch * problem.heads, math.ceil(problem.seqlen_q / kernel.tile_q)
     blocks = unmasked = 0
     for own, visible in kernel.blocks_of(problem):
@@ -135,7 +137,7 @@ def work_on_query_tiles(kernel: QueryTiles, problem: Problem, sms: int) -> Work:
         kernel=type(kernel).__name__,
         unit=f"{kernel.tile_q} queries",
         threads=WARPGROUP * kernel.consumers,
-        ctas=min(sms, q_blocks * heads),
+        ctas=min(kernel.sms, q_blocks * heads),
         passes=q_blocks * heads,
         trips=(unmasked / rows, (blocks - unmasked) / rows - 1),
         ffma=0,

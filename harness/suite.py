@@ -1,0 +1,182 @@
+"""The library on what models ask of it (`suites.MODELS`): every way it could choose, its call, and the peers.
+
+    python bench.py k6 --suite models            forward: measure and print
+    python bench.py k6 bwd4 --suite models --save    both, and write results/<gpu>/library/models_*.json
+
+A row is a problem: its shape, and µs by provider. Ours are `attention` or `attention_backward`, the library's
+call, which takes the way that it chooses; that with `deterministic=True`; and each way by itself, its kernels
+alone (`way_of`). What the library chooses is not measured here but looked up, in the tables and the tests: an
+edit of `division` is held against what is committed. Calls are judged before and after the timing by the pass
+rule, in a problem beyond JUDGED_WHOLE on one key head and its query heads; ways must agree with the call.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from harness import peers, reference, results, timing
+from harness.inputs import random_inputs
+from harness.results import PUBLIC_CALLS
+from harness.suites import SUITES
+from hopper_attention import attention, attention_backward, production
+from hopper_attention.kernels import division, ladder
+from hopper_attention.kernels.calls import UNDIVIDED, Parts
+from hopper_attention.kernels.contract import Problem
+from hopper_attention.launch import BACKWARD, DETERMINISTIC, FORWARD, IN_PARTS
+
+PEERS = ("fa2", "cudnn", "fa3", "fa4")
+DIRECTIONS = {FORWARD: "fwd", BACKWARD: "bwd"}  # by the stage that a user names
+SECONDS = 0.06  # of each call
+AGREE = 0.02  # of the largest element: by how much a way may differ from the call
+JUDGED_WHOLE = 2e11  # FLOPs
+WAYS = 6  # of a backward pass that are timed: those that `division` expects to take least
+IDENTITY = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_kv", "head_dim", "causal")
+
+Call = Callable[[], tuple[torch.Tensor, ...]]
+
+
+def way_of(choice: int | Parts, head_dim: int) -> str:
+    """The name of a way: rows of a tile of the forward pass, or parts of a backward one."""
+    if isinstance(choice, Parts):
+        return BACKWARD if choice == UNDIVIDED else f"{IN_PARTS} {choice.heads}×{choice.queries}"
+    first = next(iter(division.TILES[head_dim]))
+    return FORWARD if choice == first else f"{FORWARD} {choice} rows"
+
+
+def chosen(problem: Problem) -> str:
+    """The way that the library takes."""
+    choice = division.rows_of(problem) if problem.direction == "fwd" else division.parts_of(problem)
+    return way_of(choice, problem.head_dim)
+
+
+def ways(problem: Problem) -> list[int | Parts]:
+    """The ways to compute a problem that are timed; the one that the library takes is among them."""
+    if problem.direction == "fwd":
+        return list(division.TILES[problem.head_dim])
+    by_steps = sorted(division.divisions(problem), key=lambda parts: division.steps_of(problem, parts))
+    return list(dict.fromkeys((UNDIVIDED, division.parts_of(problem), *by_steps[:WAYS])))
+
+
+def problem_of(row: dict[str, Any], direction: str) -> Problem:
+    return Problem(**{name: row[name] for name in IDENTITY}, direction=direction)
+
+
+class _One:
+    """One problem: its inputs, its calls, and who judges them."""
+
+    def __init__(self, problem: Problem):
+        self.problem, self.backward = problem, problem.direction == "bwd"
+        self.q, self.k, self.v, *self.do = random_inputs(problem)
+        whole = problem.flops <= JUDGED_WHOLE
+        group = problem.heads // problem.kv_heads
+        self.at_q = (slice(None),) * 2 if whole else (slice(-1, None), slice(-group, None))
+        self.at_kv = (slice(None),) * 2 if whole else (slice(-1, None), slice(-1, None))
+        judged = [self.q[self.at_q], self.k[self.at_kv], self.v[self.at_kv]]
+        self.expected = reference.Expected(*judged, problem.causal, *(x[self.at_q] for x in self.do))
+        if self.backward:
+            self.o, self.lse = attention(self.q, self.k, self.v, causal=problem.causal, return_lse=True)
+            for x, exact in zip((self.o, self.lse), self.expected.saved):
+                x[self.at_q] = exact
+
+    def call(self, **options: bool) -> tuple[torch.Tensor, ...]:
+        """The library's call."""
+        if not self.backward:
+            return attention(self.q, self.k, self.v, causal=self.problem.causal, return_lse=True)
+        inputs = *self.do, self.q, self.k, self.v, self.o, self.lse
+        return attention_backward(*inputs, causal=self.problem.causal, **options)
+
+    def way(self, choice: int | Parts) -> Call:
+        """A way by itself: one launch after another of a plan that is made already."""
+        if not self.backward:
+            plan = production._plan_forward(self.q, self.k, self.v, None, self.problem.causal, False, choice)
+            return lambda: production._forward(plan, self.q, self.k, self.v, self.q.device)
+        inputs = *self.do, self.q, self.k, self.v, self.o, self.lse, None
+        plan = production._plan_backward(*inputs, None, self.problem.causal, False, False, choice)
+        return lambda: production._backward(plan, *inputs, self.q.device)
+
+    def judge(self, found: tuple[torch.Tensor, ...], stage_id: str) -> None:
+        """Raise RuntimeError where outputs break the pass rule."""
+        names = ("dq", "dk", "dv") if self.backward else ("o", "lse")
+        places = (self.at_q, self.at_kv, self.at_kv) if self.backward else (self.at_q, self.at_q)
+        outputs = {name: x[at] for name, x, at in zip(names, found, places)}
+        stage, file = ladder.load(stage_id)
+        rounding = reference.rounding_of(stage, file, self.problem, **stage.options)
+        verdict = self.expected.judge(outputs, rounding)
+        if not verdict.passed:
+            raise RuntimeError(f"{self.problem}: {stage_id}: {'; '.join(verdict.failures)}")
+
+
+def measure(problem: Problem) -> dict[str, float]:
+    """µs by provider. Raises RuntimeError where an output is wrong."""
+    one = _One(problem)
+    calls: dict[str, Callable[[], object]]
+    if one.backward:
+        stage_id = production.backward_stage(problem, False)[0]
+        calls = {PUBLIC_CALLS[BACKWARD]: one.call}
+        calls[PUBLIC_CALLS[DETERMINISTIC]] = lambda: one.call(deterministic=True)
+    else:
+        stage_id = production.forward_stage(problem)
+        calls = {PUBLIC_CALLS[FORWARD]: one.call}
+    judged = dict(calls)
+    for call in judged.values():
+        found = call()
+        one.judge(found, stage_id)
+    for choice in ways(problem):
+        name = way_of(choice, problem.head_dim)
+        calls[name] = one.way(choice)
+        for x, y in zip(calls[name](), found):
+            if not (x - y).abs().max() <= AGREE * y.abs().max():
+                raise RuntimeError(f"{problem}: {name} does not agree with the call")
+    del found
+    for name in peers.versions(list(PEERS)):
+        try:
+            call = peers.PEERS[name].build(problem, one.q, one.k, one.v, *one.do)
+            call()
+        except Exception as error:
+            print(f"{problem}: {name}: {error!s:.80}", flush=True)
+        else:
+            calls[name] = call
+    times = timing.interleaved(calls, SECONDS)
+    for call in judged.values():
+        one.judge(call(), stage_id)
+    return {name: round(1e3 * time.ms_median, 2) for name, time in times.items()}
+
+
+def run(suite: str, stage_ids: list[str], save: bool, wanted: Callable[[Problem], bool]) -> bool:
+    """Measure the problems of a suite that are `wanted` in the directions of the stages, short ones first,
+    print, and with `save` write after each; rows of the others stay, if they are of this environment. Returns
+    whether every output was right."""
+    environment = timing.environment(peers.versions(list(PEERS)))
+    passed = True
+    for stage_id in stage_ids:
+        direction = DIRECTIONS[stage_id]
+        rows = results.library_rows(f"{suite}_{direction}", environment) if save else []
+        rows = {problem_of(row, direction): row for row in rows}
+        models = {model.problem.with_(direction=direction): model for model in SUITES[suite]}
+        for problem in sorted(filter(wanted, models), key=lambda problem: problem.flops):
+            shape = {name: asdict(problem)[name] for name in IDENTITY}
+            about = {"family": models[problem].family, "name": models[problem].name}
+            try:
+                rows[problem] = about | shape | {"us": measure(problem)}
+            except (RuntimeError, torch.OutOfMemoryError) as error:
+                print(f"{problem}: {error}", flush=True)
+                passed = False
+                continue
+            print(line_of(rows[problem], direction), flush=True)
+            torch.cuda.empty_cache()
+            if save:
+                in_order = [rows[problem] for problem in models if problem in rows]
+                path = results.save_library(f"{suite}_{direction}", in_order, environment)
+        if save:
+            print(f"wrote {path}")
+    return passed
+
+
+def line_of(row: dict[str, Any], direction: str) -> str:
+    """A row for the terminal."""
+    us, problem = row["us"], problem_of(row, direction)
+    best = min((name for name in us if name in PEERS), key=us.get)
+    ours = us[PUBLIC_CALLS[FORWARD if direction == "fwd" else BACKWARD]]
+    return f"{row['family']}, {row['name']}: {problem}: {ours:.1f} µs, {us[best] / ours:.3f} × {best}  {us}"

@@ -1,0 +1,174 @@
+"""How a problem is divided among CTAs, by what it will cost: how many queries a tile of the forward pass has,
+and in how many parts the work on a tile of keys is of the backward pass. Imports no compiler.
+
+Both are chosen by lists of tiles: tiles go in their order to whoever is free, a tile takes as long as its
+steps and a constant, and what ends last is the time. notes/k6_rows.md and notes/bwd4_parts.md have the
+measured times that the constants are fitted to, and what wrong choices cost.
+"""
+
+import heapq
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .calls import UNDIVIDED, Parts
+from .contract import Problem
+from .device.constants import SMS
+from .device.limits import COLUMN_BYTES, FINAL_SECTIONS, SECTION_BYTES, TILE_KV
+
+# ---- forward: queries of a tile ----------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
+    """A tile shape of k6 and what it costs, in µs on an H200 (`rows_of`)."""
+
+    keys: int  # of a step
+    ctas: int  # of an SM
+    step: float  # of an SM that has as many CTAs as it can
+    alone: float  # the step of a CTA that has its SM to itself
+    tile: float  # beside its steps
+    call: float
+
+
+# By head_dim and rows; the first is k6's own, the others k6_rows'.
+TILES = {
+    64: {
+        256: Tile(64, 1, 0.866, 0.866, 0.826, 8.49),
+        128: Tile(64, 1, 0.537, 0.537, 0.648, 8.22),
+        64: Tile(64, 3, 0.228, 0.477, 0.504, 6.27),
+    },
+    128: {
+        192: Tile(64, 1, 0.916, 0.916, 0.609, 6.65),
+        128: Tile(128, 1, 1.33, 1.33, 1.398, 8.04),
+        64: Tile(128, 1, 0.949, 0.949, 0.608, 8.34),
+    },
+    256: {128: Tile(64, 1, 1.5, 1.5, 1.2, 8.0), 64: Tile(64, 1, 1.0, 1.0, 1.0, 8.0)},
+}
+CLEARLY = 0.97  # of k6's own tiles' time, since the list is not exact
+MANY_TILES = 10  # for each SM: from there on the mean load and half of a tile are as good as the list
+
+
+def rows_of(problem: Problem, sms: int = SMS) -> int:
+    """Of how many queries a tile of the forward pass has, the number with the least time."""
+    own, *shorter = TILES[problem.head_dim]
+    best = min(shorter, key=lambda rows: forward_us(problem, rows, sms))
+    return best if forward_us(problem, best, sms) < CLEARLY * forward_us(problem, own, sms) else own
+
+
+def forward_us(problem: Problem, rows: int, sms: int = SMS) -> float:
+    """The time of a forward pass in tiles of so many queries, in µs on an H200, with as many SMs."""
+    tile = TILES[problem.head_dim][rows]
+    heads = problem.batch * problem.heads
+    steps = [math.ceil(keys / tile.keys) for keys in _keys_seen(problem, rows)]
+    count = len(steps) * heads
+    if count > MANY_TILES * sms:
+        mean = heads * (sum(steps) * tile.step + len(steps) * tile.tile) / sms
+        return mean + max(steps) * tile.step * tile.ctas / 2 + tile.call
+    together = max(1, min(tile.ctas, math.ceil(count / sms)))  # CTAs of an SM
+    step = max(tile.alone, together * tile.step)
+    costs = (x * step + together * tile.tile for x in sorted(steps, reverse=True) for _ in range(heads))
+    return max(_loads(costs, sms * together)) + tile.call
+
+
+def _keys_seen(problem: Problem, rows: int) -> list[int]:
+    """How many keys each tile of `rows` queries of a head sees, at least one."""
+    offset = 0 if problem.top_left else problem.seqlen_kv - problem.seqlen_q
+    ends = range(rows, problem.seqlen_q + rows, rows)
+    if not problem.causal:
+        return [problem.seqlen_kv for _ in ends]
+    return [max(1, min(problem.seqlen_kv, end + offset)) for end in ends]
+
+
+def _loads(costs: Iterable[float], workers: int) -> list[float]:
+    """What each worker has to do when costs go, one after the other, to whoever is free first."""
+    loads = [0.0] * workers
+    for cost in costs:
+        heapq.heapreplace(loads, loads[0] + cost)
+    return loads
+
+
+# ---- backward: parts of the work on a tile of keys ---------------------------------------------------------
+
+STEP_Q = {64: 128, 128: 64, 256: 64}  # queries of a step on a tile of keys
+
+# What `parts_of` reckons with, in steps of bwd4's main loop: a tile of queries on a tile of keys. Fitted to
+# the measured times of notes/bwd4_parts.md, "How many parts".
+TILE_STEPS = 3.7  # of a tile of keys beside its steps
+ADDING_STEPS = 1.8  # of adding parts, beside their bytes
+BYTES_PER_STEP = 7.93e6  # of parts, most of which stay in L2
+UNDIVIDED_CAUSAL = 1.152  # how much longer a step takes under a mask where a group of heads is not divided
+QUERIES_DIVIDED = 1.0094  # the same where queries are
+FEW_TILES = 8  # for each SM: with more of them dividing gains nothing, but of LONG sequences
+LONG = 32768
+QUERY_PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+def parts_of(problem: Problem, sms: int = SMS) -> Parts:
+    """How to divide a backward pass: with the least time, by what the busiest SM has to do and what parts
+    cost."""
+    tiles = math.ceil(problem.seqlen_kv / TILE_KV[problem.head_dim]) * problem.batch * problem.kv_heads
+    if tiles >= FEW_TILES * sms:
+        # Too many for the list, and the longer they are the more a group gains by being divided once.
+        if min(problem.seqlen_q, problem.seqlen_kv) < LONG or not _is_grouped(problem):
+            return UNDIVIDED
+        group = problem.heads // problem.kv_heads
+        return Parts(heads=next(x for x in range(2, group + 1) if group % x == 0))
+    if not tiles:
+        return UNDIVIDED
+    return min(divisions(problem, sms), key=lambda parts: steps_of(problem, parts, sms))
+
+
+def _is_grouped(problem: Problem) -> bool:
+    """Whether a step takes longer where the heads of a group stay together."""
+    return problem.causal and problem.heads > problem.kv_heads and problem.head_dim < 256
+
+
+def divisions(problem: Problem, sms: int = SMS) -> list[Parts]:
+    """The ways to divide a backward pass that may gain anything: not at all, heads alone, and queries where
+    heads are divided as far as they can be or SMs would idle still."""
+    group = problem.heads // max(1, problem.kv_heads)
+    key_tiles = math.ceil(problem.seqlen_kv / TILE_KV[problem.head_dim])
+    tiles = key_tiles * problem.batch * problem.kv_heads
+    q_tiles = math.ceil(problem.seqlen_q / STEP_Q[problem.head_dim])
+    found = []
+    for heads in (x for x in range(1, group + 1) if group % x == 0):
+        for queries in QUERY_PARTS:
+            more = heads * queries * tiles
+            if queries == 1 or (2 * queries <= q_tiles and more <= 4 * sms):
+                found.append(Parts(heads, queries))
+    return found
+
+
+def steps_of(problem: Problem, parts: Parts, sms: int = SMS) -> float:
+    """The time of a backward pass, in steps of its main loop."""
+    busiest = max(loads_of(problem, parts, sms))
+    if parts == UNDIVIDED:
+        return busiest * (UNDIVIDED_CAUSAL if _is_grouped(problem) else 1.0)
+    keys = problem.batch * problem.kv_heads * parts.count * problem.seqlen_kv
+    part_bytes = 2 * keys * problem.head_dim * 4  # of dK and dV, which are written, and read again
+    if parts.queries > 1:
+        busiest *= QUERIES_DIVIDED
+    return busiest + ADDING_STEPS + 2 * part_bytes / BYTES_PER_STEP
+
+
+def loads_of(problem: Problem, parts: Parts, sms: int = SMS) -> list[float]:
+    """The steps of each SM, when tiles of keys go in their order (`Tiles.locate`), one after the other, to
+    whoever is free."""
+    tile_q, tile_kv = STEP_Q[problem.head_dim], TILE_KV[problem.head_dim]
+    heads = problem.batch * problem.kv_heads * parts.heads
+    query_heads = problem.heads // problem.kv_heads // parts.heads
+    section = heads
+    if problem.causal:
+        head_bytes = problem.seqlen_q * COLUMN_BYTES[problem.head_dim] * problem.head_dim * query_heads
+        section = max(1, min(heads, SECTION_BYTES // max(1, head_bytes)))
+    final = max(0, heads - FINAL_SECTIONS * section) // section * section
+    offset = 0 if problem.top_left else problem.seqlen_kv - problem.seqlen_q
+    steps = []
+    for first_key in range(0, problem.seqlen_kv, tile_kv):
+        unseen = max(0, first_key - offset) // tile_q if problem.causal else 0
+        seen = max(0, math.ceil(problem.seqlen_q / tile_q) - unseen)
+        for part in range(parts.queries):
+            own = seen * (part + 1) // parts.queries - seen * part // parts.queries
+            steps.append(query_heads * own + TILE_STEPS)
+    sections = [section] * (final // section) + [heads - final]
+    return _loads((tile for n in sections for tile in steps for _ in range(n)), sms)

@@ -1,0 +1,65 @@
+"""K6 in shorter tiles: for problems whose tiles of 192 or 256 queries are few, or half empty.
+
+The idea          A CTA of k6 takes as many queries as keep its tensor cores busy. Of 8 heads of 1024 queries
+                  that is 48 tiles for 132 SMs; of a sequence of 128 queries half of one. With fewer
+                  consumers a tile is shorter: each takes longer for a query, and more SMs have one.
+What changes      against k6: the `Config`; of the shortest tiles at head_dim 64 an SM has three CTAs at once,
+                  whose softmax and products lie beside each other as a tall tile's consumers do.
+What does not     k6.py, line for line.
+Supports          as k6.
+Where to read     k6.py; `division.rows_of` has the choice.
+"""
+
+from . import k6
+from .calls import forward_scratch, refuse_forward, run_forward
+from .contract import Problem, Scratch, Stage, Work
+from .device.query_tiles import Config
+
+SHORT = {  # by rows of a tile and head_dim
+    128: {
+        64: Config(consumers=2, tile_kv=64, stages=8, registers=(24, 240), parts=2),
+        128: Config(consumers=2, tile_kv=128, stages=2, registers=(24, 240)),
+        256: k6.CONFIGS[256],
+    },
+    64: {
+        64: Config(consumers=1, tile_kv=64, stages=3, registers=(24, 136), parts=2, ctas=3),
+        128: Config(consumers=1, tile_kv=128, stages=3, registers=(24, 240), parts=2),
+        256: Config(consumers=1, tile_kv=64, stages=2, registers=(24, 240)),
+    },
+}
+
+STAGES = tuple(
+    Stage(
+        f"k6_r{rows}",
+        f"the production forward, tiles of {rows} queries",
+        f"{rows} queries a CTA: more CTAs, or fuller ones",
+        "k6",
+        model="flash_attention_lazy",
+        rounds_p=True,
+        options={"rows": rows},
+    )
+    for rows in SHORT
+)
+
+supports = refuse_forward
+run_kernel = run_forward
+
+
+def workspace(problem: Problem, **options: object) -> Scratch:
+    return forward_scratch(problem)
+
+
+def kernel_for(problem: Problem, rows: int, **options: object) -> k6.FlashAttentionForward:
+    return k6.kernel_for(problem, config=SHORT[rows][problem.head_dim], **options)
+
+
+def work(problem: Problem, rows: int, **options: object) -> list[Work]:
+    return k6.work(problem, config=SHORT[rows][problem.head_dim], **options)
+
+
+def lazy_maximum(problem: Problem, rows: int, **options: object) -> tuple[int, int, float]:
+    return k6.lazy_maximum(problem, config=SHORT[rows][problem.head_dim], **options)
+
+
+def compile_kernel(problem: Problem, rows: int, **options: object) -> object:
+    return k6.compile_kernel(problem, config=SHORT[rows][problem.head_dim], **options)
