@@ -27,7 +27,7 @@ from harness.inputs import hopper_gpu
 from harness.measuring import Bench, Contender, Saved, stages_for
 from harness.results import PUBLIC_CALLS
 from harness.stages import refuse
-from harness.sweep import HEAD_DIMS, SEQLENS, SHORT, sweep_problem
+from harness.sweep import HEAD_DIMS, LENGTHS, sweep_problem
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import compile_stage
@@ -67,7 +67,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     # What is committed is checked row by row: a fault may show at one length only.
     args.check = args.check or truth(env("CHECK", "0"), "CHECK") or args.save is not None
-    args.seqlens = (*SHORT, *SEQLENS) if args.seqlen is None else (whole(args.seqlen, "SEQLEN"),)
+    args.seqlens = LENGTHS if args.seqlen is None else (whole(args.seqlen, "SEQLEN"),)
     args.head_dims = HEAD_DIMS if args.head_dim is None else (whole(args.head_dim, "HEADDIM"),)
     args.causals = (False, True) if args.causal is None else (truth(args.causal, "CAUSAL"),)
     args.peers = [] if args.peers == "none" else args.peers.split(",")

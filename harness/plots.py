@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import NullFormatter
 
 from harness.results import PEER_LABELS, PUBLIC_CALLS, Results, Row
-from harness.sweep import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, SHORT, TOTAL_TOKENS, sweep_problem
+from harness.sweep import HEAD_DIMS, HIDDEN_SIZE, LENGTHS, SEQLENS, TOTAL_TOKENS, sweep_problem
 from hopper_attention.cache import write_atomically
 from hopper_attention.kernels.contract import Problem
 
@@ -85,7 +85,7 @@ def plot_stage(results: Results, path: Path | str) -> None:
     present = {row.provider for row in rows}
     peers = [p for p in PEER_LABELS if p in present] + sorted(present - set(PEER_LABELS) - {results.stage})
     providers = [results.stage] * (results.stage in present) + peers
-    seqlens = [n for n in (*SHORT, *SEQLENS) if any(row.seqlen_kv == n for row in rows)]
+    seqlens = [n for n in LENGTHS if any(row.seqlen_kv == n for row in rows)]
     bottom, top = _log_limits(row.tflops for row in rows)
 
     with style():

@@ -24,7 +24,7 @@ from harness.figures import drawable
 from harness.markdown import table
 from harness.plots import format_rate, label
 from harness.results import PEER_LABELS, Results, Row, bound_gpu, load_all, repository
-from harness.sweep import HEAD_DIMS, HIDDEN_SIZE, SEQLENS, SHORT, TOTAL_TOKENS, sweep_problem
+from harness.sweep import HEAD_DIMS, HIDDEN_SIZE, LENGTHS, SEQLENS, TOTAL_TOKENS, sweep_problem
 from hopper_attention.cache import write_atomically
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem, Stage
@@ -92,7 +92,7 @@ def stage_table(results: Results) -> str:
     parts = []
     for direction in dict.fromkeys(row.direction for row in swept):
         lines = []
-        seqlens = [n for n in (*SHORT, *SEQLENS) if any(row.seqlen_q == n for row in swept)]
+        seqlens = [n for n in LENGTHS if any(row.seqlen_q == n for row in swept)]
         for head_dim in HEAD_DIMS:
             for causal in (False, True):
                 name = f"**{head_dim}**, {'causal' if causal else 'full'}"

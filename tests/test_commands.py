@@ -310,6 +310,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
     monkeypatch.setattr("harness.sweep.HIDDEN_SIZE", 128)
     monkeypatch.setattr(measuring, "random_inputs", lambda problem: random_inputs(problem, "cpu"))
     monkeypatch.setattr(measuring, "ready", ready)
+    monkeypatch.setattr(measuring, "sms_option", dict)
     monkeypatch.setattr(measuring, "peak_memory", lambda: contextlib.nullcontext(lambda: 2**20))
     monkeypatch.setattr(measuring, "SUSTAINED_TFLOPS", 0.0)
     for rate in ("gemm_tflops", "copy_tb_per_s"):
@@ -408,7 +409,7 @@ def test_a_second_run_joins_the_first(toys: dict, tmp_path: Path) -> None:
 
 def test_long_rows_have_a_sustained_rate(toys: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "SUSTAINED_FROM", 128)
-    monkeypatch.setattr(bench, "SEQLENS", (64, 128))
+    monkeypatch.setattr(bench, "LENGTHS", (64, 128))
     assert bench.main(["k2", *SMALL, "--peers", "none", "--save", str(tmp_path)]) == 0
     short, long = load(tmp_path, "k2").rows
     assert (short.tflops_sustained, short.clock_mhz) == (None, 1700.0)
@@ -453,7 +454,7 @@ def test_what_stops_writing_after_its_check_has_no_number(
 def test_rows_measured_before_a_crash_are_kept(
     toys: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "SEQLENS", (64, 128))
+    monkeypatch.setattr(bench, "LENGTHS", (64, 128))
 
     def crash(calls: dict) -> dict:
         if len(list(tmp_path.rglob("k2.json"))):
@@ -501,7 +502,7 @@ def test_a_failed_check_leaves_what_was_saved(toys: dict, tmp_path: Path) -> Non
 @pytest.mark.parametrize("how", ["flag", "environment"])
 def test_check_of_every_row(how: str, toys: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each kernel compiled; with CHECK=1 each row, where a fault of long sequences shows."""
-    monkeypatch.setattr(bench, "SEQLENS", (64, 128))
+    monkeypatch.setattr(bench, "LENGTHS", (64, 128))
     toys["k2"] = ToyKernel(fails_from=128)
     command = ["k2", *SMALL, "--peers", "none"]
     assert bench.main(command) == 0
@@ -513,7 +514,7 @@ def test_check_of_every_row(how: str, toys: dict, monkeypatch: pytest.MonkeyPatc
 
 
 def test_rows_after_a_failed_one_are_checked_again(toys: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "SEQLENS", (128, 64))
+    monkeypatch.setattr(bench, "LENGTHS", (128, 64))
     toys["k2"] = ToyKernel(fails_from=128)
     args = bench.parse(["k2", *SMALL, "--peers", "none"])
     run = measuring.Bench([measuring.Contender.stage("k2")], [], False, timing.environment({}))
