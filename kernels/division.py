@@ -42,7 +42,7 @@ TILES = {
         128: Tile(128, 1, 1.33, 1.33, 1.398, 8.04),
         64: Tile(128, 1, 0.949, 0.949, 0.608, 8.34),
     },
-    256: {128: Tile(64, 1, 1.5, 1.5, 1.2, 8.0), 64: Tile(64, 1, 1.0, 1.0, 1.0, 8.0)},
+    256: {128: Tile(64, 1, 1.344, 1.344, 4.2, 8.0), 64: Tile(64, 1, 0.853, 0.853, 2.9, 8.0)},
 }
 CLEARLY = 0.97  # of k6's own tiles' time, since the list is not exact
 MANY_TILES = 10  # for each SM: from there on the mean load and half of a tile are as good as the list
@@ -92,7 +92,7 @@ def _loads(costs: Iterable[float], workers: int) -> list[float]:
 STEP_Q = {64: 128, 128: 64, 256: 64}  # queries of a step on a tile of keys
 
 # What `parts_of` reckons with, in steps of bwd4's main loop: a tile of queries on a tile of keys. Fitted to
-# the measured times of notes/bwd4_parts.md, "How many parts".
+# the measured times of notes/bwd4_parts.md, "How to divide".
 TILE_STEPS = 3.7  # of a tile of keys beside its steps
 ADDING_STEPS = 1.8  # of adding parts, beside their bytes
 BYTES_PER_STEP = 7.93e6  # of parts, most of which stay in L2
