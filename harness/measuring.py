@@ -18,8 +18,8 @@ import torch
 from harness import machine_code, peers, reference, results, timing
 from harness.inputs import poison, random_inputs
 from harness.stages import check_memory
-from hopper_attention import attention, attention_backward, production
-from hopper_attention.kernels import ladder
+from hopper_attention import attention, attention_backward, production, tuned
+from hopper_attention.kernels import division, ladder
 from hopper_attention.kernels.contract import Problem, Tensors
 from hopper_attention.launch import LIBRARY, compile_kernel, sms_option
 
@@ -64,7 +64,8 @@ class Contender:
 def chosen_stage(problem: Problem, deterministic: bool = False) -> str:
     """The stage that the library runs for a problem."""
     if problem.direction == "fwd":
-        return production.forward_stage(problem, **sms_option())
+        tiles = tuned.known(torch.cuda.get_device_name()) if torch.cuda.is_available() else division.TILES
+        return production.forward_stage(problem, **sms_option(), tiles=tiles)
     return production.backward_stage(problem, deterministic, **sms_option())[0]
 
 

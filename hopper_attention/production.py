@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from . import tuned
 from .checks import (
     VECTOR_BYTES,
     check_device,
@@ -219,7 +220,10 @@ def _plan_forward(
     if not q.numel():
         return Plan(None, outputs, (whole,), given)
     sms = sms_option(q.device)
-    return Plan(_launch(forward_stage(problem, rows, **sms), problem, sms), outputs, (whole,), given)
+    tiles = tuned.known(torch.cuda.get_device_name(q.device)) if q.is_cuda else division.TILES
+    return Plan(
+        _launch(forward_stage(problem, rows, **sms, tiles=tiles), problem, sms), outputs, (whole,), given
+    )
 
 
 def _plan_backward(
@@ -247,10 +251,12 @@ def _plan_backward(
     return Plan(_launch(stage_id, problem, sms), outputs, tuple(launches), given, unreadable)
 
 
-def forward_stage(problem: Problem, rows: int | None = None, sms: int = SMS) -> str:
+def forward_stage(
+    problem: Problem, rows: int | None = None, sms: int = SMS, tiles: division.Tiles = division.TILES
+) -> str:
     """The stage that computes O of a problem that FORWARD takes, by default in tiles of as many rows as
     `division` chooses."""
-    rows = rows or division.rows_of(problem, sms)
+    rows = rows or division.rows_of(problem, sms, tiles)
     return FORWARD if rows == next(iter(division.TILES[problem.head_dim])) else FORWARD_IN_ROWS[rows]
 
 

@@ -30,8 +30,10 @@ class Tile(NamedTuple):
     call: float
 
 
-# By head_dim and rows; the first is k6's own, the others k6_rows'.
-TILES = {
+Tiles = dict[int, dict[int, Tile]]
+"""Tile shapes by head_dim and rows; the first is k6's own, the others k6_rows'."""
+
+TILES: Tiles = {
     64: {
         256: Tile(64, 1, 0.866, 0.866, 0.826, 8.49),
         128: Tile(64, 1, 0.537, 0.537, 0.648, 8.22),
@@ -48,16 +50,16 @@ CLEARLY = 0.97  # of k6's own tiles' time, since the list is not exact
 MANY_TILES = 10  # for each SM: from there on the mean load and half of a tile are as good as the list
 
 
-def rows_of(problem: Problem, sms: int = SMS) -> int:
+def rows_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> int:
     """Of how many queries a tile of the forward pass has, the number with the least time."""
-    own, *shorter = TILES[problem.head_dim]
-    best = min(shorter, key=lambda rows: forward_us(problem, rows, sms))
-    return best if forward_us(problem, best, sms) < CLEARLY * forward_us(problem, own, sms) else own
+    us = {rows: forward_us(problem, rows, sms, tiles) for rows in tiles[problem.head_dim]}
+    own, best = next(iter(us)), min(us, key=us.get)
+    return best if us[best] < CLEARLY * us[own] else own
 
 
-def forward_us(problem: Problem, rows: int, sms: int = SMS) -> float:
-    """The time of a forward pass in tiles of so many queries, in µs on an H200, with as many SMs."""
-    tile = TILES[problem.head_dim][rows]
+def forward_us(problem: Problem, rows: int, sms: int = SMS, tiles: Tiles = TILES) -> float:
+    """The time of a forward pass in tiles of so many queries, in µs of the GPU whose costs `tiles` are."""
+    tile = tiles[problem.head_dim][rows]
     heads = problem.batch * problem.heads
     steps = [math.ceil(keys / tile.keys) for keys in _keys_seen(problem, rows)]
     count = len(steps) * heads

@@ -322,7 +322,12 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
     monkeypatch.setattr(timing, "host_microseconds", lambda call: call() or 4.321)
     table = {"math": peer(lacking), "fa2": peer(), "flex": peer(RuntimeError("no such mask\nat line 3"))}
     monkeypatch.setattr(peers, "PEERS", table)
-    for name, answer in {"is_available": True, "get_device_capability": (9, 0), "synchronize": None}.items():
+    for name, answer in {
+        "is_available": True,
+        "get_device_capability": (9, 0),
+        "get_device_name": "NVIDIA H100",
+        "synchronize": None,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return stand_ins

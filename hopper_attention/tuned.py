@@ -1,0 +1,63 @@
+"""What `hopper_attention.tune` has measured of a GPU, kept beside the compiled kernels."""
+
+import contextlib
+import functools
+import json
+from pathlib import Path
+
+from . import cache
+from .kernels import division
+from .kernels.division import Tile, Tiles
+
+FILE = "tiles.json"
+
+
+def path() -> Path | None:
+    """Where measured costs are kept; None where there is no folder that is the user's own."""
+    folder = cache.folder()
+    return None if folder is None else folder / FILE
+
+
+def save(gpu: str, tiles: Tiles) -> Path:
+    """Keep a GPU's costs; those of other GPUs stay. Raises RuntimeError where nothing can be kept."""
+    target = path()
+    if target is None:
+        raise RuntimeError(
+            f"there is no folder of the user's own to keep costs in; name one in {cache.VARIABLE}"
+        )
+    everything = _read(target) | {gpu: {"sources": cache.sources(), "tiles": tiles}}
+    cache.write_atomically(target, json.dumps(everything, indent=1).encode())
+    known.cache_clear()
+    return target
+
+
+@functools.cache  # once in a process
+def known(gpu: str) -> Tiles:
+    """A GPU's costs as they were measured with these kernels; else the built-in ones."""
+    target = path()
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # what is no file of ours
+        kept = _read(target)[gpu] if target is not None else {}
+        if kept.get("sources") == cache.sources():
+            found = {
+                int(head_dim): {int(rows): Tile(*tile) for rows, tile in tiles.items()}
+                for head_dim, tiles in kept["tiles"].items()
+            }
+            if {d: [*x] for d, x in found.items()} == {d: [*x] for d, x in division.TILES.items()}:
+                return found
+    return division.TILES
+
+
+def forget() -> None:
+    """Go back to the built-in costs, of every GPU."""
+    if (target := path()) is not None:
+        target.unlink(missing_ok=True)
+    known.cache_clear()
+
+
+def _read(target: Path) -> dict[str, dict]:
+    """What is kept; nothing where that is no file of ours."""
+    try:
+        found = json.loads(target.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
