@@ -270,6 +270,8 @@ def backward_stage(
         parts = division.parts_of(problem, sms) if one_launch else UNDIVIDED
     # Where a query's gradient comes from one tile of keys, nobody waits for a turn, and no zeros are needed.
     deterministic |= problem.head_dim < 256 and problem.seqlen_kv <= TILE_KV[problem.head_dim]
+    if problem.lse_grad and not deterministic:  # has not passed in parts: notes/bwd4_parts.md, "Checked"
+        parts = UNDIVIDED
     if parts == UNDIVIDED:
         return DETERMINISTIC if deterministic else BACKWARD, None
     return DETERMINISTIC_IN_PARTS if deterministic else IN_PARTS, parts

@@ -80,6 +80,8 @@ def test_any_problem_is_covered_by_one_way(sms: int) -> None:
     chance, shorter, divided = random.Random(1), 0, 0
     for _ in range(300):
         problem = made_up(chance)
+        given = problem.with_(scaled=True, lse_grad=True)
+        assert production.backward_stage(given, False, sms=sms)[0] != production.IN_PARTS  # not passed yet
         stage_id, parts = production.backward_stage(problem, False, sms=sms)
         refuse(stage_id, problem)
         one_tile = problem.head_dim < 256 and problem.seqlen_kv <= 128
