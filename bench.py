@@ -221,12 +221,14 @@ def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
 def command(arguments: list[str] | None) -> bool:
     console = Console(width=None if sys.stdout.isatty() else 150)
     args = parse(arguments)
-    if args.suite and hopper_gpu():
+    if args.suite:
+        if not hopper_gpu():
+            raise Usage("--suite times the library: it needs a Hopper GPU")
         wanted = lambda problem: (
             args.seqlen in (None, str(problem.seqlen_q)) and problem.causal in args.causals
             and args.head_dim in (None, str(problem.head_dim))
         )  # fmt: skip
-        return suite.run(args.suite, args.stages, args.save is not None, wanted)
+        return suite.run(args.suite, args.stages, args.save, args.peers, wanted)
     if hopper_gpu():
         return gpu_bench(args, console)
     if args.save:

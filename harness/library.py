@@ -169,8 +169,8 @@ def models_table(rows: Rows, direction: str) -> str:
     mean = geometric_mean(means_of_families(found).values())
     sentence = (
         f"{len(found)} problems, {least.ratio:.3f} to {greatest.ratio:.3f} × the best peer; mean of the "
-        f"families' geometric means {mean:.3f}. Below 1.000: {'; '.join(behind) or 'none'}. Wrong choices "
-        f"cost at most {max(x.regret for x in found) - 1:.1%}."
+        f"families' geometric means {mean:.3f}. Below 1.000: {'; '.join(behind) or 'none'}. Of the ways "
+        f"timed a wrong choice costs at most {max(x.regret for x in found) - 1:.1%}."
     )
     return f"{table(header, lines, 'llrrlrlr' + 'r' * backward)}\n\n{sentence}"
 
@@ -180,13 +180,14 @@ def plot_models(folder: Path, path: Path | str) -> None:
     found = {
         direction: models(load(folder, f"models_{direction}"), direction) for direction in ("fwd", "bwd")
     }
-    names = [(x.family, x.name) for x in found["fwd"]]
+    names = list(dict.fromkeys((x.family, x.name) for rows in found.values() for x in rows))
     with plots.style():
         figure = Figure(figsize=(10, 0.19 * len(names) + 1.6))
         for axes, (direction, rows) in zip(figure.subplots(1, 2, sharey=True), found.items()):
             colours = [plots.STAGE_COLOUR if x.ratio >= 1 else plots.OTHER_COLOUR for x in rows]
-            axes.barh(range(len(rows)), [x.ratio - 1 for x in rows], left=1, color=colours, height=0.72)
-            for y, x in enumerate(rows):
+            places = [names.index((x.family, x.name)) for x in rows]
+            axes.barh(places, [x.ratio - 1 for x in rows], left=1, color=colours, height=0.72)
+            for y, x in zip(places, rows):
                 axes.text(max(x.ratio, 1) + 0.015, y, f"{x.ratio:.2f}", va="center", fontsize=6.5)
             axes.axvline(1, color=plots.INK, linewidth=0.8)
             axes.set_xlim(0.8, max(x.ratio for x in rows) * 1.08)

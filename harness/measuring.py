@@ -19,7 +19,7 @@ from harness import machine_code, peers, reference, results, timing
 from harness.inputs import poison, random_inputs
 from harness.stages import check_memory
 from hopper_attention import attention, attention_backward, production, tuned
-from hopper_attention.kernels import division, ladder
+from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem, Tensors
 from hopper_attention.launch import LIBRARY, compile_kernel, sms_option
 
@@ -39,7 +39,7 @@ class Contender:
     @classmethod
     def stage(cls, stage_id: str) -> "Contender":
         options = ladder.load(stage_id)[0].options
-        return cls(stage_id, stage_id, options | (sms_option() if stage_id in LIBRARY else {}))
+        return cls(stage_id, stage_id, options | (sms_option(tuned.gpu().sms) if stage_id in LIBRARY else {}))
 
     @classmethod
     def public_call(cls, stage_id: str) -> "Contender":
@@ -54,7 +54,7 @@ class Contender:
         if not self.is_public_call:
             return self.stage_id, self.options
         stage_id = chosen_stage(problem, self.options.get("deterministic", False))
-        return stage_id, production.OPTIONS.get(stage_id, {}) | sms_option()
+        return stage_id, production.OPTIONS.get(stage_id, {}) | sms_option(tuned.gpu().sms)
 
     @property
     def is_variant(self) -> bool:
@@ -64,9 +64,8 @@ class Contender:
 def chosen_stage(problem: Problem, deterministic: bool = False) -> str:
     """The stage that the library runs for a problem."""
     if problem.direction == "fwd":
-        tiles = tuned.known(torch.cuda.get_device_name()) if torch.cuda.is_available() else division.TILES
-        return production.forward_stage(problem, **sms_option(), tiles=tiles)
-    return production.backward_stage(problem, deterministic, **sms_option())[0]
+        return production.forward_stage(problem, gpu=tuned.gpu())
+    return production.backward_stage(problem, deterministic, gpu=tuned.gpu())[0]
 
 
 class PublicCall:

@@ -274,9 +274,12 @@ def load_all(folder: Path | None = None) -> dict[str, dict[str, Results]]:
     return everything
 
 
-def save_library(name: str, rows: list[dict[str, Any]], environment: dict[str, Any]) -> Path:
-    """Write results/<gpu>/library/<name>.json, a row a line; `harness.library` reads it."""
-    path = results_dir() / gpu_folder(environment["gpu"]) / "library" / f"{name}.json"
+def save_library(
+    name: str, rows: list[dict[str, Any]], environment: dict[str, Any], folder: Path | None = None
+) -> Path:
+    """Write results/<gpu>/library/<name>.json, a row a line; `harness.library` reads it. `folder` stands for
+    results/."""
+    path = _library_path(folder, name, environment)
     write = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
     lines = ",\n  ".join(map(write, rows))
     text = f'{{"environment": {write(environment)},\n"rows": [\n  {lines}\n]}}\n'
@@ -284,14 +287,25 @@ def save_library(name: str, rows: list[dict[str, Any]], environment: dict[str, A
     return path
 
 
-def library_rows(name: str, environment: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of results/<gpu>/library/<name>.json, if they were measured in this environment."""
-    path = results_dir() / gpu_folder(environment["gpu"]) / "library" / f"{name}.json"
+def library_rows(folder: Path | None, name: str, environment: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that `save_library` wrote there, which new ones may join. Raises ValueError where they were
+    measured in another environment."""
+    path = _library_path(folder, name, environment)
     if not path.exists():
         return []
     data = json.loads(path.read_text(encoding="utf-8"))
-    same = all(data["environment"].get(x) == environment.get(x) for x in (*ENVIRONMENT_IDENTITY, "peers"))
-    return data["rows"] if same else []
+    was = data["environment"]
+    pairs = [(key, was.get(key), environment.get(key)) for key in (*ENVIRONMENT_IDENTITY, "peers")]
+    if differing := [f"{key} was {old!r} and is {new!r}" for key, old, new in pairs if old != new]:
+        raise ValueError(
+            f"{path} was measured in another environment: {'; '.join(differing)}. Go back to that one, or "
+            f"remove the file and measure the whole suite again"
+        )
+    return data["rows"]
+
+
+def _library_path(folder: Path | None, name: str, environment: dict[str, Any]) -> Path:
+    return (folder or results_dir()) / gpu_folder(environment["gpu"]) / "library" / f"{name}.json"
 
 
 def probe(path: Path) -> None:

@@ -12,15 +12,18 @@ rule, in a problem beyond JUDGED_WHOLE on one key head and its query heads; ways
 
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from harness import peers, reference, results, timing
+from harness.command import Usage
 from harness.inputs import random_inputs
+from harness.measuring import chosen_stage
 from harness.results import PUBLIC_CALLS
 from harness.suites import SUITES
-from hopper_attention import attention, attention_backward, production
+from hopper_attention import attention, attention_backward, production, tuned
 from hopper_attention.kernels import division, ladder
 from hopper_attention.kernels.calls import UNDIVIDED, Parts
 from hopper_attention.kernels.contract import Problem
@@ -108,17 +111,14 @@ class _One:
             raise RuntimeError(f"{self.problem}: {stage_id}: {'; '.join(verdict.failures)}")
 
 
-def measure(problem: Problem) -> dict[str, float]:
+def measure(problem: Problem, peer_names: list[str]) -> dict[str, float]:
     """µs by provider. Raises RuntimeError where an output is wrong."""
     one = _One(problem)
-    calls: dict[str, Callable[[], object]]
+    stage_id = chosen_stage(problem)
+    calls: dict[str, Callable[[], object]] = {PUBLIC_CALLS[FORWARD]: one.call}
     if one.backward:
-        stage_id = production.backward_stage(problem, False)[0]
         calls = {PUBLIC_CALLS[BACKWARD]: one.call}
         calls[PUBLIC_CALLS[DETERMINISTIC]] = lambda: one.call(deterministic=True)
-    else:
-        stage_id = production.forward_stage(problem)
-        calls = {PUBLIC_CALLS[FORWARD]: one.call}
     judged = dict(calls)
     for call in judged.values():
         found = call()
@@ -130,7 +130,7 @@ def measure(problem: Problem) -> dict[str, float]:
             if not (x - y).abs().max() <= AGREE * y.abs().max():
                 raise RuntimeError(f"{problem}: {name} does not agree with the call")
     del found
-    for name in peers.versions(list(PEERS)):
+    for name in peer_names:
         try:
             call = peers.PEERS[name].build(problem, one.q, one.k, one.v, *one.do)
             call()
@@ -144,33 +144,54 @@ def measure(problem: Problem) -> dict[str, float]:
     return {name: round(1e3 * time.ms_median, 2) for name, time in times.items()}
 
 
-def run(suite: str, stage_ids: list[str], save: bool, wanted: Callable[[Problem], bool]) -> bool:
+def run(
+    suite: str, stage_ids: list[str], folder: Path | None, peer_names: list[str],
+    wanted: Callable[[Problem], bool],
+) -> bool:  # fmt: skip
     """Measure the problems of a suite that are `wanted` in the directions of the stages, short ones first,
-    print, and with `save` write after each; rows of the others stay, if they are of this environment. Returns
-    whether every output was right."""
-    environment = timing.environment(peers.versions(list(PEERS)))
-    passed = True
-    for stage_id in stage_ids:
+    print, and with a folder write after each: rows of the others stay. Returns whether every output was right
+    and every row has a peer.
+
+    Raises Usage before anything is measured: where none is wanted, where rows that are kept are of another
+    environment, and where `tune` has changed what the library chooses.
+    """
+    if tuned.gpu().tiles is not division.TILES:
+        raise Usage(
+            "this GPU is tuned: its choices are not the published ones; `hopper_attention.tune --forget`"
+        )
+    found = peers.versions([name for name in peer_names if name in PEERS])
+    environment, passed = timing.environment(found), True
+    models = {model.problem: model for model in SUITES[suite] if wanted(model.problem)}
+    if not models:
+        raise Usage(f"no problem of the suite {suite!r} is of these lengths, head dims and masks")
+    kept = {}
+    for stage_id in stage_ids if folder else ():
         direction = DIRECTIONS[stage_id]
-        rows = results.library_rows(f"{suite}_{direction}", environment) if save else []
-        rows = {problem_of(row, direction): row for row in rows}
-        models = {model.problem.with_(direction=direction): model for model in SUITES[suite]}
-        for problem in sorted(filter(wanted, models), key=lambda problem: problem.flops):
+        try:
+            rows = results.library_rows(folder, f"{suite}_{direction}", environment)
+        except ValueError as error:
+            raise Usage(str(error)) from None
+        kept[stage_id] = {problem_of(row, direction): row for row in rows}
+    for stage_id in stage_ids:
+        direction, rows = DIRECTIONS[stage_id], kept.get(stage_id, {})
+        for model in sorted(models.values(), key=lambda model: model.problem.flops):
+            problem = model.problem.with_(direction=direction)
             shape = {name: asdict(problem)[name] for name in IDENTITY}
-            about = {"family": models[problem].family, "name": models[problem].name}
             try:
-                rows[problem] = about | shape | {"us": measure(problem)}
+                us = measure(problem, list(found))
+                if not {*us} & {*PEERS}:
+                    raise RuntimeError("no peer took it")
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 print(f"{problem}: {error}", flush=True)
                 passed = False
                 continue
+            rows[problem] = {"family": model.family, "name": model.name, **shape, "us": us}
             print(line_of(rows[problem], direction), flush=True)
             torch.cuda.empty_cache()
-            if save:
-                in_order = [rows[problem] for problem in models if problem in rows]
-                path = results.save_library(f"{suite}_{direction}", in_order, environment)
-        if save:
-            print(f"wrote {path}")
+            if folder:
+                every = (model.problem.with_(direction=direction) for model in SUITES[suite])
+                in_order = [rows[problem] for problem in every if problem in rows]
+                results.save_library(f"{suite}_{direction}", in_order, environment, folder)
     return passed
 
 

@@ -39,12 +39,9 @@ RUNTIME_PACKAGE = "nvidia_cutlass_dsl"
 PROVEN_COMPILER = "4.8.1"  # the version of cache.COMPILER whose machine code passed the checks in results/
 
 
-def sms_option(device: torch.device | None = None) -> dict[str, int]:
-    """The option of the kernels whose CTAs stay for a GPU, by default the current one, with other SMs than
-    they are compiled for by default: H100 PCIe has 114, H20 78."""
-    if not torch.cuda.is_available():
-        return {}
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
+def sms_option(sms: int) -> dict[str, int]:
+    """The option of the library's kernels for a GPU with other SMs than they are compiled for by default:
+    H100 PCIe has 114, H20 78."""
     return {} if sms == SMS else {"sms": sms}
 
 

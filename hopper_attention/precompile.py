@@ -14,17 +14,18 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from . import cache
+from . import cache, tuned
 from .kernels import ladder
 from .kernels.contract import Problem
-from .launch import LIBRARY, compile_kernel, reachable
+from .kernels.device.constants import SMS
+from .launch import LIBRARY, compile_kernel, reachable, sms_option
 
 Job = tuple[str, Problem, dict[str, Any]]  # stage, what is compiled, options of its kernel file
 
 
-def jobs_of(stage_id: str) -> list[Job]:
-    """Every kernel of a stage that a call can reach."""
-    options = ladder.load(stage_id)[0].options
+def jobs_of(stage_id: str, sms: int = SMS) -> list[Job]:
+    """Every kernel of a stage that a call can reach on a GPU with so many SMs."""
+    options = ladder.load(stage_id)[0].options | (sms_option(sms) if stage_id in LIBRARY else {})
     return [(stage_id, problem, options) for problem in reachable(stage_id)]
 
 
@@ -53,11 +54,15 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m hopper_attention.precompile", description=__doc__.splitlines()[0]
     )
     parser.add_argument("stages", nargs="*", default=LIBRARY, help="stage ids, or `all`")
+    here = tuned.gpu().sms
+    parser.add_argument("--sms", type=int, default=here, help=f"SMs of the GPU, by default {here}")
     parser.add_argument("--workers", type=int, help="processes; by default one a core")
     args = parser.parse_args(arguments)
+    if args.sms < 1:
+        parser.error(f"--sms must be a positive number, not {args.sms}")
     try:
         stages = ladder.stages_named(args.stages)
-        jobs = [job for stage_id in stages for job in jobs_of(stage_id)]
+        jobs = [job for stage_id in stages for job in jobs_of(stage_id, args.sms)]
         count = fill(jobs, args.workers)
     except (ValueError, RuntimeError) as error:
         print(f"hopper_attention.precompile: {error}", file=sys.stderr)

@@ -23,7 +23,7 @@ from .checks import (
 from .kernels import calls, division
 from .kernels.calls import UNDIVIDED, Parts
 from .kernels.contract import Problem, Scratch
-from .kernels.device.constants import GRID_YZ_MAX, SMS
+from .kernels.device.constants import GRID_YZ_MAX
 from .kernels.device.limits import TILE_KV
 from .launch import (
     BACKWARD,
@@ -219,11 +219,8 @@ def _plan_forward(
     outputs = _dense_like(q), _dense(q.shape[:3], torch.float32)
     if not q.numel():
         return Plan(None, outputs, (whole,), given)
-    sms = sms_option(q.device)
-    tiles = tuned.known(torch.cuda.get_device_name(q.device)) if q.is_cuda else division.TILES
-    return Plan(
-        _launch(forward_stage(problem, rows, **sms, tiles=tiles), problem, sms), outputs, (whole,), given
-    )
+    gpu = tuned.gpu(q.device)
+    return Plan(_launch(forward_stage(problem, rows, gpu), problem, gpu), outputs, (whole,), given)
 
 
 def _plan_backward(
@@ -239,8 +236,8 @@ def _plan_backward(
     _check_inputs(DETERMINISTIC if deterministic else BACKWARD, problem, q=q, k=k, v=v)
     if not (q.numel() and k.numel()):
         return Plan(None, (), (), given)
-    sms = sms_option(q.device)
-    stage_id, in_parts = backward_stage(problem, deterministic, parts, **sms)
+    gpu = tuned.gpu(q.device)
+    stage_id, in_parts = backward_stage(problem, deterministic, parts, gpu)
     deterministic = stage_id in (DETERMINISTIC, DETERMINISTIC_IN_PARTS)
     launches = [
         _part(at_q, at_kv, calls.backward_scratch(part, deterministic, in_parts))
@@ -248,30 +245,28 @@ def _plan_backward(
     ]
     outputs = tuple(map(_dense_like, (q, k, v)))
     unreadable = not all(x is _readable(x) for x in (do, o))
-    return Plan(_launch(stage_id, problem, sms), outputs, tuple(launches), given, unreadable)
+    return Plan(_launch(stage_id, problem, gpu), outputs, tuple(launches), given, unreadable)
 
 
-def forward_stage(
-    problem: Problem, rows: int | None = None, sms: int = SMS, tiles: division.Tiles = division.TILES
-) -> str:
+def forward_stage(problem: Problem, rows: int | None = None, gpu: tuned.Gpu = tuned.H200) -> str:
     """The stage that computes O of a problem that FORWARD takes, by default in tiles of as many rows as
     `division` chooses."""
-    rows = rows or division.rows_of(problem, sms, tiles)
+    rows = rows or division.rows_of(problem, *gpu)
     return FORWARD if rows == next(iter(division.TILES[problem.head_dim])) else FORWARD_IN_ROWS[rows]
 
 
 def backward_stage(
-    problem: Problem, deterministic: bool, parts: Parts | None = None, sms: int = SMS
+    problem: Problem, deterministic: bool, parts: Parts | None = None, gpu: tuned.Gpu = tuned.H200
 ) -> tuple[str, Parts | None]:
     """The stage that computes the gradients of a problem that BACKWARD takes, and its parts, if it has any:
     by default those that `division` chooses."""
-    if parts is None:
-        one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
-        parts = division.parts_of(problem, sms) if one_launch else UNDIVIDED
     # Where a query's gradient comes from one tile of keys, nobody waits for a turn, and no zeros are needed.
     deterministic |= problem.head_dim < 256 and problem.seqlen_kv <= TILE_KV[problem.head_dim]
-    if problem.lse_grad and not deterministic:  # has not passed in parts: notes/bwd4_parts.md, "Checked"
-        parts = UNDIVIDED
+    if parts is None:
+        one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
+        # A gradient of the LSE has a record in parts only deterministic: notes/bwd4_parts.md, "Checked".
+        recorded = deterministic or not problem.lse_grad
+        parts = division.parts_of(problem, gpu.sms) if one_launch and recorded else UNDIVIDED
     if parts == UNDIVIDED:
         return DETERMINISTIC if deterministic else BACKWARD, None
     return DETERMINISTIC_IN_PARTS if deterministic else IN_PARTS, parts
@@ -297,9 +292,9 @@ def _check_inputs(stage_id: str, problem: Problem, **inputs: torch.Tensor) -> No
     check_layouts(**inputs)
 
 
-def _launch(stage_id: str, problem: Problem, sms: dict[str, int]) -> Launch:
+def _launch(stage_id: str, problem: Problem, gpu: tuned.Gpu) -> Launch:
     least = problem.with_(batch=1, heads=1, kv_heads=1, seqlen_q=1, seqlen_kv=1)
-    return kernel_for(stage_id, least, OPTIONS.get(stage_id, {}) | sms).launch
+    return kernel_for(stage_id, least, OPTIONS.get(stage_id, {}) | sms_option(gpu.sms)).launch
 
 
 def _split(problem: Problem) -> Iterator[tuple[Place, Place, Problem]]:

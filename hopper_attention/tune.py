@@ -91,15 +91,14 @@ def main(arguments: list[str] | None = None) -> int:
     if not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
         print("hopper_attention.tune: needs a Hopper GPU", file=sys.stderr)
         return 2
-    gpu, sms = torch.cuda.get_device_name(), torch.cuda.get_device_properties(None).multi_processor_count
     try:
-        tiles = measured(sms, on_this_gpu)
+        tiles = measured(tuned.gpu().sms, on_this_gpu)
         for head_dim, of_rows in tiles.items():
             for rows, tile in of_rows.items():
                 print(
                     f"head_dim {head_dim}, {rows} queries: {tile}, built in: {division.TILES[head_dim][rows]}"
                 )
-        print(f"wrote {tuned.save(gpu, tiles)}")
+        print(f"wrote {tuned.save(torch.cuda.get_device_name(), tiles)}")
     except RuntimeError as error:
         print(f"hopper_attention.tune: {error}", file=sys.stderr)
         return 1

@@ -4,12 +4,36 @@ import contextlib
 import functools
 import json
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from . import cache
 from .kernels import division
+from .kernels.device.constants import SMS
 from .kernels.division import Tile, Tiles
 
 FILE = "tiles.json"
+
+
+class Gpu(NamedTuple):
+    """What choices follow from of a GPU; by default an H200."""
+
+    sms: int = SMS
+    tiles: Tiles = division.TILES
+
+
+H200 = Gpu()
+
+
+def gpu(device: torch.device | None = None) -> Gpu:
+    """That of a device, by default the current one; H200 where there is none."""
+    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+        return H200
+    return Gpu(
+        torch.cuda.get_device_properties(device).multi_processor_count,
+        known(torch.cuda.get_device_name(device)),
+    )
 
 
 def path() -> Path | None:
@@ -18,25 +42,26 @@ def path() -> Path | None:
     return None if folder is None else folder / FILE
 
 
-def save(gpu: str, tiles: Tiles) -> Path:
-    """Keep a GPU's costs; those of other GPUs stay. Raises RuntimeError where nothing can be kept."""
+def save(name: str, tiles: Tiles) -> Path:
+    """Keep the costs of a GPU of this name; those of other GPUs stay. Raises RuntimeError where nothing can
+    be kept."""
     target = path()
     if target is None:
         raise RuntimeError(
             f"there is no folder of the user's own to keep costs in; name one in {cache.VARIABLE}"
         )
-    everything = _read(target) | {gpu: {"sources": cache.sources(), "tiles": tiles}}
+    everything = _read(target) | {name: {"sources": cache.sources(), "tiles": tiles}}
     cache.write_atomically(target, json.dumps(everything, indent=1).encode())
     known.cache_clear()
     return target
 
 
 @functools.cache  # once in a process
-def known(gpu: str) -> Tiles:
+def known(name: str) -> Tiles:
     """A GPU's costs as they were measured with these kernels; else the built-in ones."""
     target = path()
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # what is no file of ours
-        kept = _read(target)[gpu] if target is not None else {}
+        kept = _read(target)[name] if target is not None else {}
         if kept.get("sources") == cache.sources():
             found = {
                 int(head_dim): {int(rows): Tile(*tile) for rows, tile in tiles.items()}

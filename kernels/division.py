@@ -114,7 +114,9 @@ def parts_of(problem: Problem, sms: int = SMS) -> Parts:
         if min(problem.seqlen_q, problem.seqlen_kv) < LONG or not _is_grouped(problem):
             return UNDIVIDED
         group = problem.heads // problem.kv_heads
-        return Parts(heads=next(x for x in range(2, group + 1) if group % x == 0))
+        parts = Parts(heads=next(x for x in range(2, group + 1) if group % x == 0))
+        of_parts = 2 * parts.count * problem.kv_heads * problem.seqlen_kv  # rows, of dK and of dV
+        return parts if of_parts <= problem.heads * problem.seqlen_q else UNDIVIDED  # rows of dQ's sums
     if not tiles:
         return UNDIVIDED
     return min(divisions(problem, sms), key=lambda parts: steps_of(problem, parts, sms))

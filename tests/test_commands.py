@@ -23,6 +23,7 @@ from harness import cases, machine_code, measuring, mutations, peers, reference,
 from harness.inputs import random_inputs
 from harness.results import PUBLIC_CALLS, Results, repository
 from harness.sweep import short_sweep, sweep
+from hopper_attention import tuned
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem, Tensors
 from hopper_attention.launch import compile_stage
@@ -161,6 +162,8 @@ WRONG_BENCH = {
     "k2 k99": "unknown stage 'k99'",
     "k2 --head-dim 96": "k2 takes head_dim 64 or 128, not 96",
     "k2 --head-dim 0": "HEADDIM must be a positive whole number, not '0'",
+    "k2 --suite models": "--suite is for k6 and bwd4",
+    "k6 --suite models": "needs a Hopper GPU",
     "k2 --seqlen 0": "SEQLEN must be a positive whole number, not '0'",
     "k2 --seqlen -1": "SEQLEN|expected one argument",
     "k2 --seqlen 1e3": "SEQLEN must be a positive whole number, not '1e3'",
@@ -310,7 +313,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
     monkeypatch.setattr("harness.sweep.HIDDEN_SIZE", 128)
     monkeypatch.setattr(measuring, "random_inputs", lambda problem: random_inputs(problem, "cpu"))
     monkeypatch.setattr(measuring, "ready", ready)
-    monkeypatch.setattr(measuring, "sms_option", dict)
+    monkeypatch.setattr(tuned, "gpu", lambda device=None: tuned.H200)
     monkeypatch.setattr(measuring, "peak_memory", lambda: contextlib.nullcontext(lambda: 2**20))
     monkeypatch.setattr(measuring, "SUSTAINED_TFLOPS", 0.0)
     for rate in ("gemm_tflops", "copy_tb_per_s"):

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from harness import host, library, results, suite, suites
+from harness.command import Usage
 from harness.host import BOTH, FORWARD, OURS, PLAIN
 from harness.results import repository
 from harness.stages import refuse
-from hopper_attention import production
+from hopper_attention import precompile, production, tuned
 from hopper_attention.choice import slower
 from hopper_attention.kernels import bwd4_operands, division, k6, k6_rows
 from hopper_attention.kernels.calls import UNDIVIDED, Parts
@@ -20,6 +21,7 @@ from hopper_attention.kernels.device import key_tiles, limits
 from hopper_attention.kernels.device.constants import SMS
 from hopper_attention.launch import BACKWARD as BACKWARD_STAGE
 from hopper_attention.launch import FORWARD as FORWARD_STAGE
+from hopper_attention.tuned import Gpu
 
 FOLDER = repository() / "results" / "h200"
 WRONG_BY, MICROSECOND = 1.03, 1.0  # a choice of a way may cost so much over the best, or so many µs
@@ -81,8 +83,10 @@ def test_any_problem_is_covered_by_one_way(sms: int) -> None:
     for _ in range(300):
         problem = made_up(chance)
         given = problem.with_(scaled=True, lse_grad=True)
-        assert production.backward_stage(given, False, sms=sms)[0] != production.IN_PARTS  # not passed yet
-        stage_id, parts = production.backward_stage(problem, False, sms=sms)
+        assert (
+            production.backward_stage(given, False, gpu=Gpu(sms))[0] != production.IN_PARTS
+        )  # not passed yet
+        stage_id, parts = production.backward_stage(problem, False, gpu=Gpu(sms))
         refuse(stage_id, problem)
         one_tile = problem.head_dim < 256 and problem.seqlen_kv <= 128
         assert (stage_id in (production.DETERMINISTIC, production.DETERMINISTIC_IN_PARTS)) == one_tile
@@ -91,7 +95,7 @@ def test_any_problem_is_covered_by_one_way(sms: int) -> None:
             assert parts.queries == 1 or 2 * parts.queries <= -(-problem.seqlen_q // 64)
             divided += 1
         problem = problem.with_(direction="fwd")
-        stage_id = production.forward_stage(problem, sms=sms)
+        stage_id = production.forward_stage(problem, gpu=Gpu(sms))
         refuse(stage_id, problem)
         assert division.rows_of(problem, sms) in division.TILES[problem.head_dim]
         shorter += stage_id != FORWARD_STAGE
@@ -239,3 +243,91 @@ def test_what_is_saved_is_what_is_read(name: str, tmp_path: Path, monkeypatch: p
     assert path == tmp_path / "h200" / "library" / f"{name}.json"
     assert json.loads(path.read_text(encoding="utf-8")) == committed
     assert library.load(tmp_path / "h200", name) == library.load(FOLDER, name)
+
+
+def test_rows_of_another_environment_are_neither_mixed_nor_lost(tmp_path: Path) -> None:
+    environment = {
+        "gpu": "NVIDIA H200",
+        "driver": "1",
+        "torch": "2",
+        "cutlass_dsl": "4",
+        "peers": {"fa4": "1"},
+    }
+    assert results.library_rows(tmp_path, "models_fwd", environment) == []
+    path = results.save_library("models_fwd", [{"us": {"k6": 1.0}}], environment, tmp_path)
+    assert results.library_rows(tmp_path, "models_fwd", environment) == [{"us": {"k6": 1.0}}]
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"another environment: peers was .*fa4.* and is \{\}"):
+        results.library_rows(tmp_path, "models_fwd", environment | {"peers": {}})
+    assert path.read_bytes() == before
+
+
+@pytest.fixture
+def suite_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """What is measured, as if there were a GPU; a problem with a key of 128 columns fails."""
+    measured: list[Problem] = []
+
+    def measure(problem: Problem, peer_names: list[str]) -> dict[str, float]:
+        measured.append(problem)
+        if problem.head_dim == 128:
+            raise RuntimeError("wrong")
+        return {"attention": 2.0, "attention_backward": 2.0, "k6": 1.9} | dict.fromkeys(peer_names, 3.0)
+
+    environment = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2", "cutlass_dsl": "4"}
+    monkeypatch.setattr(suite, "measure", measure)
+    monkeypatch.setattr(suite.peers, "versions", lambda names: dict.fromkeys(names, "1"))
+    monkeypatch.setattr(suite.timing, "environment", lambda found: environment | {"peers": found})
+    monkeypatch.setattr(suite.tuned, "gpu", lambda: tuned.H200)
+    return measured
+
+
+def test_a_suite_is_saved_row_by_row(suite_on_a_gpu: list[Problem], tmp_path: Path) -> None:
+    of_64 = lambda problem: problem.head_dim == 64
+    assert suite.run("models", ["k6", "bwd4"], tmp_path, ["cudnn"], of_64)
+    assert [x.flops for x in suite_on_a_gpu] == sorted(
+        x.flops for x in suite_on_a_gpu if x.direction == "fwd"
+    ) + (sorted(x.flops for x in suite_on_a_gpu if x.direction == "bwd"))
+    expected = [x.name for x in suites.MODELS if x.problem.head_dim == 64]
+    for direction in ("fwd", "bwd"):
+        rows = library.load(tmp_path / "h200", f"models_{direction}")
+        assert [row["name"] for row in rows] == expected
+    assert not suite.run("models", ["k6"], tmp_path, ["cudnn"], lambda problem: not of_64(problem))
+    rows = library.load(tmp_path / "h200", "models_fwd")  # what failed is not there, what was there stays
+    assert {row["head_dim"] for row in rows} == {64, 256}
+
+
+def test_suites_that_cannot_be_are_refused(
+    suite_on_a_gpu: list[Problem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = lambda **changes: suite.run(
+        **{"suite": "models", "stage_ids": ["k6"], "folder": tmp_path, "peer_names": ["cudnn"]}
+        | {"wanted": lambda problem: problem.head_dim == 64}
+        | changes
+    )
+    assert not run(peer_names=[])
+    assert not (tmp_path / "h200").exists()
+    with pytest.raises(Usage, match="no problem of the suite"):
+        run(wanted=lambda problem: False)
+    assert run()
+    with pytest.raises(Usage, match="another environment"):
+        run(peer_names=["fa2"])
+    monkeypatch.setattr(suite.tuned, "gpu", lambda: tuned.Gpu(132, dict(division.TILES)))
+    with pytest.raises(Usage, match="tuned"):
+        run()
+
+
+def test_a_problem_that_only_one_direction_has_keeps_its_place(tmp_path: Path) -> None:
+    folder = tmp_path / "h200"
+    for direction in ("fwd", "bwd"):
+        path = folder / "library" / f"models_{direction}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = json.loads((FOLDER / "library" / path.name).read_text(encoding="utf-8"))["rows"]
+        path.write_text(json.dumps({"rows": rows[1:] if direction == "bwd" else rows}))
+    library.plot_models(folder, tmp_path / "models.png")
+    assert (tmp_path / "models.png").stat().st_size > 10_000
+
+
+def test_what_is_precompiled_is_what_is_called() -> None:
+    for sms, options in ((132, {}), (114, {"sms": 114})):
+        assert all(x == options for _, _, x in precompile.jobs_of(FORWARD_STAGE, sms))
+    assert all(x == {} for _, _, x in precompile.jobs_of("k2", 114))

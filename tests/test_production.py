@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hopper_attention import launch, production
+from hopper_attention import launch, production, tuned
 from hopper_attention.choice import slower
 from hopper_attention.kernels import calls
 from hopper_attention.kernels.contract import Problem
@@ -347,16 +347,19 @@ def test_kernels_are_for_the_sms_of_the_gpu(launched: Launched, monkeypatch: pyt
     )
     q, k, v = tensors(1, 8, 1024, 128)
     for sms, stages in ((132, ["k6_r64", "bwd4_parts"]), (20, ["k6", "bwd4"])):
-        monkeypatch.setattr(production, "sms_option", lambda device, sms=sms: {"sms": sms})
+        monkeypatch.setattr(tuned, "gpu", lambda device, sms=sms: tuned.Gpu(sms))
         production._plans.clear()
         forward(q, k, v)
         backward(q, k, v)
         assert [stage_id for stage_id, _ in asked] == stages
-        assert [options["sms"] for _, options in asked] == [sms] * 2
+        assert [options.get("sms", 132) for _, options in asked] == [sms] * 2
         asked.clear()
+    monkeypatch.undo()
     properties = SimpleNamespace(multi_processor_count=114)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert launch.sms_option() == {"sms": 114}
-    properties.multi_processor_count = 132
-    assert launch.sms_option() == {}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
+    assert tuned.gpu() == tuned.Gpu(114)
+    assert tuned.gpu(torch.device("cpu")) == tuned.H200
+    assert launch.sms_option(114) == {"sms": 114}
+    assert launch.sms_option(132) == {}

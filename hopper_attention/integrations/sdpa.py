@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.library import Library, get_kernel
 
-from .. import production
+from .. import production, tuned
 from ..checks import problem_of
 from ..choice import slower
 
@@ -118,8 +118,9 @@ def explain(
     kernels = {}
     if None in against.values():
         problem = problem_of(query, key, value, is_causal, _top_left(query, key, is_causal))
-        backward, _ = production.backward_stage(problem.with_(direction="bwd"), deterministic)
-        kernels = {"fwd": production.forward_stage(problem), "bwd": backward}
+        gpu = tuned.gpu(query.device)
+        backward, _ = production.backward_stage(problem.with_(direction="bwd"), deterministic, gpu=gpu)
+        kernels = {"fwd": production.forward_stage(problem, gpu=gpu), "bwd": backward}
     answers = [kernels[x] if (why := against[x]) is None else f"PyTorch's: {why}" for x in ("fwd", "bwd")]
     return Explanation(*answers)
 
