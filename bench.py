@@ -166,7 +166,7 @@ def static_report(stage_id: str, args: argparse.Namespace, console: Console) -> 
 # ---- on a Hopper GPU ---------------------------------------------------------------------------------------
 
 
-def line_of(name: str, problem: Problem, rows: list[results.Row], gpu: str) -> str:
+def line_of(name: str, problem: Problem, rows: list[results.Row], environment: dict) -> str:
     """One row of the terminal's table."""
     mine = next(row for row in rows if row.provider == name)
     if mine.tflops is None:
@@ -175,7 +175,7 @@ def line_of(name: str, problem: Problem, rows: list[results.Row], gpu: str) -> s
     best = max(others, key=lambda row: row.tflops, default=None)
     text = f"{problem!s:38} {mine.check or '':5} {mine.tflops:7.2f} TFLOP/s"
     text += f" ± {mine.ms_iqr / mine.ms_median:5.1%}"
-    if peak := results.bound_gpu(gpu):
+    if peak := results.bound_gpu(environment):
         text += f" {peak.roofline_seconds(problem) * 1e3 / mine.ms_median:6.1%} of the hardware bound"
     return text + (f"  {mine.tflops / best.tflops:6.3f} × {best.provider} {best.tflops:.0f}" if best else "")
 
@@ -204,7 +204,7 @@ def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
             for stage_id in stages_for(problem, args.stages):
                 names = [stage_id, *([PUBLIC_CALLS[stage_id]] if stage_id in PUBLIC_CALLS else [])]
                 for name in names:
-                    line = line_of(name, problem, rows, env["gpu"])
+                    line = line_of(name, problem, rows, env)
                     console.print(f"{name:5} {line}", soft_wrap=True, highlight=False)
                 if files:
                     own = [row for row in rows if row.provider in (*names, *peers.PEERS)]

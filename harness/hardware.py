@@ -1,6 +1,7 @@
 """The GPUs whose peak rates are known, and the roofline they set."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from hopper_attention.kernels.contract import Problem
 
@@ -28,6 +29,17 @@ class Gpu:
     def roofline_seconds(self, problem: Problem) -> float:
         """The larger of FLOPs over the tensor-core rate and bytes over the memory rate, in seconds."""
         return max(problem.flops / self.tensor_flops, problem.min_bytes / self.hbm_bytes_per_s)
+
+
+def peak_of(properties: Any) -> dict[str, float] | None:
+    """What a Hopper GPU's peak rates follow from, of CUDA's properties of the device as PyTorch has them:
+    SMs, the SM clock's maximum, and what its memory moves, two bits a pin and clock. None where a PyTorch
+    lacks one."""
+    names = "multi_processor_count", "clock_rate", "memory_clock_rate", "memory_bus_width"
+    sms, clock_khz, memory_khz, bits = (getattr(properties, name, None) for name in names)
+    if not (sms and clock_khz and memory_khz and bits):
+        return None
+    return {"sms": sms, "clock_ghz": clock_khz / 1e6, "hbm_bytes_per_s": 2e3 * memory_khz * bits / 8}
 
 
 # Rates per SM and clock: NVIDIA H100 white paper and the CUDA programming guide's throughput table for cc

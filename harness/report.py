@@ -486,7 +486,7 @@ def _reason(row: Row | None) -> str:
 
 
 def _percent_of_bound(row: Row, results: Results) -> str:
-    gpu = bound_gpu(results.gpu)
+    gpu = bound_gpu(results.environment)
     if gpu is None:
         return "–"
     return f"{_digits(100 * gpu.roofline_seconds(row.problem) / (row.ms_median * 1e-3))}%"
@@ -508,7 +508,7 @@ def _digits(value: float) -> str:
 
 
 def _bound_sentence(measured: Mapping[str, Results]) -> str:
-    gpu = bound_gpu(next(iter(measured.values())).gpu)
+    gpu = bound_gpu(next(iter(measured.values())).environment)
     if gpu is None:
         return "The hardware bound is left out: this GPU's peak rates are not known here."
     return (

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
@@ -33,6 +33,7 @@ ENVIRONMENT_TYPES = {  # of what is not a text, or None
     "power_cap_w": float | None,
     "gemm_tflops": float | None,
     "copy_tb_per_s": float | None,
+    "peak": dict[str, float] | None,
 }
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -245,12 +246,20 @@ def gpu_folder(gpu_name: str) -> str:
     return "-".join(words)
 
 
-def bound_gpu(gpu_name: str) -> Gpu | None:
-    """The peak rates to hold a GPU against, or None when they are not known for it."""
-    words = gpu_folder(gpu_name).split("-")
-    if {"pcie", "nvl"} & set(words):
-        return None
-    return next((gpu for name, gpu in (("h100", H100_SXM), ("h200", H200_SXM)) if name in words), None)
+def bound_gpu(environment: Mapping[str, Any]) -> Gpu | None:
+    """The peak rates to hold a GPU against: those published of it, else those that its driver gave when its
+    rows were measured (`hardware.peak_of`), or None."""
+    words = gpu_folder(environment["gpu"]).split("-")
+    if not {"pcie", "nvl"} & set(words):
+        for name, gpu in (("h100", H100_SXM), ("h200", H200_SXM)):
+            if name in words:
+                return gpu
+    peak = environment.get("peak")
+    return (
+        Gpu(environment["gpu"], int(peak["sms"]), peak["clock_ghz"], peak["hbm_bytes_per_s"])
+        if peak
+        else None
+    )
 
 
 def repository() -> Path:

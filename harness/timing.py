@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from harness.hardware import peak_of
+
 FLUSH_BYTES = 256 * 2**20  # five times the H100's L2
 SLEEP_CYCLES = 500_000  # ≈ 0.28 ms on the GPU: longer than most providers' host time
 SLEEP_CYCLES_MAX = 8_000_000  # for a call that waits for the GPU, whose host time would double every turn
@@ -103,6 +105,7 @@ def environment(peers: dict[str, str]) -> dict[str, object]:
         "python": platform.python_version(),
         "cudnn": f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" if cudnn else None,
         "peers": peers,
+        "peak": peak_of(torch.cuda.get_device_properties(None)),
         "host_us": {},
         "date": datetime.date.today().isoformat(),
     }

@@ -7,12 +7,13 @@ import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import pytest
 
 from harness import plots, report
-from harness.hardware import H100_SXM
+from harness.hardware import H100_SXM, peak_of
 from harness.results import PUBLIC_CALLS, Results, Row, bound_gpu, gpu_folder, load_all, merge
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem, Stage
@@ -220,9 +221,20 @@ def test_gpu_folder() -> None:
     assert gpu_folder("NVIDIA GeForce RTX™ 4090 (x)") == "geforce-rtx-4090-x"
     with pytest.raises(ValueError, match="NVIDIA"):
         gpu_folder("NVIDIA")
-    assert bound_gpu("NVIDIA H100 80GB HBM3") is H100_SXM
-    assert bound_gpu("NVIDIA H100 PCIe") is None
-    assert bound_gpu("NVIDIA A100-SXM4-80GB") is None
+    assert bound_gpu({"gpu": "NVIDIA H100 80GB HBM3"}) is H100_SXM
+    assert bound_gpu({"gpu": "NVIDIA H100 PCIe"}) is None
+    assert bound_gpu({"gpu": "NVIDIA A100-SXM4-80GB"}) is None
+
+
+def test_a_gpu_without_published_rates_is_held_to_its_drivers() -> None:
+    """Of an H100 SXM those are the published ones."""
+    properties = {"clock_rate": 1_980_000, "memory_clock_rate": 2_619_000, "memory_bus_width": 5120}
+    peak = peak_of(SimpleNamespace(multi_processor_count=132, **properties))
+    found = bound_gpu({"gpu": "NVIDIA H20", "peak": peak})
+    assert (found.name, found.sms) == ("NVIDIA H20", 132)
+    assert found.tensor_flops == pytest.approx(H100_SXM.tensor_flops)
+    assert found.hbm_bytes_per_s == pytest.approx(H100_SXM.hbm_bytes_per_s, rel=0.01)
+    assert peak_of(SimpleNamespace(multi_processor_count=132, clock_rate=1)) is None
 
 
 # Merging
