@@ -48,7 +48,7 @@ def drawable(measured: Measured) -> dict[str, Callable[[Path], None]]:
     }
     if any(_peaks(measured[stage], direction) for direction, stage in STAGES.items()):
         found["memory.png"] = plot_memory
-    if bound_gpu(next(iter(measured.values())).environment):
+    if bound_gpu(measured[FORWARD].environment):
         found["roofline.png"] = plot_roofline
     return {name: partial(draw, measured) for name, draw in found.items()}
 
@@ -256,7 +256,7 @@ def plot_roofline(measured: Measured, path: Path | str) -> None:
     The solid roof is that of the peak rates, the dashed one that of the fastest GEMM and copy measured beside
     the stages.
     """
-    gpu = bound_gpu(next(iter(measured.values())).environment)
+    gpu = bound_gpu(measured[FORWARD].environment)
     roofs = [(gpu.tensor_flops / 1e12, gpu.hbm_bytes_per_s / 1e12, "peak: {} TFLOP/s, {} TB/s", "solid")]
     gemm, copy = (_most(measured, key) for key in ("gemm_tflops", "copy_tb_per_s"))
     if gemm and copy:

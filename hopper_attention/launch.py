@@ -26,14 +26,8 @@ FORWARD_IN_ROWS = {128: "k6_r128", 64: "k6_r64"}  # by the rows that `division.r
 # What gradients are computed with: where tiles of keys are few (`division.parts_of`), in parts.
 BACKWARD, IN_PARTS = "bwd4", "bwd4_parts"
 DETERMINISTIC, DETERMINISTIC_IN_PARTS = "bwd4_det", "bwd4_parts_det"
-LIBRARY = [
-    FORWARD,
-    *FORWARD_IN_ROWS.values(),
-    BACKWARD,
-    IN_PARTS,
-    DETERMINISTIC,
-    DETERMINISTIC_IN_PARTS,
-]  # stages that a call may run
+# The stages that a call may run.
+LIBRARY = [FORWARD, *FORWARD_IN_ROWS.values(), BACKWARD, IN_PARTS, DETERMINISTIC, DETERMINISTIC_IN_PARTS]
 FUNCTION = "hopper_attention_kernel"  # in a cached file
 RUNTIME_PACKAGE = "nvidia_cutlass_dsl"
 PROVEN_COMPILER = "4.8.1"  # the version of cache.COMPILER whose machine code passed the checks in results/

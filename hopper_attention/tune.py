@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
                     f"head_dim {head_dim}, {rows} queries: {tile}, built in: {division.TILES[head_dim][rows]}"
                 )
         print(f"wrote {tuned.save(torch.cuda.get_device_name(), tiles)}")
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:  # OSError: a full disk
         print(f"hopper_attention.tune: {error}", file=sys.stderr)
         return 1
     return 0

@@ -128,8 +128,8 @@ def _is_grouped(problem: Problem) -> bool:
 
 
 def divisions(problem: Problem, sms: int = SMS) -> list[Parts]:
-    """The ways to divide a backward pass that may gain anything: not at all, heads alone, and queries where
-    heads are divided as far as they can be or SMs would idle still."""
+    """The ways to divide a backward pass that may gain anything: heads by any divisor of their group, 1
+    among them, and queries too while a part has two steps and tiles are no more than four for each SM."""
     group = problem.heads // max(1, problem.kv_heads)
     key_tiles = math.ceil(problem.seqlen_kv / TILE_KV[problem.head_dim])
     tiles = key_tiles * problem.batch * problem.kv_heads

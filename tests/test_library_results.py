@@ -14,13 +14,14 @@ from harness.results import repository
 from harness.stages import refuse
 from hopper_attention import precompile, production, tuned
 from hopper_attention.choice import slower
-from hopper_attention.kernels import bwd4_operands, division, k6, k6_rows
+from hopper_attention.kernels import bwd4_operands, division, k6, k6_rows, ladder
 from hopper_attention.kernels.calls import UNDIVIDED, Parts
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.kernels.device import key_tiles, limits
 from hopper_attention.kernels.device.constants import SMS
 from hopper_attention.launch import BACKWARD as BACKWARD_STAGE
 from hopper_attention.launch import FORWARD as FORWARD_STAGE
+from hopper_attention.launch import LIBRARY
 from hopper_attention.tuned import Gpu
 
 FOLDER = repository() / "results" / "h200"
@@ -331,3 +332,10 @@ def test_what_is_precompiled_is_what_is_called() -> None:
     for sms, options in ((132, {}), (114, {"sms": 114})):
         assert all(x == options for _, _, x in precompile.jobs_of(FORWARD_STAGE, sms))
     assert all(x == {} for _, _, x in precompile.jobs_of("k2", 114))
+
+
+def test_options_are_the_stages_own() -> None:
+    """Stated once more where no kernel file, and with it the compiler, is imported."""
+    for stage_id in LIBRARY:
+        assert production.OPTIONS.get(stage_id, {}) == ladder.load(stage_id)[0].options
+    assert {*production.OPTIONS} <= {*LIBRARY}
