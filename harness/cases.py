@@ -398,9 +398,11 @@ def after_the_forward_stage(stage_id, args):
         rounding = reference.rounding_of(*ladder.load(ran), forward, **production.OPTIONS.get(ran, {}))
         yard_o = reference.yardstick(q, k, v, rounds_p=rounding, **mask)
         yard_inputs = q, k, v, yard_o, expected.saved[1], do
-        yard = reference.yardstick_gradients(*yard_inputs, rounds_p=stage.rounds_p, **mask)
+        yard = lambda nudge: reference.yardstick_gradients(
+            *yard_inputs, rounds_p=stage.rounds_p, **mask, nudge=nudge
+        )
         floors = reference.cancellation(q, k, v, do)
-        yield from noted(reference.judge_gradients(found, expected.gradients, yard, floors), problem)
+        yield from noted(reference.judge_roundings(found, expected.gradients, yard, floors), problem)
         if stage_id != BACKWARD:
             continue
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]

@@ -1,5 +1,6 @@
 """Ways of being wrong, applied to models of the kernels: the pass rule must catch each on every shape."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ from .reference import (
     cancellation,
     gradients_of,
     judge,
-    judge_gradients,
+    judge_roundings,
     reference,
     yardstick,
 )
@@ -116,6 +117,7 @@ FORMULA_MUTATIONS = (
     "LSE of the row before",
     "D of the row before",
 )
+LSE_MUTATIONS = ("forget dLSE", "dLSE of the row before", "add dLSE to D")  # where the LSE has a gradient
 GRADIENT_MUTATIONS = (
     *SCORE_MUTATIONS,
     *PAIR_MUTATIONS,
@@ -125,19 +127,27 @@ GRADIENT_MUTATIONS = (
 
 
 def tiled_gradients(
-    q, k, v, o, lse, do, causal: bool, rows, columns, mutation: str | None = None, tile: int = 64
-) -> Gradients:
+    q, k, v, o, lse, do, causal: bool, rows, columns, mutation: str | None = None, tile: int = 64,
+    rounds_p: bool = False, dlse: torch.Tensor | None = None,
+) -> Gradients:  # fmt: skip
     """FlashAttention-2's backward in fp32 torch, with one of `GRADIENT_MUTATIONS` applied but those of
-    outputs; `rows` and `columns` as in `gradients_of`, whole tiles of the latter."""
+    outputs, or of `LSE_MUTATIONS`; `rows` and `columns` as in `gradients_of`, whole tiles of the latter."""
     n, scale = k.shape[2], 1.0 / math.sqrt(q.shape[-1])
-    if mutation in ("LSE of the row before", "D of the row before"):
-        shifted = lambda x: torch.cat([x[:, :, :1], x[:, :, :-1]], 2)
-        lse = shifted(lse) if mutation.startswith("LSE") else lse
+    shifted = lambda x: torch.cat([x[:, :, :1], x[:, :, :-1]], 2)
+    if mutation == "LSE of the row before":
+        lse = shifted(lse)
     queries, d_out = q[:, :, rows].float(), do[:, :, rows].float()
     delta = (do.float() * o.float()).sum(-1, keepdim=True)
     if mutation == "D of the row before":
         delta = shifted(delta)
-    delta = delta[:, :, rows].mul_(mutation != "forget D")
+    delta = delta.mul_(mutation != "forget D")
+    if dlse is not None and mutation != "forget dLSE":
+        of_lse = dlse[..., None].float()
+        if mutation == "dLSE of the row before":
+            of_lse = shifted(of_lse)
+        delta += of_lse if mutation == "add dLSE to D" else -of_lse
+    delta = delta[:, :, rows]
+    rounded = (lambda x: x.to(q.dtype).float()) if rounds_p else (lambda x: x)
     shift = lse[:, :, rows, None].float()
     late = rows >= q.shape[2] - tile
     dq, dk, dv = torch.zeros_like(queries), [], []
@@ -153,6 +163,7 @@ def tiled_gradients(
             scores[:, :, late] = -math.inf
         p = (scores - shift).exp()
         ds = p * (d_out @ value_tile.mT - delta)
+        p, ds = rounded(p), rounded(ds)
         dq_tile = ds @ key_tile
         if mutation in ("add a tile of dQ twice", "lose a tile of dQ") and in_the_middle:
             dq_tile[:, :, late] *= 2.0 if mutation.startswith("add") else 0.0
@@ -172,13 +183,15 @@ def sampled_rows(n: int, device: str, blocks: int = 6) -> torch.Tensor:
     return (starts[:, None] + torch.arange(BLOCK_ROWS)).flatten().to(device)
 
 
-def survivors(problem: Problem, device: str, all_rows: bool, seed: int = 0) -> list[str]:
+def survivors(
+    problem: Problem, device: str, all_rows: bool, seed: int = 0, rounds_p: bool = False
+) -> list[str]:
     """The mutations that the rule misses on one head of `problem`'s shape, and "none" if it fails the honest
-    model."""
+    model. `rounds_p` of a backward problem: model and yardstick round P and dS."""
     n = problem.seqlen_q
     one_head = problem.with_(batch=1, heads=1, kv_heads=1)
     if problem.direction == "bwd":
-        return _surviving_gradients(one_head, random_inputs(one_head, device, seed), all_rows)
+        return _surviving_gradients(one_head, random_inputs(one_head, device, seed), all_rows, rounds_p)
     q, k, v = random_inputs(one_head, device, seed)
     rows = torch.arange(n, device=device) if all_rows else sampled_rows(n, device)
     ref, _ = reference(q, k, v, problem.causal, rows)
@@ -191,7 +204,9 @@ def survivors(problem: Problem, device: str, all_rows: bool, seed: int = 0) -> l
     return missed
 
 
-def _surviving_gradients(problem: Problem, inputs: tuple[torch.Tensor, ...], all_rows: bool) -> list[str]:
+def _surviving_gradients(
+    problem: Problem, inputs: tuple[torch.Tensor, ...], all_rows: bool, rounds_p: bool
+) -> list[str]:
     """`survivors` of a backward problem: dQ of some queries and all keys, dK and dV of some keys and all
     queries."""
     q, k, v, do = inputs
@@ -201,7 +216,10 @@ def _surviving_gradients(problem: Problem, inputs: tuple[torch.Tensor, ...], all
     if not all_rows:  # the tile in the middle is where keys and tiles are dropped
         middle = torch.arange(n // 2, n // 2 + BLOCK_ROWS, device=q.device)
         some = torch.cat([sampled_rows(n, q.device, blocks=2), middle]).unique()
-    expected = Expected(q, k, v, causal, do)
+    dlse = None
+    if problem.lse_grad:
+        dlse = torch.randn(q.shape[:3], generator=torch.Generator().manual_seed(1)).to(q.device)
+    expected = Expected(q, k, v, causal, do, dlse=dlse)
     floors = cancellation(q, k, v, do)
 
     def on_sample(compute: Callable[..., Gradients]) -> Gradients:
@@ -210,21 +228,36 @@ def _surviving_gradients(problem: Problem, inputs: tuple[torch.Tensor, ...], all
         return compute(some, every)[0], *compute(every, some)[1:]
 
     exact = lambda rows, columns: gradients_of(
-        q, k, v, *expected.forward, do, causal, torch.float64, False, rows, columns
+        q, k, v, *expected.forward, do, causal, torch.float64, False, rows, columns, dlse=dlse
     )
-    rounded = lambda rows, columns: gradients_of(
-        q, k, v, *expected.saved, do, causal, torch.float32, False, rows, columns
-    )
-    ref, yard = on_sample(exact), tuple(x.to(q.dtype) for x in on_sample(rounded))
+    ref = on_sample(exact)
+
+    @functools.cache
+    def yard(nudge: float) -> Gradients:
+        rounded = lambda rows, columns: gradients_of(
+            q,
+            k,
+            v,
+            *expected.saved,
+            do,
+            causal,
+            torch.float32,
+            rounds_p,
+            rows,
+            columns,
+            dlse=dlse,
+            nudge=nudge,
+        )
+        return tuple(x.to(q.dtype) for x in on_sample(rounded))
 
     def model(mutation: str | None) -> dict[str, torch.Tensor]:
         tiled = lambda rows, columns: tiled_gradients(
-            q, k, v, *expected.saved, do, causal, rows, columns, mutation
+            q, k, v, *expected.saved, do, causal, rows, columns, mutation, rounds_p=rounds_p, dlse=dlse
         )
         return dict(zip(("dq", "dk", "dv"), on_sample(tiled)))
 
     missed, honest = [], model(None)
-    for mutation in (None, *GRADIENT_MUTATIONS):
+    for mutation in (None, *GRADIENT_MUTATIONS, *(LSE_MUTATIONS if problem.lse_grad else ())):
         name, _, output = (mutation or "").partition(", ")
         if output or mutation is None:
             found = {key: x.clone() for key, x in honest.items()}
@@ -232,7 +265,7 @@ def _surviving_gradients(problem: Problem, inputs: tuple[torch.Tensor, ...], all
             found = model(mutation)
         if output:
             OUTPUT_MUTATIONS[name](found[output])
-        verdict = judge_gradients(found, ref, yard, floors)
+        verdict = judge_roundings(found, ref, yard, floors)
         if verdict.passed != (mutation is None):
             missed.append(f"{mutation}: " + ("; ".join(verdict.failures) or "passed the rule"))
     return missed

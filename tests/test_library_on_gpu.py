@@ -49,10 +49,11 @@ def verdicts(q, k, v, do, dlse=None, softmax_scale=None, **mask) -> list[str]:
         q, k, v, given["causal"], lazy, top_left=given["top_left"], scale=softmax_scale
     )
     options = {"top_left": given["top_left"], "scale": softmax_scale, "dlse": dlse}
-    yard = reference.yardstick_gradients(q, k, v, yard_o, what.saved[1], do, given["causal"], True, **options)
+    inputs = q, k, v, yard_o, what.saved[1], do, given["causal"], True
+    yard = lambda nudge: reference.yardstick_gradients(*inputs, **options, nudge=nudge)
     floors = reference.cancellation(q, k, v, do, softmax_scale)
     grads = {"dq": dq, "dk": dk, "dv": dv}
-    return [*found, *reference.judge_gradients(grads, what.gradients, yard, floors).failures]
+    return [*found, *reference.judge_roundings(grads, what.gradients, yard, floors).failures]
 
 
 @every_mask

@@ -19,6 +19,17 @@ def test_every_mutation_is_caught(problem: Problem) -> None:
     assert mutations.survivors(problem, "cpu", all_rows=False) == []
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_mutation_of_rounded_gradients_is_caught(causal: bool, dtype: str) -> None:
+    """Beside a yardstick that rounds P and dS, and may round what is near a tie either way."""
+    for n, head_dim in ((512, 64), (1024, 128), (512, 256)):
+        problem = Problem.square(
+            1, 1, n, head_dim, causal, dtype=dtype, direction="bwd", scaled=True, lse_grad=True
+        )
+        assert mutations.survivors(problem, "cpu", all_rows=False, rounds_p=True) == []
+
+
 def test_a_blunt_rule_lets_mutations_survive(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: without its relative factors the rule catches little."""
     for factor in ("MAX_FACTOR", "RMS_FACTOR", "BLOCK_RMS_FACTOR", "ROW_RMS_FACTOR"):

@@ -34,7 +34,7 @@ def made_up(stage_id: str, **changes: object) -> records.Record:
 
 
 WANTING = {
-    "bwd4_parts": "a gradient of the LSE in fp16 failed in one of 324 problems: notes/bwd4_parts.md, Checked"
+    "bwd4_parts": "to be run again by the rule that knows of ties: notes/bwd4_parts.md, Checked"
 }
 
 

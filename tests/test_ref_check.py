@@ -210,6 +210,57 @@ def test_rows_that_see_one_key_may_differ_by_cancellation(n: int, causal: bool) 
         assert n > 1 or not expected.judge(found, False).passed
 
 
+LUCKY = {"dq and dk": (27, 4, 176, 519, -1), "dq": (9, 5, 236, 431, -1), "max": (15, 10, 63, 301, -1)}
+
+
+@pytest.mark.parametrize(("seed", "head", "query", "key", "side"), LUCKY.values(), ids=LUCKY)
+def test_a_tie_that_goes_the_other_way_is_no_fault(
+    seed: int, head: int, query: int, key: int, side: int
+) -> None:
+    """The LSE's gradient puts one dS next to a tie, where the yardstick rounds it so that its error cancels
+    that of D; an ideal kernel given a gradient 2·10⁻⁵ beyond the tie rounds it the other way."""
+    problem = Problem.square(1, 16, 520, 128, False, dtype="float16", direction="bwd")
+    q, k, v, do = (x[:, head : head + 1] for x in random_inputs(problem, "cpu", seed))
+    draw = torch.randn((1, 16, 520), generator=torch.Generator().manual_seed(seed + 7))
+    dlse, scale = draw[:, head : head + 1].clone(), 1.4 / math.sqrt(128)
+    o, lse = reference.Expected(q, k, v, False, softmax_scale=scale).saved
+    row, out, d_out, column, value = (
+        x[0, 0, at].double() for x, at in ((q, query), (o, query), (do, query), (k, key), (v, key))
+    )
+    p = (row @ column * scale - lse[0, 0, query].double()).exp()
+    ds = p * (d_out @ value - d_out @ out + dlse[0, 0, query].double())
+    unit = 2.0 ** (math.floor(math.log2(ds.abs())) - 10)
+    at_tie = dlse[0, 0, query].double() + ((torch.floor(ds / unit) + 0.5) * unit - ds) / p
+
+    dlse[0, 0, query] = at_tie - 1e-5 * side
+    expected = reference.Expected(q, k, v, False, do, softmax_scale=scale, dlse=dlse)
+    beyond = dlse.double()
+    beyond[0, 0, query] = at_tie + 1e-5 * side
+    ideal = reference.gradients_of(*expected.inputs, False, torch.float64, True, scale=scale, dlse=beyond)
+    found = {name: x.half() for name, x in zip(("dq", "dk", "dv"), ideal)}
+    floors = reference.cancellation(q, k, v, do, scale)
+    plain = reference.yardstick_gradients(*expected.inputs, False, True, scale=scale, dlse=dlse)
+    assert not reference.judge_gradients(found, expected.gradients, plain, floors).passed
+    verdict = expected.judge(found, True)
+    assert verdict.passed
+    assert verdict.row_rms_ratio < 1.5
+    # Four units of that dS are no rounding.
+    found["dq"][0, 0, query] += (4 * unit * scale * side * column).half()
+    assert not expected.judge(found, True).passed
+
+
+def test_a_nudge_moves_what_is_near_a_tie_and_nothing_else() -> None:
+    q, k, v, do = backward(SHAPES["causal"])
+    expected = reference.Expected(q, k, v, True, do)
+    by = lambda rounds_p, nudge: reference.yardstick_gradients(*expected.inputs, True, rounds_p, nudge=nudge)
+    assert all(x.equal(y) for x, y in zip(by(False, 0.0), by(False, reference.NUDGE)))
+    rms = lambda x, ref: (x - ref).square().mean().sqrt().item()
+    for nudge in (reference.NUDGE, -reference.NUDGE):
+        for x, y, ref in zip(by(True, 0.0), by(True, nudge), expected.gradients):
+            assert not x.equal(y)
+            assert 0.97 < rms(y, ref) / rms(x, ref) < 1.03
+
+
 def test_failures_name_the_gradient() -> None:
     q, k, v, do = backward(SHAPES["grouped, causal"])
     expected = reference.Expected(q, k, v, True, do)
