@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from harness import quantized
 from harness.stages import starts_at_zero
 from hopper_attention.kernels.contract import Problem, Tensors
 
@@ -18,7 +19,14 @@ def random_inputs(problem: Problem, device: str = "cuda", seed: int = 0) -> tupl
     kv_shape = (problem.batch, problem.kv_heads, problem.seqlen_kv, problem.head_dim)
     dtype = getattr(torch, problem.dtype)
     shapes = (q_shape, kv_shape, kv_shape, *([q_shape] if problem.direction == "bwd" else []))
-    return tuple(torch.randn(shape, device=device, dtype=dtype, generator=generator) for shape in shapes)
+    found = (torch.randn(shape, device=device, dtype=dtype, generator=generator) for shape in shapes)
+    return as_read(problem.direction, *found)
+
+
+def as_read(direction: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Inputs as a kernel of this direction can hold them: of "fp8" rounded to what a code and a power of two
+    say, in their own dtype."""
+    return tuple(map(quantized.held, inputs)) if direction == "fp8" else inputs
 
 
 def hopper_gpu() -> bool:

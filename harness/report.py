@@ -34,7 +34,7 @@ LADDER_HEAD_DIM, LADDER_SEQLEN = 128, 4096
 NOT_MEASURED = "not measured"
 NOTHING = "Nothing is measured yet."
 PRODUCTION = {"k6": "The forward pass", "bwd4": "The backward pass"}
-DIRECTION_WORDS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}
+DIRECTION_WORDS = {"fwd": "forward", "fp8": "FP8 forward", "bwd": "backward", "decode": "decode"}
 
 
 def ladder_table(

@@ -5,6 +5,7 @@ import math
 
 import torch
 
+from harness import quantized
 from hopper_attention.checks import (
     check_device,
     check_layout,
@@ -64,7 +65,10 @@ def allocate(
     """
     o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    return Tensors(q, k, v, o, lse, _scratch(module, problem, q.device, options))
+    scales = ()
+    if problem.direction == "fp8":
+        q, k, v, scales = quantized.operands(q, k, v)
+    return Tensors(q, k, v, o, lse, _scratch(module, problem, q.device, options), scales=scales)
 
 
 def allocate_backward(
@@ -112,7 +116,9 @@ def prepare(
     Raises TypeError or ValueError for inputs the stage does not take, MemoryError when its scratch does not
     fit.
     """
-    problem = problem_of(q, k, v, causal, top_left)
+    found, module = ladder.load(stage)
+    direction = "fp8" if found.direction == "fp8" else "fwd"
+    problem = problem_of(q, k, v, causal, top_left).with_(direction=direction)
     refuse(stage, problem)
     check_device(stage, q)
     check_layouts(q=q, k=k, v=v)
@@ -120,7 +126,6 @@ def prepare(
         check_like("out", out, "q", q)
         check_layout("out", out, written=True)
     check_memory(stage, problem, q.device)
-    found, module = ladder.load(stage)
     tensors = allocate(module, problem, q.detach(), k.detach(), v.detach(), out, **found.options)
     return module, compile_stage(stage, problem), tensors
 

@@ -29,7 +29,7 @@ class Problem:
     head_dim: int
     causal: bool
     dtype: str = "bfloat16"
-    direction: str = "fwd"  # or "bwd"
+    direction: str = "fwd"  # or "bwd", or "fp8": forward, of Q, K and V in e4m3
     top_left: bool = False
     scaled: bool = False  # scores are multiplied by a factor given at the launch, not by 1/√head_dim
     lse_grad: bool = False  # of a scaled backward problem: the LSE has a gradient too
@@ -70,12 +70,14 @@ class Problem:
         """Bytes of device memory that must move: every input that counts read once, every output written
         once."""
         queries, keys = self.not_blind
-        row = self.head_dim * BYTES_PER_ELEMENT
-        q, kv = (heads * self.batch * row for heads in (self.heads, 2 * self.kv_heads))  # of one position
+        element = 1 if self.direction == "fp8" else BYTES_PER_ELEMENT
+        row = self.head_dim * self.batch
+        q, kv = (heads * row * element for heads in (self.heads, 2 * self.kv_heads))  # of one position
+        o = self.heads * row * BYTES_PER_ELEMENT
         lse = 4 * self.batch * self.heads
         if self.direction == "bwd":  # read q, o, dO, lse, k, v; write dq, dk, dv
             return queries * (3 * q + lse) + keys * kv + self.seqlen_q * q + self.seqlen_kv * kv
-        return queries * q + keys * kv + self.seqlen_q * (q + lse)
+        return queries * q + keys * kv + self.seqlen_q * (o + lse)
 
     def with_(self, **changes: Any) -> "Problem":
         return replace(self, **changes)
@@ -93,7 +95,8 @@ class Tensors:
     """What `run_kernel` reads and writes.
 
     q, o, do, dq are (B, H, Nq, d), k, v, dk, dv (B, Hkv, Nkv, d), all of one 16-bit type; lse is fp32 (B, H,
-    Nq), natural logarithms. A forward stage writes o and lse. A backward stage reads them, and do, and writes
+    Nq), natural logarithms. Of an "fp8" problem q, k and v are e4m3 instead, v as `device.fp8` has Vt8, and
+    `scales` are fp32. A forward stage writes o and lse. A backward stage reads them, and do, and writes
     dq, dk, dv; a row that sees no key comes with o = 0 and lse = −∞ and has gradient zero.
     """
 
@@ -109,6 +112,7 @@ class Tensors:
     dv: torch.Tensor | None = None
     dlse: torch.Tensor | None = None  # fp32 like lse, contiguous: of a problem with lse_grad
     softmax_scale: float | None = None  # of a scaled problem
+    scales: tuple[torch.Tensor, ...] = ()  # of q, k and v: (B, heads, 1), or (B, heads, blocks of 64 rows)
 
     @property
     def outputs(self) -> dict[str, torch.Tensor]:
@@ -129,7 +133,7 @@ class Stage:
     title: str
     adds: str
     before: str | None
-    direction: str = "fwd"  # or "bwd"
+    direction: str = "fwd"  # as a problem's
     model: str = "flash_attention_2"  # the function of harness.models that follows this kernel's algorithm
     # Whether P, and in a backward stage dS, are rounded to the input type before their products, as the
     # yardstick then does.

@@ -20,6 +20,7 @@ LADDER: dict[str, str] = {
     "k6": "k6",
     "k6_r128": "k6_rows",
     "k6_r64": "k6_rows",
+    "k7": "k7",
     "bwd1": "bwd1",
     "bwd2": "bwd2",
     "bwd3": "bwd3",

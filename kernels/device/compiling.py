@@ -9,7 +9,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ..contract import Problem
 from .constants import ROWS_MAX, VECTOR
-from .limits import refuse_options
+from .limits import COMPUTES, refuse_options
 
 # The target is an option, not an environment variable that other users of the DSL in the process would see.
 OPTIONS = "--gpu-arch sm_90a --enable-tvm-ffi --keep-cubin"
@@ -20,8 +20,7 @@ def refuse_unless_plain(problem: Problem, direction: str = "fwd") -> str | None:
     """Why a stage without GQA, unequal lengths, other types and other head dims refuses `problem`, or
     None."""
     if problem.direction != direction:
-        computes = {"fwd": "forward", "bwd": "backward"}[direction]
-        return f"computes the {computes} pass, not {problem.direction!r}"
+        return f"computes the {COMPUTES[direction]}, not {problem.direction!r}"
     if problem.dtype != "bfloat16":
         return f"takes bfloat16, not {problem.dtype}"
     if problem.head_dim not in (64, 128):
@@ -72,13 +71,13 @@ def _fake_rows(dtype: type, shape: tuple[object, ...]) -> object:
     return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=2 * VECTOR)
 
 
-def fake_fp32(like: object, *trailing: object, vector: int = 1) -> object:
+def fake_fp32(like: object, *trailing: object, vector: int = 1, last: object = None) -> object:
     """A stand-in for an fp32 tensor (batch, heads, seqlen, *trailing) beside q, k, v, o with a unit last
-    stride.
+    stride, or for one (batch, heads, last).
 
     `vector` elements are read or written at once: strides and address must allow it.
     """
-    shape = (*like.shape[:3], *trailing)
+    shape = (*like.shape[:3], *trailing) if last is None else (*like.shape[:2], last)
     strides = tuple(cute.sym_int64(divisibility=vector) for _ in shape[:-1])
     return make_fake_tensor(Float32, shape, (*strides, 1), assumed_align=4 * vector)
 

@@ -22,15 +22,17 @@ def refuse_heads_on_grid(problem: Problem) -> str | None:
     return None
 
 
+COMPUTES = {"fwd": "forward pass", "fp8": "forward pass in FP8", "bwd": "backward pass"}
+
+
 def refuse_unless_gqa(problem: Problem, direction: str = "fwd") -> str | None:
     """Why a stage with grouped heads, unequal lengths, both 16-bit types and three head dims refuses
     `problem`, or None."""
     if problem.direction != direction:
-        computes = {"fwd": "forward", "bwd": "backward"}[direction]
-        return f"computes the {computes} pass, not {problem.direction!r}"
+        return f"computes the {COMPUTES[direction]}, not {problem.direction!r}"
     if problem.head_dim not in HEAD_DIMS:
         return f"takes head_dim 64, 128 or 256, not {problem.head_dim}"
-    if direction == "fwd" and problem.seqlen_q > 0 and problem.seqlen_kv == 0:
+    if direction != "bwd" and problem.seqlen_q > 0 and problem.seqlen_kv == 0:
         return "takes at least one key"
     if direction == "bwd" and (problem.seqlen_q == 0) != (problem.seqlen_kv == 0):
         return "takes at least one query and one key"

@@ -30,20 +30,21 @@ class Products:
 
     def __init__(self, mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring):
         self.mma_qk, self.mma_pv, self.k_ring, self.v_ring = mma_qk, mma_pv, k_ring, v_ring
-        tile_kv, head_dim = cute.size(sK, mode=[0]), cute.size(sK, mode=[1])
+        tile_kv, columns = cute.size(sK, mode=[0]), cute.size(sVt, mode=[0])
+        bits = sK.element_type.width
         thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
         self.rS = cute.make_rmem_tensor(
             mma_qk.partition_shape_C((ROWS, tile_kv)), Float32
         )  # ((2,2,kv/8),1,1)
         self.rO = cute.make_rmem_tensor(
-            mma_pv.partition_shape_C((ROWS, head_dim)), Float32
+            mma_pv.partition_shape_C((ROWS, columns)), Float32
         )  # ((2,2,d/8),1,1)
-        self.rP = cute.make_rmem_tensor(cute.make_layout(cute.size(self.rS) // 2), Int32)  # (16-bit pair)
+        self.rP = cute.make_rmem_tensor(cute.make_layout(cute.size(self.rS) * bits // 32), Int32)  # (word)
         self.tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, place)
         self.tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, stage)
         self.tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))  # (MMA, MMA_N, MMA_K, stage)
         values = cute.recast_ptr(self.rP.iterator, None, sK.element_type)
-        self.tOrP = cute.make_tensor(values, operand_a(self.rS.layout))  # (MMA, MMA_M, MMA_K)
+        self.tOrP = cute.make_tensor(values, operand_a(self.rS.layout, bits))  # (MMA, MMA_M, MMA_K)
 
 
 class Rows:

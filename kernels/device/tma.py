@@ -1,5 +1,6 @@
 """Tiles that the TMA moves, with its 128-byte swizzle, and the rings of barriers they arrive through."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
@@ -9,11 +10,13 @@ SWIZZLE_COLUMNS = 64  # 16-bit elements in the 128 bytes that the swizzle permut
 SWIZZLE_BYTES = 1024  # the 128-byte swizzle repeats every 8 rows of 128 bytes: regions start on its period
 
 
-def swizzled_tiles(dtype: object, rows: int, head_dim: int, stages: int) -> cute.ComposedLayout:
-    """(row, head_dim, stage) in shared memory as the TMA's 128-byte swizzle lays it out: 64 columns a
-    block."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)  # 8 rows × 64
-    return cute.tile_to_shape(atom, (rows, head_dim, stages), order=(0, 1, 2))
+def swizzled_tiles(dtype: object, rows: int, columns: int, stages: int) -> cute.ComposedLayout:
+    """(row, column, stage) in shared memory as the TMA's 128-byte swizzle lays it out, 64 columns of 16 bits
+    a block; rows of 64 bytes as its 64-byte swizzle does."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    kind = kinds.K_SW128 if columns * dtype.width % (128 * 8) == 0 else kinds.K_SW64
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)  # 8 rows × 128 bytes, or 64
+    return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
 
 
 def swizzled_chunks(rows: int, head_dim: int, stages: int) -> cute.Layout:
@@ -38,15 +41,15 @@ def row_slices(sX: cute.Tensor, count: int) -> cute.Tensor:
     return cute.composition(sX, layout)
 
 
-def load_atom(mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """The TMA descriptor that loads tiles of `rows` rows of mX (batch, heads, seqlen, head_dim), and mX as
-    the descriptor sees it: (seqlen, head_dim, heads, batch).
+def load_atom(mX: cute.Tensor, rows: int, columns: int | None = None) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """The TMA descriptor that loads tiles of `rows` rows of mX (batch, heads, seqlen, head_dim), whole ones
+    unless told how many `columns`, and mX as the descriptor sees it: (seqlen, head_dim, heads, batch).
 
     The descriptor (CUDA's CUtensorMap) is made on the host and handed to the kernel with its arguments. The
     tensor beside it holds coordinates instead of addresses: a slice of it is where in mX a copy begins, and
     the TMA itself computes the addresses and fills what lies past the end of seqlen with zeros.
     """
-    return _tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, rows)
+    return _tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, rows, columns)
 
 
 def store_atom(mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
@@ -55,26 +58,29 @@ def store_atom(mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
     return _tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, rows)
 
 
-def _tma_atom(op: object, mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
-    head_dim = mX.shape[3]
-    one_tile = cute.slice_(swizzled_tiles(mX.element_type, rows, head_dim, 1), (None, None, 0))
+def _tma_atom(
+    op: object, mX: cute.Tensor, rows: int, columns: int | None = None
+) -> tuple[cute.CopyAtom, cute.Tensor]:
+    columns = mX.shape[3] if columns is None else columns
+    one_tile = cute.slice_(swizzled_tiles(mX.element_type, rows, columns, 1), (None, None, 0))
     mX = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[2, 3, 1, 0]))
-    return cpasync.make_tiled_tma_atom(op, mX, one_tile, (rows, head_dim))
+    return cpasync.make_tiled_tma_atom(op, mX, one_tile, (rows, columns))
 
 
 @cute.jit
-def partition_tma(atom, mX: cute.Tensor, sX: cute.Tensor):
+def partition_tma(atom, mX: cute.Tensor, sX: cute.Tensor, blocks: cutlass.Constexpr = (None, 0)):
     """(TMA, block) of mX (seqlen, head_dim) in global memory and (TMA, stage) of sX in shared memory: what
     one copy moves.
 
     Mode TMA is everything of a tile: one instruction of one thread moves it, so there is nothing to share
     out between threads. `tXgX[None, block]` and `tXsX[None, stage]` are then the source and the destination
     of a load, the other way round of a store. In CUDA: the coordinates and the shared address that
-    `cp.async.bulk.tensor` takes.
+    `cp.async.bulk.tensor` takes. Blocks follow each other along the rows of mX, with `blocks` (0, None) along
+    its columns.
     """
-    rows, head_dim, _ = sX.shape
-    gX = cute.local_tile(mX, (cute.size(rows), cute.size(head_dim)), (None, 0))  # (row, head_dim, block)
-    # Row and head_dim become one mode, the tile; CTA 0 of a cluster of 1 takes all of it.
+    rows, columns, _ = sX.shape
+    gX = cute.local_tile(mX, (cute.size(rows), cute.size(columns)), blocks)  # (row, column, block)
+    # Row and column become one mode, the tile; CTA 0 of a cluster of 1 takes all of it.
     parts = (cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
     tXsX, tXgX = cpasync.tma_partition(atom, 0, cute.make_layout(1), *parts)
     return tXgX, tXsX

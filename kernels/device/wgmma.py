@@ -14,22 +14,31 @@ from .constants import WARPGROUP
 
 
 def by_row(fragment: cute.Tensor) -> cute.Tensor:
-    """An accumulator fragment ((2, 2, N/8), M/64, 1) as (row, column) = ((2, M/64), (2, N/8))."""
-    ((pair, half, group), block, _), ((s_pair, s_half, s_group), s_block, _) = (
+    """An accumulator fragment ((2, 2, N/8), M/64, tiles of N) as (row, column) = ((2, M/64), (2, N/8, tiles));
+    without the last mode where there is one tile."""
+    ((pair, half, group), block, tiles), ((s_pair, s_half, s_group), s_block, s_tiles) = (
         fragment.shape,
         fragment.layout.stride,
     )
-    layout = cute.make_layout(((half, block), (pair, group)), stride=((s_half, s_block), (s_pair, s_group)))
+    columns, strides = (pair, group), (s_pair, s_group)
+    if tiles != 1:
+        columns, strides = (*columns, tiles), (*strides, s_tiles)
+    layout = cute.make_layout(((half, block), columns), stride=((s_half, s_block), strides))
     return cute.make_tensor(fragment.iterator, layout)
 
 
-def operand_a(accumulator: cute.Layout) -> cute.Layout:
-    """The accumulator ((2, 2, N/8), M/64, 1) seen as operand A ((2, 2, 2), M/64, N/16).
+def operand_a(accumulator: cute.Layout, bits: int = 16) -> cute.Layout:
+    """The accumulator ((2, 2, N/8), M/64, 1) seen as operand A of 16 bits, ((2, 2, 2), M/64, N/16), or of 8,
+    ((4, 2, 2), M/64, N/32).
 
-    Two groups of 8 columns are 16 of K; within them a thread holds the same elements in the same order.
+    Two groups of 8 columns are 16 of K; within them a thread holds the same elements in the same order. Of 8
+    bits four groups are 32, each row's four of two groups neighbours: those of columns 2t, 2t + 1, 2t + 8 and
+    2t + 9 become 4t … 4t + 3, so the other operand's K must come in that order.
     """
     ((pair, half, group), block, _), (_, s_block, _) = accumulator.shape, accumulator.stride
-    return cute.make_layout(((pair, half, 2), block, group // 2), stride=((1, 2, 4), s_block, 8))
+    word = 32 // bits  # values of a register
+    shape = (pair * word // 2, half, 2), block, group * pair // (2 * word)
+    return cute.make_layout(shape, stride=((1, word, 2 * word), s_block, 4 * word))
 
 
 def exchanged(sX: cute.Tensor) -> cute.Tensor:

@@ -1,0 +1,497 @@
+"""K7: the forward in FP8.
+
+The idea          e4m3 operands: the tensor cores take 8 bits at twice the rate of 16, and memory half the
+                  bytes. V comes transposed, its tokens in the order in which P lies in registers, so that P
+                  needs no shuffle; behind its columns come eight of ones, and P·V gives the row sums of P as
+                  it was rounded.
+What changes      against k6: the operands and what scales them; P is rounded to e4m3, whose range a lazy
+                  maximum must stay within; no sum of P on CUDA cores; O has a place of its own.
+What does not     persistent CTAs, rings, warp specialisation, the lag of P·V behind Q·Kᵀ, hidden keys apart.
+Supports          bf16 and fp16 output; head_dim 64, 128, 256; lengths ≥ 1; GQA and MQA; masks as k6.
+Note              notes/k7.md
+"""
+
+import math
+from enum import IntEnum
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.memory import SmemAllocator
+from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
+
+from .calls import forward_scratch
+from .contract import Compiled, Problem, Scratch, Stage, Tensors, Work
+from .device.arithmetic import largest_positive
+from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32
+from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
+from .device.e4m3 import round_to_codes
+from .device.flushed import add_flushed, flush, own_quads, zeroed_here
+from .device.fp8 import BLOCK, ONES_ROWS
+from .device.limits import refuse_unless_gqa
+from .device.masks import Mask, mask_of
+from .device.products import Products, Rows, multiply_qk
+from .device.query_tiles import ROWS, Config, QueryTiles, work_on_query_tiles
+from .device.rings import CONSUMER, PRODUCER, OwnStages, put, skip, tma_rings
+from .device.rows import OWN_ROWS, finite, in_parts, largest_of_row
+from .device.stores import WARP_ROWS, WARPS, WarpStores, await_stores, rounded, store_of_rows, store_warp_rows
+from .device.tile_order import fetch, hear, message_ring, tell
+from .device.tma import allocate_tiles, load_atom, partition_tma, row_slices, store_atom
+from .device.wgmma import by_row, multiply
+
+STAGES = (
+    Stage(
+        "k7",
+        "FP8",
+        "e4m3 operands, V transposed and permuted, row sums by the tensor cores, O flushed to fp32",
+        "k6",
+        direction="fp8",
+        model="flash_attention_lazy",
+        rounds_p=True,
+    ),
+)
+
+E4M3 = cutlass.Float8E4M3FN
+PV_COLUMNS = {64: 72, 128: 136, 256: 88}  # of an instruction of P·V, by head_dim: all, or a third of 264
+
+CONFIGS = {
+    64: Config(consumers=3, tile_kv=128, stages=6, registers=(32, 160), parts=2),
+    128: Config(consumers=2, tile_kv=128, stages=4, registers=(24, 240), parts=2),
+    256: Config(consumers=2, tile_kv=128, stages=2, registers=(24, 240), parts=2),
+}
+END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
+OFFSET = 6.0  # log₂ of P where a score is its row's maximum, as long as that is up to date
+FLUSH_KEYS = 1024  # after so many O is added to a sum in fp32: the tensor cores' own keeps about 13 bits
+LIMIT = 8.75  # log₂ of P beyond which the maximum is brought up to date: the largest code is 448 = 2^8.81
+
+
+class Barrier(IntEnum):
+    """Named barriers."""
+
+    CTA = 0
+
+
+class FP8Forward(QueryTiles):
+    """The CTA: as `k6.FlashAttentionForward`."""
+
+    def __init__(
+        self,
+        head_dim: int,
+        mask: Mask,
+        dtype: str,
+        config: Config | None = None,
+        sms: int = SMS,
+        block_scales: bool = False,
+        flush_keys: int = FLUSH_KEYS,
+    ):
+        config = config or CONFIGS[head_dim]
+        super().__init__(head_dim, mask, ROWS * config.consumers, config.tile_kv)
+        self.dtype, self.config, self.sms, self.block_scales = ELEMENTS[dtype], config, sms, block_scales
+        self.consumers, self.stages = config.consumers, config.stages
+        self.columns = head_dim + ONES_ROWS
+        self.flush_tiles = flush_keys // config.tile_kv  # 0: never
+        self.threads = WARPGROUP * (self.consumers + 1)
+        self.q_stages = 2 if self.tile_bytes(2) <= SMEM_MAX // config.ctas - 1024 else 1
+        assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
+
+    def section_bytes(self, seqlen_kv):
+        return cutlass.min(seqlen_kv, 2048) * 4096  # the same heads up to 2048 keys, then 4 MiB
+
+    def tile_bytes(self, q_stages: int) -> int:
+        q_and_o = (q_stages + 2) * self.tile_q * self.head_dim
+        return q_and_o + self.stages * self.tile_kv * (self.head_dim + self.columns)
+
+    @property
+    def smem_bytes(self) -> int:
+        barriers = 2 * (self.q_stages * self.consumers + 2 * self.stages + 1)
+        return self.tile_bytes(self.q_stages) + 16 + barriers * 8
+
+    @cute.jit
+    def __call__(self, mQ, mK, mVt, mO, mLSE, mFlushed, mCounter, mQs, mKs, mVs, scale, stream):
+        batch, heads, seqlen_q, _ = mQ.shape
+        loads = *load_atom(mQ, ROWS), *load_atom(mK, self.tile_kv)
+        loads = *loads, *load_atom(mVt, self.columns // self.v_boxes, self.tile_kv)
+        K = OperandMajorMode.K
+        source = warpgroup.OperandSource
+        mmas = [
+            make_trivial_tiled_mma(E4M3, E4M3, K, K, Float32, (1, 1, 1), (ROWS, n), place)
+            for n, place in ((self.tile_kv, source.SMEM), (PV_COLUMNS[self.head_dim], source.RMEM))
+        ]
+        # O's accumulator without the sums, as a product of 16 bits has it
+        mma_o = make_trivial_tiled_mma(self.dtype, self.dtype, K, K, Float32, (1, 1, 1), (ROWS, self.head_dim))
+        tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
+        self.kernel(
+            *mmas, mma_o, *loads, *store_atom(mO, WARP_ROWS), mLSE, mFlushed, mCounter, mQs, mKs, mVs, tiles, scale
+        ).launch(
+            grid=(cutlass.min(tiles, self.sms * self.config.ctas), 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.config.ctas,  # without it the compiler drops setmaxnreg, silently
+            preferred_smem_carveout=None if self.config.ctas == 1 else 100,
+            stream=stream,
+        )
+
+    @property
+    def v_boxes(self) -> int:
+        """In how many parts a tile of V comes: a TMA's box has at most 256 rows."""
+        return self.columns // PV_COLUMNS[self.head_dim]
+
+    @cute.kernel
+    def kernel(
+        self, mma_qk, mma_pv, mma_o, load_Q, mQ, load_K, mK, load_V, mVt, store_O, mO, mLSE, mFlushed,
+        mCounter, mQs, mKs, mVs, tiles, scale,
+    ):  # fmt: skip
+        tidx, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
+        seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
+        consumer_warps = WARPS * self.consumers
+        scale_log2 = scale * LOG2_E
+
+        smem = SmemAllocator()
+        q_places = self.q_stages * self.consumers  # of Q; a consumer's are its number, and that + consumers
+        sQ = allocate_tiles(smem, E4M3, ROWS, self.head_dim, q_places)  # (row, head_dim, place)
+        sO = allocate_tiles(smem, self.dtype, ROWS, self.head_dim, self.consumers)
+        sK = allocate_tiles(smem, E4M3, self.tile_kv, self.head_dim, self.stages)  # (key, head_dim, stage)
+        sVt = allocate_tiles(smem, E4M3, self.columns, self.tile_kv, self.stages)  # (column, key, stage)
+        sV_boxes = row_slices(sVt, self.columns // self.v_boxes)  # (column, key, box of a stage)
+        sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # announced, q_block, head, batch
+        q_bytes, k_bytes = ROWS * self.head_dim, self.tile_kv * self.head_dim
+        q_ring, k_ring, v_ring = tma_rings(
+            smem,
+            (q_places, q_bytes, WARPS),  # every consumer waits for its own rows of Q
+            (self.stages, k_bytes, consumer_warps),
+            (self.stages, self.tile_kv * self.columns, consumer_warps),
+            lane=cute.arch.shuffle_sync(cute.arch.lane_idx(), cute.arch.lane_idx()),
+        )
+        tile_ring = message_ring(smem, WARPGROUP * self.consumers)
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()  # Barrier.CTA
+        group = mQ.shape[2] // mK.shape[2]
+
+        if warp_idx >= consumer_warps:
+            # 1. the producer, as k6's
+            cute.arch.setmaxregister_decrease(self.config.registers[0])
+            if warp_idx == consumer_warps:
+                q_put = pipeline.make_pipeline_state(PRODUCER, q_places)
+                kv_put = pipeline.make_pipeline_state(PRODUCER, self.stages)
+                tile_put = pipeline.make_pipeline_state(PRODUCER, 1)
+                tile, _, _ = cute.arch.block_idx()
+                announced = Int32(FIRST)
+                while tile < tiles:
+                    q_block, head, batch = self.locate(tile, mQ, mK)
+                    tell(tile_ring, tile_put, sTile, (announced, q_block, head, batch))
+                    tile_put.advance()
+                    kv_head = head // group
+                    # (TMA, block of rows) in global memory, (TMA, place or stage) in shared
+                    tQgQ, tQsQ = partition_tma(load_Q, mQ[None, None, head, batch], sQ)
+                    tKgK, tKsK = partition_tma(load_K, mK[None, None, kv_head, batch], sK)
+                    # of V a block's columns, which are rows here, in boxes: (TMA, box, block of keys)
+                    tVgV, tVsV = partition_tma(load_V, mVt[None, None, kv_head, batch], sV_boxes, (None, None))
+                    for i in range_constexpr(self.consumers):
+                        put(q_ring, q_put, load_Q, tQgQ[None, q_block * self.consumers + i], tQsQ)
+                        q_put.advance()
+                        if const_expr(i == 0):
+                            put(k_ring, kv_put, load_K, tKgK[None, 0], tKsK)
+                    self.put_v(v_ring, kv_put, load_V, tVgV[None, None, 0], tVsV)
+                    kv_put.advance()
+                    kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
+                    for block in range(1, kv_blocks, unroll=1):
+                        put(k_ring, kv_put, load_K, tKgK[None, block], tKsK)
+                        self.put_v(v_ring, kv_put, load_V, tVgV[None, None, block], tVsV)
+                        kv_put.advance()
+                    tile = fetch(mCounter, tiles)
+                    announced = Int32(FOLLOWS)
+                tell(tile_ring, tile_put, sTile, (END, 0, 0, 0))
+        else:
+            # 2. a consumer, as k6's
+            cute.arch.setmaxregister_increase(self.config.registers[1])
+            consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+            thread = tidx % WARPGROUP
+            q_get = OwnStages(q_places, self.consumers, consumer)
+            k_get, v_get = [pipeline.make_pipeline_state(CONSUMER, self.stages) for _ in range(2)]
+            tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
+            x = Products(mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring)
+            rows = Rows(x, self.config.parts, thread, seqlen_q, seqlen_kv)
+            rO, sums = self.o_and_sums(x.rO)
+            S, O, row_max, row_sum = rows.S, by_row(rO), rows.max, rows.sum
+            flushed = own_quads(mFlushed, cta * self.consumers + consumer, thread, self.head_dim)
+            base = cute.make_rmem_tensor(OWN_ROWS, Float32)
+            held = rO, sums, flushed, base
+            ahead = cute.make_rmem_tensor((max(1, self.tile_kv // BLOCK), 2), Float32)
+            o_stores = WarpStores(mma_o, sO, store_O, mO, thread, warp_idx, consumer_warps)
+
+            announced, q_block, head, batch = hear(tile_ring, tile_get, sTile)
+            tile_get.advance()
+            q_ring.consumer_wait(q_get)
+            k_ring.consumer_wait(k_get)
+            multiply_qk(x, q_get, k_get)
+            first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
+            qk_scale, v_scale = self.scales(mQs, mKs, mVs, scale_log2, batch, head, first_row, group)
+            warpgroup.wait_group(0)
+            while announced != END:
+                k_ring.consumer_release(k_get)
+                k_get.advance()
+                kv_head = head // group
+                scales = qk_scale, mKs[batch, kv_head, None], mVs[batch, kv_head, None], ahead
+                self.load_scales(scales, 0)
+                if visible == 0:
+                    self.hide(S, -Float32.inf, *rows.limits, first_row, 0, *rows.lengths)
+                self.first_softmax(x.rS, row_max, scales)
+                row_sum.fill(0.0)
+                round_to_codes(x.rS, x.rP)
+
+                # 3. main loop: the tiles that are seen whole, those with hidden keys, those all hidden
+                for block in range(1, visible, unroll=1):
+                    self.step(x, rows, held, scales, first_row, block, q_get, k_get, v_get, masked=False)
+                    v_get = k_get.clone()
+                    k_get.advance()
+                for block in range(cutlass.max(1, visible), own_blocks, unroll=1):
+                    self.step(x, rows, held, scales, first_row, block, q_get, k_get, v_get, masked=True)
+                    k_get.advance()
+                    v_get.advance()
+                hidden, past_the_end = kv_blocks - own_blocks, first_row >= seqlen_q
+                hidden, k_get, v_get = self.leave_hidden(hidden, past_the_end, k_ring, v_ring, k_get, v_get)
+                q_ring.consumer_release(q_get)
+
+                # 4. the last P·V (if Q has two stages, beside the next tile's first Q·Kᵀ); then O and LSE
+                this_tile, this_row, this_v_scale = (q_block, head, batch), first_row, v_scale
+                this_blocks = own_blocks
+                v_ring.consumer_wait(v_get)
+                self.multiply_pv(x, v_get, own_blocks)  # of the tile before `own_blocks`, the last
+                announced, q_block, head, batch = hear(tile_ring, tile_get, sTile)
+                tile_get.advance()
+                q_get.advance()
+                if const_expr(self.q_stages == 2):
+                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
+                    multiply_qk(x, q_get, k_get)
+                first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
+                qk_scale, v_scale = self.scales(mQs, mKs, mVs, scale_log2, batch, head, first_row, group)
+                warpgroup.wait_group(self.q_stages - 1)  # P·V; the next Q·Kᵀ, if it is issued, may go on
+                v_ring.consumer_release(v_get)
+                v_get.advance()
+                v_get = skip(v_ring, v_get, hidden)
+                if const_expr(self.flush_tiles > 0):
+                    if this_blocks > self.flush_tiles:
+                        add_flushed(rO, flushed, base, row_max)
+                lse = [None, None]
+                for r in range_constexpr(OWN_ROWS):
+                    total = row_sum[r] + sums[r]
+                    inverse = 0.0 if total == 0.0 else this_v_scale * cute.arch.rcp_approx(total)
+                    lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
+                    O[r, None].store(O[r, None].load() * inverse)
+                rO16 = rounded(rO, self.dtype)
+                await_stores()
+                store_warp_rows(o_stores, rO16, consumer, this_tile)
+                store_of_rows(mLSE[this_tile[2], this_tile[1], None], this_row, seqlen_q, rows.where_S, lse)
+                if const_expr(self.q_stages == 1):
+                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
+                    multiply_qk(x, q_get, k_get)
+                warpgroup.wait_group(0)
+
+            await_stores()
+
+    @cute.jit
+    def put_v(self, ring, state, atom, source, destination):
+        """`put`, of a tile in boxes: (TMA, box) to (TMA, box of a stage)."""
+        ring.producer_acquire(state)
+        for box in range_constexpr(self.v_boxes):
+            there = destination[None, state.index * self.v_boxes + box]
+            cute.copy(atom, source[None, box], there, tma_bar_ptr=ring.producer_get_barrier(state))
+
+    def o_and_sums(self, rO):
+        """O without the sums, as one instruction's accumulator ((2, 2, d/8), 1, 1), and the sums of this
+        thread's rows."""
+        layout = cute.make_layout(((2, 2, self.head_dim // 8), 1, 1))
+        sums = cute.make_tensor(rO.iterator + cute.size(layout), cute.make_layout(OWN_ROWS, stride=2))
+        return cute.make_tensor(rO.iterator, layout), sums
+
+    @cute.jit
+    def scales(self, mQs, mKs, mVs, scale_log2, batch, head, first_row, group):
+        """What a score of this consumer's tile is multiplied by, but for its block's scale of K, and what O
+        is."""
+        kv_head = head // group
+        if const_expr(self.block_scales):
+            block = cutlass.min(first_row // BLOCK, mQs.shape[2] - 1)
+            return scale_log2 * mQs[batch, head, block], Float32(1.0)
+        else:
+            return scale_log2 * mQs[batch, kv_head, 0] * mKs[batch, kv_head, 0], mVs[batch, kv_head, 0]
+
+    @cute.jit
+    def leave_hidden(self, hidden, past_the_end, k_ring, v_ring, k_get, v_get):
+        """As k6's."""
+        if past_the_end:
+            for _ in range(hidden, unroll=1):
+                v_get = skip(v_ring, v_get, 1)
+                k_get = skip(k_ring, k_get, 1)
+            hidden = Int32(0)
+        if const_expr(not self.mask.hides):
+            hidden = 0  # others have none anyway, which the compiler does not know
+        return hidden, k_get, v_get
+
+    def step(self, x, rows, held, scales, first_row, kv_block, q_get, k_get, v_get, masked: bool):
+        """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one."""
+        factors = self.factors(scales, kv_block)
+        x.k_ring.consumer_wait(k_get)
+        multiply_qk(x, q_get, k_get)
+        x.v_ring.consumer_wait(v_get)
+        self.multiply_pv(x, v_get, kv_block)
+        warpgroup.wait_group(1)
+        x.k_ring.consumer_release(k_get)
+        if masked:
+            self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *rows.lengths)
+        per_part = max(1, len(factors) // len(rows.parts))
+        for p, (part, fragment) in enumerate(zip(rows.parts, in_parts(x.rS, len(rows.parts)))):
+            of_part = factors[p * per_part :][:per_part] or factors
+            self.subtract(fragment, rows.max, of_part)
+            if p > 0:
+                exponentiate(rows.parts[p - 1])
+            self.raise_maximum(part, [*rows.parts[:p], rows.O], rows.max, rows.sum)
+        warpgroup.wait_group(0)
+        x.v_ring.consumer_release(v_get)
+        exponentiate(rows.parts[-1])
+        round_to_codes(x.rS, x.rP)
+        rO, sums, flushed, base = held
+        for r in range(OWN_ROWS):
+            rows.sum[r] += sums[r]
+            sums[r] = zeroed_here(sums[r])
+        if self.flush_tiles:
+            self.flush(rO, flushed, base, rows.max, kv_block)
+
+    def multiply_pv(self, x, v_get, kv_block):
+        """`products.multiply_pv`, but O begins anew after each flush."""
+        goes_on = (kv_block - 1) % self.flush_tiles != 0 if self.flush_tiles else kv_block > 1
+        multiply(x.mma_pv, x.rO, x.tOrP, x.tOrV[None, None, None, v_get.index], goes_on)
+
+    @cute.jit
+    def flush(self, rO, flushed, base, row_max, kv_block):
+        """Move O to its sum in fp32, after `flush_tiles` tiles of keys and so many more."""
+        if kv_block % self.flush_tiles == 0:
+            flush(rO, flushed, base, row_max, kv_block == self.flush_tiles)
+
+    def factors(self, scales, kv_block):
+        """For each block of keys in the tile: what its scores are multiplied by, and the exponent of its V.
+        Those of the tile after it are on their way then."""
+        qk_scale, mKs, mVs, ahead = scales
+        if not self.block_scales:
+            return [(qk_scale, None)]
+        found = [(qk_scale * ahead[i, 0], ahead[i, 1]) for i in range(self.tile_kv // BLOCK)]
+        self.load_scales(scales, kv_block + 1)
+        return found
+
+    def load_scales(self, scales, kv_block):
+        _, mKs, mVs, ahead = scales
+        for i in range(self.tile_kv // BLOCK if self.block_scales else 0):
+            block = cutlass.min(kv_block * (self.tile_kv // BLOCK) + i, mKs.shape[0] - 1)
+            ahead[i, 0], ahead[i, 1] = mKs[block], mVs[block]
+
+    def first_softmax(self, rS, row_max, scales):
+        """S of a row's first keys becomes P; row_max is scaled, in powers of two, less OFFSET."""
+        factors = self.factors(scales, 0)
+        for r in range(OWN_ROWS):
+            largest = None
+            for part, (factor, exponent) in zip(in_parts(rS, len(factors)), factors):
+                of_part = by_row(part)[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0) * factor
+                of_part = of_part if exponent is None else of_part + exponent
+                largest = of_part if largest is None else cute.arch.fmax(largest, of_part)
+            # A row that sees any key sees the first one: only of rows that see none is it not finite.
+            row_max[r] = finite(largest_of_row(Float32(largest))) - OFFSET
+        self.subtract(rS, row_max, factors)
+        exponentiate(by_row(rS))
+
+    @cute.jit
+    def raise_maximum(self, part, relative, row_max, row_sum):
+        """Where an exponent of `part` is larger than LIMIT, raise the row's maximum until it is OFFSET, and
+        rescale what is relative to it (k6's `raise_maximum`, which says why so)."""
+        keys = range(cute.size(part, mode=[1]))
+        ahead = [largest_positive([part[r, c] for c in keys]) for r in range(OWN_ROWS)]
+        if cute.arch.vote_any_sync(cute.arch.fmax(ahead[0], ahead[1]) > LIMIT):
+            warpgroup.wait_group(0)  # P·V still adds to O
+            for r in range_constexpr(OWN_ROWS):
+                largest = largest_of_row(ahead[r])
+                new_max = row_max[r] + (largest - OFFSET if largest > LIMIT else 0.0)
+                growth = new_max - row_max[r]
+                row_max[r] = new_max
+                part[r, None].store(part[r, None].load() - growth)
+                factor = cute.math.exp2(-growth, fastmath=True)
+                for values in relative:
+                    values[r, None].store(values[r, None].load() * factor)
+                row_sum[r] *= factor
+
+    def subtract(self, rS, row_max, factors):
+        """Scores become exponents, relative to row_max."""
+        for part, (factor, exponent) in zip(in_parts(rS, len(factors)), factors):
+            S = by_row(part)
+            for r in range(OWN_ROWS):
+                base = row_max[r] if exponent is None else row_max[r] - exponent
+                S[r, None].store(S[r, None].load() * factor - base)
+
+
+@cute.jit
+def await_next(q_ring, k_ring, q_get, k_get, hidden, announced):
+    """As k6's."""
+    k_get = skip(k_ring, k_get, hidden)
+    if announced != END:
+        q_ring.consumer_wait(q_get)
+        k_ring.consumer_wait(k_get)
+    return k_get
+
+
+def exponentiate(S):
+    """Exponents become P."""
+    for r in range(OWN_ROWS):
+        S[r, None].store(cute.math.exp2(S[r, None].load(), fastmath=True))
+
+
+def supports(problem: Problem) -> str | None:
+    return refuse_unless_gqa(problem, "fp8")
+
+
+def workspace(problem: Problem, **options: object) -> Scratch:
+    kernel = kernel_for(problem, **options)
+    consumers = kernel.sms * kernel.config.ctas * kernel.consumers  # of the launch, at most
+    return {"flushed": ((consumers, ROWS * problem.head_dim), "float32")} | forward_scratch(problem)
+
+
+def kernel_for(problem: Problem, **options: object) -> FP8Forward:
+    return FP8Forward(problem.head_dim, mask_of(problem), problem.dtype, **options)
+
+
+def work(problem: Problem, **options: object) -> list[Work]:
+    return [work_on_query_tiles(kernel_for(problem, **options), problem)]
+
+
+def lazy_maximum(problem: Problem, **options: object) -> tuple[int, int, float]:
+    """What P is rounded relative to, as `k6.lazy_maximum`; 2^OFFSET is what a maximum's own P is."""
+    kernel = kernel_for(problem, **options)
+    return kernel.tile_kv, kernel.config.parts, LIMIT - OFFSET
+
+
+def compile_kernel(problem: Problem, **options: object) -> object:
+    kernel, d = kernel_for(problem, **options), problem.head_dim
+    batch, heads, kv_heads, seqlen_q, seqlen_kv, tokens = (cute.sym_int() for _ in range(6))
+    q, k = (rows_of(E4M3, batch, *extents, d) for extents in ((heads, seqlen_q), (kv_heads, seqlen_kv)))
+    vt = rows_of(E4M3, batch, kv_heads, d + ONES_ROWS, tokens)
+    o = rows_of(kernel.dtype, batch, heads, seqlen_q, d)
+    flushed = make_fake_tensor(Float32, (cute.sym_int(), ROWS * d), (ROWS * d, 1), assumed_align=128)
+    counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
+    scales = [fake_fp32(x, last=cute.sym_int()) for x in (q if kernel.block_scales else k, k, k)]
+    return compile_for_torch(kernel, q, k, vt, o, fake_fp32(q), flushed, counter, *scales, Float32(1.0))
+
+
+def rows_of(dtype: type, *shape: object) -> object:
+    """A stand-in for a tensor of rows that the TMA takes: 16-byte aligned, any strides but the last."""
+    strides = tuple(cute.sym_int64(divisibility=128 // dtype.width) for _ in shape[:-1])
+    return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
+
+
+def run_kernel(compiled: Compiled, t: Tensors) -> None:
+    if t.o.numel():
+        scale = 1.0 / math.sqrt(t.q.shape[3]) if t.softmax_scale is None else t.softmax_scale
+        compiled(t.q, t.k, t.v, t.o, t.lse, *t.workspace.values(), *t.scales, scale)
+
+
+VARIANTS = {"flush never": {"flush_keys": 0}} | {
+    f"flush after {keys}": {"flush_keys": keys} for keys in (512, 1024, 2048, 4096)
+}
