@@ -32,26 +32,39 @@ CHUNK_ELEMENTS = 2**27  # scores held at once
 # ---- the reference and the yardstick -----------------------------------------------------------------------
 
 
-Rounding = bool | tuple[int, int, float]
+Rounding = bool | tuple[int, int, float] | tuple[int, int, float, float]
 """How P is rounded before P·V: not at all, relative to its row's maximum, or relative to a lazy one.
 
-A lazy maximum is (tile_kv, parts, growth): keys come in tiles from left to right, a tile in so many parts. A
-row's maximum is that of its first tile, and is brought up to date only when a part exceeds it by more than
-2^growth; what a tile's P is rounded relative to is the maximum at the tile's end.
+A lazy maximum is (tile_kv, parts, growth[, share]): keys come in tiles from left to right, a tile in so many
+parts. A row's maximum is that of its first tile, and is brought up to date only when a part exceeds it by
+more than 2^growth; what a tile's P is rounded relative to is the maximum at the tile's end. With `share` it
+is also brought up to date for a term that is larger than that share of the first tile's sum, times the part
+of all tiles that the row sees.
 """
 
 
-def _lazy_maximum(scores: torch.Tensor, tile_kv: int, parts: int, growth: float) -> torch.Tensor:
+def _lazy_maximum(
+    scores: torch.Tensor, tile_kv: int, parts: int, growth: float, share: float = 0.0
+) -> torch.Tensor:
     """What each score (heads, rows, keys) is taken relative to."""
     keys = scores.shape[-1]
     padded = torch.nn.functional.pad(scores, (0, -keys % tile_kv), value=-math.inf)
     part_max = padded.unflatten(-1, (-1, parts, tile_kv // parts)).amax(-1)  # (heads, rows, tiles, parts)
     base = part_max[..., 0, :].amax(-1)
     bases = [base]
+    limit = torch.full_like(base, growth * math.log(2))
+    if share:
+        tiles = (part_max.amax(-1) > -math.inf).sum(-1)  # that the row sees; the kernel's: its 64 rows see
+        first = (scores[..., :tile_kv] - base[..., None]).exp().sum(-1)
+        part = tiles / part_max.shape[-2]
+        limit = (first * part * share).log().nan_to_num(0.0).clamp(min=torch.zeros_like(limit), max=limit)
     for tile in range(1, part_max.shape[-2]):
         for part in range(parts):
-            grown = part_max[..., tile, part] > base + growth * math.log(2)
+            grown = part_max[..., tile, part] > base + limit
+            rise = torch.where(grown, part_max[..., tile, part] - base, torch.zeros_like(base))
             base = torch.where(grown, part_max[..., tile, part], base)
+            if share:
+                limit = (limit - rise).clamp(min=0.0)
         bases.append(base)
     return torch.stack(bases, -1).repeat_interleave(tile_kv, -1)[..., :keys]
 
