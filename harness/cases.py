@@ -22,7 +22,7 @@ from harness.sweep import HEAD_DIMS
 from hopper_attention import attention, attention_backward, production
 from hopper_attention.checks import problem_of
 from hopper_attention.kernels import ladder
-from hopper_attention.kernels.contract import Problem, Tensors
+from hopper_attention.kernels.contract import LazyMaximum, Problem, Tensors
 from hopper_attention.launch import BACKWARD, compile_stage, reachable
 
 LENGTHS = (1, 3, 63, 64, 65, 113, 127, 128, 129, 203, 255, 257, 1023, 1025, 4097)
@@ -776,8 +776,8 @@ def run_model(stage_id: str) -> list[str]:
         mask = {"causal": problem.causal, "top_left": problem.top_left}
         q, k, v, *do = (x.double() for x in random_inputs(problem, "cpu", seed=problem.seqlen_q))
         rounding, lazy = reference.rounding_of(stage, module, problem, **stage.options), {}
-        if isinstance(rounding, tuple):
-            lazy = dict(zip(("tile_kv", "parts", "growth"), rounding))
+        if isinstance(rounding, LazyMaximum):
+            lazy = rounding._asdict()
             q *= 32  # as they are, hardly a score is 2⁸ ahead of its row's first tile
         expected = reference.Expected(q, k, v, do=do[0] if do else None, **mask)
         inputs, exact = (q, k, v), expected.forward

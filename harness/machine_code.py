@@ -4,7 +4,7 @@
 
 Rates are those of `harness.hardware.Gpu`. Cycles are lower bounds of one SM: they assume that every unit
 overlaps perfectly with every other one. Every instruction of the loop body counts as executed, masking
-included, but for what a branch right behind a vote skips: that is the seldom path.
+included, but for what a branch behind a vote skips: that is the seldom path.
 """
 
 import functools
@@ -75,7 +75,7 @@ class KernelCode:
     frame_bytes: int  # stack frame: more than 0 means spills or indexed registers
     instructions: tuple[Instruction, ...]
     loops: tuple[Loop, ...]
-    seldom: tuple[Loop, ...] = ()  # what a branch right behind a vote skips, first to last instruction
+    seldom: tuple[Loop, ...] = ()  # what a branch behind a vote skips, first to last instruction
 
     def usual(self, loop: Loop) -> list[Instruction]:
         """The instructions of one turn of `loop` in which no vote leads aside."""
@@ -193,7 +193,7 @@ def _parse(listing: str) -> list[KernelCode]:
         loops = [Loop(labels[t], at) for at, t in branches if labels.get(t, at + 1) < at]
         # A slow path laid out behind the kernel's end jumps back too; what it spans is not a loop.
         loops = [k for k in loops if not any(i.opcode == "EXIT" for i in instructions[k.first : k.last])]
-        voted = [(at, t) for at, t in branches if at and instructions[at - 1].opcode.startswith("VOTE")]
+        voted = [(at, t) for at, t in branches if _follows_a_vote(instructions, at)]
         skipped = [Loop(at + 1, labels[t] - 1) for at, t in voted if labels.get(t, at) > at]
         # A branch that leads to the seldom case, laid out elsewhere, would skip products or an end.
         skips = lambda k, pattern: any(
@@ -211,6 +211,13 @@ def _parse(listing: str) -> list[KernelCode]:
             )
         )
     return kernels
+
+
+def _follows_a_vote(instructions: list[Instruction], branch: int) -> bool:
+    """Whether a vote decides on a branch; ptxas may put an instruction or two of other business between."""
+    if not (guard := re.match(r"@!?(U?P\w+)", instructions[branch].text)):
+        return False
+    return any(re.match(rf"VOTE\S*\s+{guard[1]},", i.text) for i in instructions[max(0, branch - 3) : branch])
 
 
 def classify(opcode: str) -> str:

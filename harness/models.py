@@ -179,15 +179,18 @@ def flash_attention_lazy(
     tile_kv: int = 64,
     parts: int = 1,
     growth: float = 8.0,
+    share: float = 2.0,
     round_p: Callable[[Array], Array] | None = None,
 ) -> tuple[Array, Array]:
     """K6: FA2 with a maximum that may be `growth` powers of two behind. Returns o (Nq, dv) and lse (Nq,).
 
     A row's first tile sets its maximum. Later tiles are asked in `parts`, from left to right; only where one
-    exceeds the maximum by more than 2^growth is it brought up to date, and what is relative to it rescaled.
-    P·V is one tile behind Q·Kᵀ, as in K6.2. Without `top_left` a causal mask is aligned at the bottom right:
-    query i sees keys up to i + Nk − Nq. A row that sees none gives o = 0 and lse = −∞. `round_p` is what a
-    tile's P goes through before P·V.
+    exceeds the maximum by more powers of two than the row has room for is it brought up to date, and what is
+    relative to it rescaled. Room is `growth`; with a `share` also no more than the log₂ of that many times
+    the sum of the first tile's P, of rows that see a part of the tiles of keys times this part; and none once
+    the maximum has risen. P·V is one tile behind Q·Kᵀ, as in K6.2. Without `top_left` a causal mask is
+    aligned at the bottom right: query i sees keys up to i + Nk − Nq. A row that sees none gives o = 0 and
+    lse = −∞. `round_p` is what a tile's P goes through before P·V.
     """
     scale = _checked_scale(q, k, v, causal, top_left, scale, bottom_right=True)
     if parts < 1 or tile_kv % parts:
@@ -201,7 +204,10 @@ def flash_attention_lazy(
         by_first, by_last = len(k), len(k)  # keys that the first and the last row see
         if causal:
             by_first, by_last = (min(len(k), i + diagonal + 1) for i in (row, row + CONSUMER_ROWS - 1))
-        for key in _starts(max(1, by_last), tile_kv):  # at least one tile, so that there is an o to write
+        tiles = _starts(max(1, by_last), tile_kv)  # at least one, so that there is an o to write
+        own = len(tiles) / max(1, len(_starts(len(k), tile_kv)))
+        room = np.full(len(row_max), growth, q.dtype)
+        for key in tiles:
             s = q[rows] @ _load(k, key, tile_kv).T * (scale * math.log2(math.e))  # in powers of two
             if key + tile_kv > by_first:
                 s = _hide(s, row + diagonal, key, len(k), causal)
@@ -214,7 +220,8 @@ def flash_attention_lazy(
                 piece -= row_max[:, None]
                 ahead = piece.max(axis=1)
                 # Of each row by itself: what other rows of its warp see must not change its bits.
-                new_max = row_max + np.where(ahead > growth, ahead, 0.0)
+                raised = ahead > room
+                new_max = row_max + np.where(raised, ahead, 0.0)
                 grown = new_max - row_max  # as rounded: what the keys to come are relative to
                 row_max = new_max
                 piece -= grown[:, None]
@@ -224,6 +231,11 @@ def flash_attention_lazy(
                 row_sum *= rescale
                 np.exp2(piece, out=piece)
                 row_sum += piece.sum(axis=1)
+                if share:
+                    room[raised] = 0.0
+            if share and p is None:
+                with np.errstate(divide="ignore"):  # of rows that see no key
+                    room = np.clip(np.log2(share * row_sum * own), 0.0, growth)
             p = s if round_p is None else round_p(s)
         acc += p @ _load(v, key, tile_kv)
         o[rows] = acc / np.where(row_sum == 0.0, 1.0, row_sum)[:, None]

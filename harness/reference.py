@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from harness.stages import allocate, allocate_backward
-from hopper_attention.kernels.contract import Problem, Tensors
+from hopper_attention.kernels.contract import LazyMaximum, Problem, Tensors
 
 from .inputs import poison
 
@@ -32,41 +32,41 @@ CHUNK_ELEMENTS = 2**27  # scores held at once
 # ---- the reference and the yardstick -----------------------------------------------------------------------
 
 
-Rounding = bool | tuple[int, int, float] | tuple[int, int, float, float]
-"""How P is rounded before P·V: not at all, relative to its row's maximum, or relative to a lazy one.
-
-A lazy maximum is (tile_kv, parts, growth[, share]): keys come in tiles from left to right, a tile in so many
-parts. A row's maximum is that of its first tile, and is brought up to date only when a part exceeds it by
-more than 2^growth; what a tile's P is rounded relative to is the maximum at the tile's end. With `share` it
-is also brought up to date for a term that is larger than that share of the first tile's sum, times the part
-of all tiles that the row sees.
-"""
+Rounding = bool | LazyMaximum
+"""How P is rounded before P·V: not at all, relative to its row's maximum, or relative to a lazy one; what a
+tile's P is rounded relative to is then the maximum at the tile's end."""
 
 
-def _lazy_maximum(
-    scores: torch.Tensor, tile_kv: int, parts: int, growth: float, share: float = 0.0
-) -> torch.Tensor:
-    """What each score (heads, rows, keys) is taken relative to."""
+def _lazy_maximum(scores: torch.Tensor, lazy: LazyMaximum, seen: torch.Tensor) -> torch.Tensor:
+    """What each score (heads, rows, keys) is taken relative to; `seen` (rows,) as `_seen_together`."""
+    tile_kv, parts, growth, share = lazy
     keys = scores.shape[-1]
     padded = torch.nn.functional.pad(scores, (0, -keys % tile_kv), value=-math.inf)
     part_max = padded.unflatten(-1, (-1, parts, tile_kv // parts)).amax(-1)  # (heads, rows, tiles, parts)
     base = part_max[..., 0, :].amax(-1)
     bases = [base]
-    limit = torch.full_like(base, growth * math.log(2))
+    room = torch.full_like(base, growth * math.log(2))
     if share:
-        tiles = (part_max.amax(-1) > -math.inf).sum(-1)  # that the row sees; the kernel's: its 64 rows see
-        first = (scores[..., :tile_kv] - base[..., None]).exp().sum(-1)
-        part = tiles / part_max.shape[-2]
-        limit = (first * part * share).log().nan_to_num(0.0).clamp(min=torch.zeros_like(limit), max=limit)
+        total = (padded[..., :tile_kv] - base[..., None]).exp().sum(-1)
+        own = (seen / tile_kv).ceil().to(scores) / part_max.shape[-2]
+        # Of a row that sees no key NaN, as its base is.
+        room = torch.minimum(room, (share * total * own).log().nan_to_num(0.0).clamp(min=0.0))
     for tile in range(1, part_max.shape[-2]):
         for part in range(parts):
-            grown = part_max[..., tile, part] > base + limit
-            rise = torch.where(grown, part_max[..., tile, part] - base, torch.zeros_like(base))
+            ahead = part_max[..., tile, part] - base
+            grown = ahead > room
             base = torch.where(grown, part_max[..., tile, part], base)
             if share:
-                limit = (limit - rise).clamp(min=0.0)
+                room = room.masked_fill(grown, 0.0)
         bases.append(base)
     return torch.stack(bases, -1).repeat_interleave(tile_kv, -1)[..., :keys]
+
+
+def _seen_together(rows: torch.Tensor, keys: int, offset: int, causal: bool) -> torch.Tensor:
+    """How many keys some row of each one's block of 64 sees, at least one: a kernel's warpgroup decides for
+    all of its rows how many tiles it takes."""
+    last = rows // BLOCK_ROWS * BLOCK_ROWS + BLOCK_ROWS
+    return (last + offset).clamp(1, keys) if causal else torch.full_like(rows, keys)
 
 
 def _chunks(batch: int, heads: int, rows: int, keys: int) -> Iterator[tuple[int, slice, slice]]:
@@ -116,7 +116,8 @@ def _attention(
         maximum = scores.amax(-1, keepdim=True)
         maximum.masked_fill_(maximum == -math.inf, 0.0)  # −∞ − (−∞) would be NaN
         if isinstance(rounds_p, tuple):
-            base = _lazy_maximum(scores, *rounds_p)
+            seen_together = _seen_together(rows[piece], seqlen_kv, offset, causal)
+            base = _lazy_maximum(scores, rounds_p, seen_together)
             base = base.masked_fill(base == -math.inf, 0.0)
             p, weight = (scores - base).exp_(), (base - maximum).exp_()
             total = (p * weight).sum(-1, keepdim=True)

@@ -5,7 +5,7 @@ This module imports nothing of the project, and the kernel files nothing but it 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -173,6 +173,23 @@ and names that begin with "zero_", into which a kernel accumulates, start at zer
 them at zero for the next one. The rest may hold anything."""
 
 
+class LazyMaximum(NamedTuple):
+    """What P is rounded relative to where a row's maximum may be behind. Keys come in tiles of `tile_kv` from
+    left to right, a tile in so many `parts`.
+
+    A row's maximum is that of its first tile, until a part has a score further ahead of it, in powers of two,
+    than the row has room for: then it is the part's. Room is `growth`. With a `share` it is less where a term
+    that far ahead would be more than so many times the sum of the first tile's terms: log₂(share · sum ·
+    own / all), at least 0, of `all` tiles of keys `own` that some row of its 64 sees; and 0 as soon as the
+    maximum has risen.
+    """
+
+    tile_kv: int
+    parts: int
+    growth: float  # in powers of two
+    share: float = 0.0
+
+
 class KernelFile(Protocol):
     """The functions of a kernel file. `options` are a stage's, or those of an ablation's variant."""
 
@@ -217,6 +234,5 @@ class HasVariants(KernelFile, Protocol):
 class RoundsLazily(KernelFile, Protocol):
     """A forward file whose P is rounded relative to a maximum that may be behind the row's."""
 
-    def lazy_maximum(self, problem: Problem, **options: Any) -> tuple[int, int, float]:
-        """(tile_kv, parts, growth): tiles of so many keys, in so many parts, a maximum up to so many powers
-        of two behind."""
+    def lazy_maximum(self, problem: Problem, **options: Any) -> LazyMaximum:
+        """By what rule it is behind."""

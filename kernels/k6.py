@@ -1,9 +1,10 @@
 """K6: the production forward.
 
 The idea          The CTAs stay and fetch tiles, longest first: loads of the next tile hide the end of this
-                  one. O is rescaled only when a row's maximum has grown by more than 2⁸: asked of three
-                  exponents at a time, as integers (`arithmetic.largest_positive`), by a warp's vote before
-                  the wait for P·V; at head_dim 64 of half a tile while the other half is exponentiated.
+                  one. O is rescaled only when a row's maximum has grown by more than the row has room for
+                  (`first_room`), at most 2⁸: asked of three exponents at a time, as integers
+                  (`arithmetic.largest_positive`), by a warp's vote before the wait for P·V; at head_dim 64
+                  of half a tile while the other half is exponentiated.
 What changes      against k6_2: persistent CTAs and a tile counter; a tile's last P·V beside the next one's
                   first Q·Kᵀ, up to head_dim 128; hidden keys in a loop of their own; lazy rescaling; O by
                   TMA; a tile shape by head_dim; fp16, GQA, unequal lengths, head_dim 256; no more turns.
@@ -24,13 +25,12 @@ from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
-from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .calls import forward_scratch, refuse_forward, run_forward
-from .contract import Problem, Stage, Work
-from .device.arithmetic import largest_positive
+from .contract import LazyMaximum, Problem, Stage, Work
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
+from .device.lazy import raise_maximum
 from .device.masks import Mask, mask_of
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
 from .device.query_tiles import ROWS, Config, QueryTiles, work_on_query_tiles
@@ -58,9 +58,10 @@ CONFIGS = {  # by head_dim; registers of a producer's thread and of a consumer's
     256: Config(consumers=2, tile_kv=64, stages=2, registers=(24, 240)),
 }
 END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
-GROWTH = 8.0  # in powers of two: how far a row's maximum may rise before O is rescaled
-SHARE = 0.0  # of a first tile's sum: a later term this large is made exact (`first_limit`); 0: never asked
-SUMS = ("plain", "rounded", "tensor")  # of P in fp32; of what it is rounded to, on CUDA cores; by WGMMA
+# How far a row's maximum may rise before O is rescaled. A term 2^(s − max) that has become a maximum is 1 and
+# exact; one above 1 is rounded, and its row with it if it makes up much of the row's sum.
+GROWTH = 8.0  # in powers of two; at most
+SHARE = 2.0  # of a row's first tile's sum: the term for which there is room, at most (`first_room`)
 
 
 class Barrier(IntEnum):
@@ -86,13 +87,12 @@ class FlashAttentionForward(QueryTiles):
 
     def __init__(
         self, head_dim: int, mask: Mask, dtype: str, config: Config | None = None, sms: int = SMS,
-        growth: float = GROWTH, share: float = SHARE, sums: str = "plain",
+        share: float = SHARE, exact: bool = False,
     ):  # fmt: skip
-        if not (growth >= 0.0 and share >= 0.0 and sums in SUMS):
-            raise ValueError(f"growth {growth} and share {share} are ≥ 0, sums {sums!r} is one of {SUMS}")
-        if share and sums == "tensor":
-            raise ValueError("the sum of a first tile comes too late from the tensor cores to set a limit")
-        self.growth, self.share, self.sums = growth, share, sums
+        """`share` 0 leaves GROWTH alone to decide; `exact` follows the maximum in every tile, as an eager
+        softmax does."""
+        assert share >= 0.0, "a share of a sum"
+        self.share, self.growth = (0.0, 0.0) if exact else (share, GROWTH)
         config = config or CONFIGS[head_dim]
         super().__init__(head_dim, mask, ROWS * config.consumers, config.tile_kv)
         self.dtype, self.config, self.sms = ELEMENTS[dtype], config, sms
@@ -115,8 +115,7 @@ class FlashAttentionForward(QueryTiles):
     @property
     def smem_bytes(self) -> int:
         barriers = 2 * (self.q_stages * self.consumers + 2 * self.stages + 1)
-        ones = ONES_BYTES if self.sums == "tensor" else 0
-        return self.tile_bytes(self.q_and_o) + 16 + barriers * 8 + ones
+        return self.tile_bytes(self.q_and_o) + 16 + barriers * 8
 
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, mCounter, stream):
@@ -170,11 +169,6 @@ class FlashAttentionForward(QueryTiles):
             lane=cute.arch.shuffle_sync(cute.arch.lane_idx(), cute.arch.lane_idx()),
         )
         tile_ring = message_ring(smem, WARPGROUP * self.consumers)
-        if const_expr(self.sums == "tensor"):
-            sOnes = allocate_ones(smem, self.dtype)
-            if tidx < cute.size(sOnes):
-                cute.make_tensor(sOnes.iterator, cute.make_layout(cute.size(sOnes)))[tidx] = self.dtype(1.0)
-            cute.arch.fence_view_async_shared()
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()  # Barrier.CTA
 
@@ -232,11 +226,8 @@ class FlashAttentionForward(QueryTiles):
             x = Products(mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring)
             rows = Rows(x, self.config.parts, thread, seqlen_q, seqlen_kv)
             S, O, row_max, row_sum = rows.S, rows.O, rows.max, rows.sum
-            # What an exponent must exceed for its row's maximum to rise: GROWTH, or each row's own.
-            rows.limit = limit = cute.make_rmem_tensor(cute.make_layout(OWN_ROWS), Float32)
-            x.sums = None
-            if const_expr(self.sums == "tensor"):
-                x.sums = TensorSums(self.dtype, sOnes)
+            room = cute.make_rmem_tensor(cute.make_layout(OWN_ROWS), Float32)  # (row): see `first_room`
+            room.fill(self.growth)
             o_stores = WarpStores(mma_pv, sO, store_O, mO, thread, warp_idx, consumer_warps)
 
             announced, q_block, head, batch = hear(tile_ring, tile_get, sTile)
@@ -256,11 +247,8 @@ class FlashAttentionForward(QueryTiles):
                     self.hide(S, -Float32.inf, *rows.limits, first_row, 0, *rows.lengths)
                 self.first_softmax(S, row_max, row_sum)
                 round_fragment(x.rS, x.rP, self.dtype)
-                if const_expr(self.sums == "rounded"):
-                    add_rounded(x.rP, row_sum, self.dtype)
-                if const_expr(self.share > 0):
-                    for r in range_constexpr(OWN_ROWS):
-                        limit[r] = self.first_limit(sum_of_row(row_sum[r]), own_blocks, seqlen_kv)
+                if const_expr(self.share > 0.0):
+                    self.first_room(room, row_sum, own_blocks, seqlen_kv)
                 if const_expr(self.o_over_q and self.q_stages == 2):
                     # Leave the place of the Q before, when this warp's part of O has been read from there.
                     if announced == FOLLOWS:
@@ -269,12 +257,12 @@ class FlashAttentionForward(QueryTiles):
 
                 # 3. main loop: the tiles that are seen whole, those with hidden keys, those all hidden
                 for block in range(1, visible, unroll=1):
-                    self.step(x, rows, first_row, block, q_get, k_get, v_get, masked=False)
+                    self.step(x, rows, room, first_row, block, q_get, k_get, v_get, masked=False)
                     # V's next stage is K's of now: 2 instructions less than to advance it, below 20 more.
                     v_get = k_get.clone()
                     k_get.advance()
                 for block in range(cutlass.max(1, visible), own_blocks, unroll=1):
-                    self.step(x, rows, first_row, block, q_get, k_get, v_get, masked=True)
+                    self.step(x, rows, room, first_row, block, q_get, k_get, v_get, masked=True)
                     k_get.advance()
                     v_get.advance()
                 hidden, past_the_end = kv_blocks - own_blocks, first_row >= seqlen_q
@@ -287,13 +275,12 @@ class FlashAttentionForward(QueryTiles):
                 o_place = q_left.index if const_expr(self.o_over_q) else consumer
                 this_tile, this_row = (q_block, head, batch), first_row
                 v_ring.consumer_wait(v_get)
-                self.multiply_pv(x, v_get, own_blocks)  # of the tile before `own_blocks`, the last
+                multiply_pv(x, v_get, own_blocks)  # of the tile before `own_blocks`, the last
                 inverse, lse = [None, None], [None, None]
-                if const_expr(self.sums != "tensor"):
-                    for r in range_constexpr(OWN_ROWS):
-                        total = sum_of_row(row_sum[r])
-                        inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
-                        lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
+                for r in range_constexpr(OWN_ROWS):
+                    total = sum_of_row(row_sum[r])
+                    inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
+                    lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
                 announced, q_block, head, batch = hear(tile_ring, tile_get, sTile)
                 tile_get.advance()
                 q_get.advance()
@@ -307,11 +294,6 @@ class FlashAttentionForward(QueryTiles):
                 v_ring.consumer_release(v_get)
                 v_get.advance()
                 v_get = skip(v_ring, v_get, hidden)
-                if const_expr(self.sums == "tensor"):
-                    for r in range_constexpr(OWN_ROWS):
-                        total = x.sums.by_row[r, 0]
-                        inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
-                        lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
                 for r in range_constexpr(OWN_ROWS):
                     O[r, None].store(O[r, None].load() * inverse[r])
                 rO16 = rounded(x.rO, self.dtype)
@@ -352,13 +334,13 @@ class FlashAttentionForward(QueryTiles):
             hidden = 0  # others have none anyway, which the compiler does not know
         return hidden, k_get, v_get
 
-    def step(self, x, rows, first_row, kv_block, q_get, k_get, v_get, masked: bool):
+    def step(self, x, rows, room, first_row, kv_block, q_get, k_get, v_get, masked: bool):
         """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one, part by part: while a
         part is subtracted and asked for its growth, the part before it is exponentiated."""
         x.k_ring.consumer_wait(k_get)
         multiply_qk(x, q_get, k_get)
         x.v_ring.consumer_wait(v_get)
-        self.multiply_pv(x, v_get, kv_block)
+        multiply_pv(x, v_get, kv_block)
         warpgroup.wait_group(1)
         x.k_ring.consumer_release(k_get)
         if masked:
@@ -366,30 +348,12 @@ class FlashAttentionForward(QueryTiles):
         for p, part in enumerate(rows.parts):
             self.subtract(part, rows.max)
             if p > 0:
-                self.exponentiate(rows.parts[p - 1], rows.sum)
-            relative = [*rows.parts[:p], rows.O, *([x.sums.by_row] if x.sums else [])]
-            self.raise_maximum(part, relative, rows.max, rows.sum, rows.limit)
+                exponentiate(rows.parts[p - 1], rows.sum)
+            raise_maximum(part, [*rows.parts[:p], rows.O], rows.max, rows.sum, room, self.share > 0.0)
         warpgroup.wait_group(0)
         x.v_ring.consumer_release(v_get)
-        self.exponentiate(rows.parts[-1], rows.sum)
+        exponentiate(rows.parts[-1], rows.sum)
         round_fragment(x.rS, x.rP, self.dtype)
-        if self.sums == "rounded":
-            add_rounded(x.rP, rows.sum, self.dtype)
-
-    def multiply_pv(self, x, v_get, kv_block):
-        """P·V, and with it P·1 where tensor cores form the sums."""
-        if x.sums is None:
-            multiply_pv(x, v_get, kv_block)
-        else:
-            x.sums.multiply(x, x.tOrV[None, None, None, v_get.index], kv_block > 1)
-
-    def exponentiate(self, S, row_sum):
-        """Exponents become P, and row_sum follows unless it is formed of what P is rounded to."""
-        if self.sums == "plain":
-            exponentiate(S, row_sum)
-        else:
-            for r in range(OWN_ROWS):
-                S[r, None].store(cute.math.exp2(S[r, None].load(), fastmath=True))
 
     def first_softmax(self, S, row_max, row_sum):
         """S of a row's first keys becomes P; row_max is scaled, in powers of two."""
@@ -398,64 +362,19 @@ class FlashAttentionForward(QueryTiles):
             # A row that sees any key sees the first one: only of rows that see none is it not finite.
             row_max[r] = finite(largest_of_row(Float32(tile_max))) * self.scale_log2
         self.subtract(S, row_max)
-        self.exponentiate(S, row_sum)
+        exponentiate(S, row_sum)
 
-    def first_limit(self, total, own_blocks, seqlen_kv):
-        """In powers of two, how far a row's maximum may rise: to `share` of its first tile's sum. Of a row
-        that sees only a part of the keys to that part of it: its terms weigh more, and such rows are soon
-        done."""
+    def first_room(self, room, row_sum, own_blocks, seqlen_kv):
+        """In powers of two, how far each row's maximum may rise from its first tile's: log₂ of `share` times
+        that tile's sum, which is about what a tile adds to the row, between 0 and GROWTH. Of rows that see a
+        part of all keys only that part of it: their terms weigh more, and they are soon done."""
         part = self.share
         if self.mask.hides:
             blocks = Float32(cute.ceil_div(seqlen_kv, self.tile_kv))
             part = self.share * Float32(own_blocks) * cute.arch.rcp_approx(blocks)
-        limit = cute.math.log2(total * part, fastmath=True)
-        return cute.arch.fmin(cute.arch.fmax(limit, 0.0), self.growth)
-
-    @cute.jit
-    def raise_maximum(self, part, relative, row_max, row_sum, limit):
-        """Where an exponent of `part` is larger than its row's limit, raise the row's maximum by it, and
-        rescale what is relative to it: the part, P of the parts before and O (in `relative`), and the sum.
-        The maximum is subtracted already: the largest positive exponent is the growth. −∞ of hidden scores
-        needs no care.
-
-        The limit of `first_limit` falls as the maximum rises, to 0: large terms are P = 1 and exact."""
-        beside = len(relative) > (1 if const_expr(self.sums != "tensor") else 2)  # P of the part before
-        if const_expr(beside):
-            total = row_sum[0] + row_sum[1]
-            if const_expr(self.sums != "plain"):  # of these P; the row's sum does not follow them
-                total = relative[0][0, cute.size(part, mode=[1]) - 1]
-                total += relative[0][1, cute.size(part, mode=[1]) - 1]
-        # Each thread asks its own keys; the four of a row put theirs together only in the branch.
-        keys = range(cute.size(part, mode=[1]))
-        ahead = [largest_positive([part[r, c] for c in keys]) for r in range(OWN_ROWS)]
-        most = ahead[0]
-        if const_expr(not self.share):
-            most = cute.arch.fmax(ahead[0], ahead[1])
-        if const_expr(beside):
-            # Never more, since a sum is not negative; but it keeps the exponentials before the vote
-            # (notes/k6.md, "Two halves of a tile beside each other").
-            most = cute.arch.fmax(most, -total)
-        # A vote: the branch must be uniform in the warp (notes/k6.md, "A branch must be uniform").
-        beyond = most > self.growth
-        if const_expr(self.share):
-            beyond = (most > limit[0]) | (ahead[1] > limit[1])
-        if cute.arch.vote_any_sync(beyond):
-            warpgroup.wait_group(0)  # P·V still adds to O
-            for r in range_constexpr(OWN_ROWS):
-                # Only of a row that has grown: what others of the warp see must not change its bits.
-                growth = largest_of_row(ahead[r])
-                least = limit[r] if const_expr(self.share) else self.growth
-                new_max = row_max[r] + (growth if growth > least else 0.0)
-                growth = new_max - row_max[r]  # as rounded: what the keys to come are relative to
-                row_max[r] = new_max
-                if const_expr(self.share):
-                    limit[r] = cute.arch.fmax(limit[r] - growth, 0.0)  # the same sum, in the new unit
-                # The exponents keep the rounding of their size before: 2⁻²⁴ of the growth.
-                part[r, None].store(part[r, None].load() - growth)
-                factor = cute.math.exp2(-growth, fastmath=True)
-                for values in relative:
-                    values[r, None].store(values[r, None].load() * factor)
-                row_sum[r] *= factor
+        for r in range(OWN_ROWS):
+            share_log2 = cute.math.log2(sum_of_row(row_sum[r]) * part, fastmath=True)
+            room[r] = cute.arch.fmin(cute.arch.fmax(share_log2, 0.0), self.growth)
 
     def subtract(self, S, row_max):
         """Scores become exponents, relative to row_max."""
@@ -481,67 +400,6 @@ def exponentiate(S, row_sum):
         row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
 
 
-def add_rounded(words, row_sum, dtype):
-    """What the pairs of P in `words` were rounded to joins the row sums; words are of one row and the other
-    in turn."""
-    for i in range(cute.size(words)):
-        r = i % OWN_ROWS
-        for value in unpacked(words[i], dtype):
-            row_sum[r] += value
-
-
-def unpacked(word, dtype):
-    """Both values of a word as fp32: of bf16 the upper bits, of fp16 a conversion each."""
-    if dtype is cutlass.BFloat16:
-        ptx = """{ .reg .b32 x; shl.b32 x, {$r0}, 16; mov.b32 {$w0}, x;
-            and.b32 x, {$r0}, 0xffff0000; mov.b32 {$w1}, x; }"""
-    else:
-        ptx = """{ .reg .b16 x, y; mov.b32 {x, y}, {$r0};
-            cvt.f32.f16 {$w0}, x; cvt.f32.f16 {$w1}, y; }"""
-    return cute.arch.inline_ptx(ptx, write_only_types=[Float32, Float32], read_only_args=[word])
-
-
-ONES_COLUMNS, ONES_KEYS = 8, 16  # of the tile of ones: the least N of a WGMMA, and its K
-ONES_BYTES = 2 * ONES_COLUMNS * ONES_KEYS + 128  # and what aligning it may take
-
-
-def allocate_ones(smem, dtype):
-    """(column, key, 1): operand B of P·1, in shared memory."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_INTER, dtype)
-    layout = cute.tile_to_shape(atom, (ONES_COLUMNS, ONES_KEYS, 1), order=(0, 1, 2))
-    return smem.allocate_tensor(dtype, layout.outer, 128, layout.inner)
-
-
-class TensorSums:
-    """Row sums as a product: P·1 beside P·V, the same operand A. The same hazard as of `Products`."""
-
-    def __init__(self, dtype, sOnes):
-        places = warpgroup.OperandSource
-        K = warpgroup.OperandMajorMode.K
-        shape = (1, 1, 1), (ROWS, ONES_COLUMNS)
-        self.mma = make_trivial_tiled_mma(dtype, dtype, K, K, Float32, *shape, places.RMEM)
-        self.r = cute.make_rmem_tensor(self.mma.partition_shape_C((ROWS, ONES_COLUMNS)), Float32)
-        row_by_row = cute.make_layout((OWN_ROWS, 2), stride=(2, 1))
-        self.by_row = cute.make_tensor(self.r.iterator, row_by_row)  # (row, column): all columns alike
-        self.tOnes = self.mma.make_fragment_B(self.mma.get_slice(0).partition_B(sOnes))  # (MMA, 1, 1, 1)
-
-    def multiply(self, x, tOrV, accumulate):
-        """Issue O (+)= P·V and the sums (+)= P·1, as one commit group."""
-        multiply_both(x.mma_pv, x.rO, x.tOrP, tOrV, self.mma, self.r, self.tOnes, accumulate)
-
-
-@cute.jit
-def multiply_both(mma, acc, tA, tB, mma_ones, sums, tOnes, accumulate):
-    warpgroup.fence()
-    atom, ones = cute.make_mma_atom(mma.op), cute.make_mma_atom(mma_ones.op)
-    for k in range_constexpr(cute.size(tB, mode=[2])):
-        atom.set(warpgroup.Field.ACCUMULATE, accumulate if const_expr(k == 0) else True)
-        ones.set(warpgroup.Field.ACCUMULATE, accumulate if const_expr(k == 0) else True)
-        cute.gemm(atom, acc, tA[None, None, k], tB[None, None, k], acc)
-        cute.gemm(ones, sums, tA[None, None, k], tOnes[None, None, 0, 0], sums)
-    warpgroup.commit_group()
-
-
 supports = refuse_forward
 run_kernel = run_forward
 
@@ -558,11 +416,9 @@ def work(problem: Problem, **options: object) -> list[Work]:
     return [work_on_query_tiles(kernel_for(problem, **options), problem)]
 
 
-def lazy_maximum(problem: Problem, **options: object) -> tuple[int | float, ...]:
-    """What P is rounded relative to: keys of a tile, its parts, how far behind a maximum may be (log₂), and
-    `share`, if terms are asked for that."""
+def lazy_maximum(problem: Problem, **options: object) -> LazyMaximum:
     kernel = kernel_for(problem, **options)
-    return kernel.tile_kv, kernel.config.parts, kernel.growth, *([kernel.share] if kernel.share else [])
+    return LazyMaximum(kernel.tile_kv, kernel.config.parts, kernel.growth, kernel.share)
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:
@@ -580,9 +436,10 @@ CANDIDATES = {  # what CONFIGS were chosen from, for `python -m harness.ablation
     128: [replace(CONFIGS[128], parts=parts) for parts in (1, 2)]
     + [Config(3, 80, 3, (32, 160)), Config(2, 128, 2, (24, 240))],
 }
-VARIANTS = {str(config): {"config": config} for configs in CANDIDATES.values() for config in configs}
+MAXIMA = {"share 0.6": {"share": 0.6}, "growth 8 alone": {"share": 0.0}, "exact": {"exact": True}}
+VARIANTS = {str(config): {"config": config} for configs in CANDIDATES.values() for config in configs} | MAXIMA
 
 
 def variants_for(problem: Problem) -> list[str]:
     """The labels in VARIANTS that are candidates at the problem's head_dim."""
-    return [str(config) for config in CANDIDATES.get(problem.head_dim, ())]
+    return [*map(str, CANDIDATES.get(problem.head_dim, ())), *MAXIMA]

@@ -12,7 +12,7 @@ Where to read     k6.py; `division.rows_of` has the choice.
 
 from . import k6
 from .calls import forward_scratch, refuse_forward, run_forward
-from .contract import Problem, Scratch, Stage, Work
+from .contract import LazyMaximum, Problem, Scratch, Stage, Work
 from .device.query_tiles import Config
 
 SHORT = {  # by rows of a tile and head_dim
@@ -57,7 +57,7 @@ def work(problem: Problem, rows: int, **options: object) -> list[Work]:
     return k6.work(problem, config=SHORT[rows][problem.head_dim], **options)
 
 
-def lazy_maximum(problem: Problem, rows: int, **options: object) -> tuple[int, int, float]:
+def lazy_maximum(problem: Problem, rows: int, **options: object) -> LazyMaximum:
     return k6.lazy_maximum(problem, config=SHORT[rows][problem.head_dim], **options)
 
 

@@ -27,7 +27,7 @@ from harness.models import (
     safe_softmax_attention,
 )
 from hopper_attention.kernels import k6, ladder
-from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.contract import LazyMaximum, Problem
 from hopper_attention.kernels.device.constants import WARP, WARPGROUP
 from hopper_attention.kernels.device.query_tiles import ROWS
 
@@ -225,6 +225,8 @@ SHAPES = {
     for config in configs
 }
 SHAPES |= {(64, 8, 8), (64, 20, 4), (64, 51, 3), (128, 7, 1), (256, 64, 2)}
+# growth and share; the last follows the maximum in every tile
+RULES = ((k6.GROWTH, k6.SHARE), (k6.GROWTH, 0.5), (k6.GROWTH, 0.0), (0.0, 0.0))
 LAZY_LENGTHS = ((203, 203), (65, 65), (64, 64), (3, 3), (1, 1))
 LAZY_LENGTHS += ((65, 203), (203, 65), (1, 130), (130, 1), (64, 65), (150, 129))
 
@@ -282,26 +284,37 @@ def unequal_to_attention(model: Callable) -> bool:
 
 def unequal_to_the_yardstick(model: Callable) -> bool:
     """P, rounded to bf16, is not the yardstick's: it is relative to another maximum."""
-    inputs = [round_bf16(x) for x in steep(203, 64)]
-    found = model(*inputs, parts=2, round_p=round_bf16)
-    return not off(found, lazy_reference(*inputs, rounding=(64, 2, k6.GROWTH))) < CLOSE
+    rounding = LazyMaximum(64, 2, k6.GROWTH, k6.SHARE)
+    for lengths, causal in product(((203, 64), (203, 64, 310)), (False, True)):
+        inputs = [round_bf16(x) for x in steep(*lengths)]
+        found = model(*inputs, causal=causal, parts=2, round_p=round_bf16)
+        if not off(found, lazy_reference(*inputs, rounding=rounding, causal=causal)) < CLOSE:
+            return True
+    return False
 
 
 def rows_depend_on_each_other(model: Callable) -> bool:
-    """A row whose maximum is raised, by its own query or by a key that it is the first to see, changes bits
-    of rows whose maximum is not, or of rows that do not see the key."""
-    q, k, v = qkv(150, 64)
+    """A row whose maximum is raised, by its own query or by a key that it is the first to see, or whose terms
+    are all alike, changes bits of other rows, or of rows that do not see the key."""
     rows = np.arange(150)
-    before = model(q, k, v, causal=True, parts=2)
-    for raised in (70, 100, 127, 149):
-        loud, key = q.copy(), k.copy()
-        loud[raised] *= 64
-        key[raised] = 8 * q[raised]
-        for inputs, untouched in (((loud, k, v), rows != raised), ((q, key, v), rows < raised)):
-            found = model(*inputs, causal=True, parts=2)
-            assert not same_bits(found, before, ~untouched)
-            if not same_bits(found, before, untouched):
-                return True
+    for size in (1, 4):  # the other rows' maxima hardly rise, or rise too
+        q, k, v = qkv(150, 64)
+        q *= size
+        before = model(q, k, v, causal=True, parts=2)
+        for raised in (70, 100, 127, 149):
+            loud, even, key = q.copy(), q.copy(), k.copy()
+            loud[raised] *= 64
+            even[raised] = 0.0
+            key[raised] = 8 * q[raised]
+            for inputs, untouched in (
+                ((loud, k, v), rows != raised),
+                ((even, k, v), rows != raised),
+                ((q, key, v), rows < raised),
+            ):
+                found = model(*inputs, causal=True, parts=2)
+                assert not same_bits(found, before, ~untouched)
+                if not same_bits(found, before, untouched):
+                    return True
     return False
 
 
@@ -311,7 +324,7 @@ FAULTS = (unequal_to_attention, unequal_to_the_yardstick, rows_depend_on_each_ot
 def test_lazy_defaults_are_k6s() -> None:
     problem = Problem.square(1, 1, 512, 128, False)
     parameters = inspect.signature(flash_attention_lazy).parameters
-    defaults = tuple(parameters[name].default for name in ("tile_kv", "parts", "growth"))
+    defaults = tuple(parameters[name].default for name in LazyMaximum._fields)
     assert defaults == k6.lazy_maximum(problem)
     assert CONSUMER_ROWS == ROWS
 
@@ -322,10 +335,10 @@ def test_lazy(d: int, tile_kv: int, parts: int, mask: dict[str, bool]) -> None:
     for n, nk in LAZY_LENGTHS:
         for q, k, v in (qkv(n, d, nk), steep(n, d, nk), steep(n, d, nk, first=-400.0, tile_kv=tile_kv)):
             exact = lazy_reference(q, k, v, **mask)
-            for growth in (k6.GROWTH, 0.0):
-                shape = {"tile_kv": tile_kv, "parts": parts, "growth": growth}
+            for rule in RULES:
+                shape = LazyMaximum(tile_kv, parts, *rule)._asdict()
                 found = flash_attention_lazy(q, k, v, **mask, **shape)
-                assert off(found, exact) < CLOSE, (n, nk, growth)
+                assert off(found, exact) < CLOSE, (n, nk, rule)
 
 
 @every_mask
@@ -334,17 +347,18 @@ def test_lazy_rounds_p_as_the_yardstick_does(tile_kv: int, parts: int, mask: dic
     """The model's maximum is behind where the yardstick's is: P rounded relative to either is the same."""
     for (n, nk), first in product(((203, 203), (65, 203), (203, 65)), (0.0, -400.0)):
         inputs = [round_bf16(x) for x in steep(n, 64, nk, first, tile_kv)]
-        rounding = (tile_kv, parts, k6.GROWTH)
-        shape = dict(zip(("tile_kv", "parts", "growth"), rounding))
-        found = flash_attention_lazy(*inputs, **mask, **shape, round_p=round_bf16)
-        assert off(found, lazy_reference(*inputs, rounding=rounding, **mask)) < CLOSE
+        for rule in RULES:
+            rounding = LazyMaximum(tile_kv, parts, *rule)
+            found = flash_attention_lazy(*inputs, **mask, **rounding._asdict(), round_p=round_bf16)
+            assert off(found, lazy_reference(*inputs, rounding=rounding, **mask)) < CLOSE
 
 
 def test_steep_scores_raise_some_rows_of_a_warp_and_not_others() -> None:
     """What the tests of this section rest on: in most tiles of most warps the branch is some rows' only."""
     q, k, _ = steep(192, 64)
     scores = torch.from_numpy(q @ k.T / 8)[None]
-    base = reference._lazy_maximum(scores, 64, 2, k6.GROWTH)[0, :, ::64]
+    all_keys = torch.full((192,), 192)
+    base = reference._lazy_maximum(scores, LazyMaximum(64, 2, k6.GROWTH), all_keys)[0, :, ::64]
     raised = (base.diff() > 0).unflatten(0, (-1, WARP_ROWS))  # (warps, rows, tiles but the first)
     some = raised.any(1) & ~raised.all(1)
     assert some.double().mean() > 0.9
@@ -373,7 +387,8 @@ def test_lazy_has_no_fault(fault: Callable[[Callable], bool]) -> None:
     assert not fault(flash_attention_lazy)
 
 
-GROWS = "new_max = row_max + np.where(ahead > growth, ahead, 0.0)"
+RAISED, RISE = "raised = ahead > room", "np.where(raised, ahead, 0.0)"
+AHEAD = "ahead = piece.max(axis=1)"
 RESCALES = "for x in (*pieces[:i], acc):"
 LAGGED = "acc += p @ _load(v, key - tile_kv, tile_kv)"
 ROUNDED = "p = s if round_p is None else round_p(s)"
@@ -398,17 +413,23 @@ MUTATIONS = {
         {"_shift(s.max": "_shift(s[:, : tile_kv // parts].max"},
         unequal_to_the_yardstick,
     ),
-    "the maximum always followed": ({"ahead > growth": "ahead > 0"}, unequal_to_the_yardstick),
-    "the maximum never followed": ({"ahead > growth": "ahead > np.inf"}, unequal_to_the_yardstick),
-    "the growth in natural units": (
-        {"ahead > growth": "ahead * np.log(2.0) > growth"},
+    "the maximum always followed": ({RAISED: "raised = ahead > 0"}, unequal_to_the_yardstick),
+    "the maximum never followed": ({RAISED: "raised = ahead > np.inf"}, unequal_to_the_yardstick),
+    "the growth in natural units": ({RAISED: f"{RAISED} / np.log(2.0)"}, unequal_to_the_yardstick),
+    "the share not asked": ({"if share and p is None:": "if False:"}, unequal_to_the_yardstick),
+    "the share that of a row that sees all keys": ({"row_sum * own": "row_sum"}, unequal_to_the_yardstick),
+    "the share that of each row by its own keys": (
+        {"row_sum * own": "row_sum * np.minimum(own, np.arange(row + 1, row + len(row_sum) + 1) / len(k))"},
         unequal_to_the_yardstick,
     ),
-    "the warp's maximum": ({GROWS: GROWS.replace("ahead", "of_warp(ahead)")}, rows_depend_on_each_other),
+    "the share of one term": ({"share * row_sum": "share * row_sum**0"}, unequal_to_the_yardstick),
+    "room left where the maximum has risen": ({"room[raised] = 0.0": "pass"}, unequal_to_the_yardstick),
+    "the warp's maximum": ({AHEAD: "ahead = of_warp(piece.max(axis=1))"}, rows_depend_on_each_other),
     "the warp's vote": (
-        {GROWS: "new_max = row_max + np.where(of_warp(ahead) > growth, np.maximum(ahead, 0.0), 0.0)"},
+        {RAISED: "raised = of_warp(ahead > room)", RISE: RISE.replace("ahead", "np.maximum(ahead, 0.0)")},
         rows_depend_on_each_other,
     ),
+    "the warp's share": ({"share * row_sum": "share * of_warp(row_sum)"}, rows_depend_on_each_other),
 }
 
 
@@ -443,12 +464,12 @@ def test_run_model_runs_the_lazy_model_as_k6_is(monkeypatch: pytest.MonkeyPatch)
     asked = set()
 
     def spy(q: Array, k: Array, v: Array, **arguments: object) -> tuple[Array, Array]:
-        asked.add((q.shape[1], *(arguments[name] for name in ("tile_kv", "parts", "growth"))))
+        asked.add((q.shape[1], *(arguments[name] for name in LazyMaximum._fields)))
         return flash_attention_lazy(q, k, v, **arguments)
 
     monkeypatch.setitem(MODELS, "flash_attention_lazy", spy)
     assert cases.run_model("k6") == []
-    assert asked == {(64, 64, 2, 8.0), (128, 64, 1, 8.0)}
+    assert asked == {(64, 64, 2, 8.0, 2.0), (128, 64, 1, 8.0, 2.0)}
     monkeypatch.setitem(MODELS, "flash_attention_lazy", mutated(MUTATIONS["O not rescaled"][0]))
     failures = cases.run_model("k6")
     for problem in ("n512 d64 full", "n512 d128 causal"):

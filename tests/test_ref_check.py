@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from harness import mutations, reference
 from harness.cases import NEEDLE_LENGTHS
 from harness.inputs import random_inputs
-from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.contract import LazyMaximum, Problem
 
 CLOSE = 1e-12  # some thousand units of float64 round-off
 SHAPES = {
@@ -346,10 +346,11 @@ def test_lazy_maximum_of_a_row_follows_its_own_scores() -> None:
     scores[0, 0, 2:4] = 5.0  # the middle tile of three
     scores[0, 1, 2:4] = 1.0  # not enough to bring the row up to date
     scores[0, 2, :2] = -torch.inf  # sees nothing of the first tile
-    base = reference._lazy_maximum(scores, tile_kv=2, parts=1, growth=2.0 / math.log(2))
+    all_keys = torch.full((4,), 6)
+    base = reference._lazy_maximum(scores, LazyMaximum(2, 1, growth=2.0 / math.log(2)), all_keys)
     of_tile = torch.tensor([[0.0, 5.0, 5.0], [0.0, 0.0, 0.0], [-torch.inf, 0.0, 0.0], [0.0, 0.0, 0.0]])
     assert torch.equal(base[0], of_tile.repeat_interleave(2, -1))
-    exact = reference._lazy_maximum(scores, tile_kv=6, parts=3, growth=8.0)  # the first tile's is its maximum
+    exact = reference._lazy_maximum(scores, LazyMaximum(6, 3, 8.0), all_keys)  # one tile: its maximum
     assert torch.equal(exact, scores.amax(-1, keepdim=True).expand_as(scores))
 
 
@@ -358,21 +359,59 @@ def test_lazy_maximum_is_asked_of_each_part_of_a_tile() -> None:
     scores[0, 0, 4:] = torch.tensor([3.0, 0.0, 4.0, 0.0])  # the second part exceeds the first by less than 2
     scores[0, 1, 4:] = torch.tensor([0.0, 0.0, 4.0, 0.0])
     scores[0, 2, 4:] = torch.tensor([4.0, 0.0, 7.0, 0.0])  # both parts grow: the tile's P follows the second
-    base = reference._lazy_maximum(scores, tile_kv=4, parts=2, growth=2.0 / math.log(2))
+    all_keys = torch.full((3,), 8)
+    base = reference._lazy_maximum(scores, LazyMaximum(4, 2, growth=2.0 / math.log(2)), all_keys)
     of_tile = torch.tensor([[0.0, 3.0], [0.0, 4.0], [0.0, 7.0]])
     assert torch.equal(base[0], of_tile.repeat_interleave(4, -1))
+
+
+def test_lazy_maximum_has_room_up_to_a_share_of_the_first_tile() -> None:
+    scores = torch.zeros(1, 4, 8)  # four tiles of two keys; the first's sum is 2, and room is for e³
+    scores[0, 0, 2] = 2.9
+    scores[0, 1, 2], scores[0, 1, 4] = 3.1, 3.5  # where it has risen once, it follows
+    scores[0, 2, 2] = 2.9  # of a row whose 64 see half the keys: room for e³ / 2
+    scores[0, 3, :2] = -torch.inf  # sees nothing of the first tile
+    lazy = LazyMaximum(2, 1, growth=5.0 / math.log(2), share=math.exp(3.0) / 2)
+    base = reference._lazy_maximum(scores, lazy, seen=torch.tensor([8, 7, 4, 8]))
+    of_tile = [[0.0, 0.0, 0.0, 0.0], [0.0, 3.1, 3.5, 3.5], [0.0, 2.9, 2.9, 2.9], [-torch.inf, 0.0, 0.0, 0.0]]
+    assert torch.equal(base[0], torch.tensor(of_tile).repeat_interleave(2, -1))
+    least = lazy._replace(growth=2.0 / math.log(2))  # growth bounds the share's room
+    assert reference._lazy_maximum(scores, least, torch.full((4,), 8))[0, 0, 2] == scores[0, 0, 2]
+
+
+def test_rows_of_a_block_count_their_tiles_together() -> None:
+    rows = torch.tensor([0, 63, 64, 150])
+    assert reference._seen_together(rows, 300, 0, False).tolist() == [300, 300, 300, 300]
+    assert reference._seen_together(rows, 300, 0, True).tolist() == [64, 64, 128, 192]
+    assert reference._seen_together(rows, 150, -100, True).tolist() == [1, 1, 28, 92]
+    assert reference._seen_together(rows, 150, 50, True).tolist() == [114, 114, 150, 150]
+
+
+def test_a_share_keeps_the_terms_exact_that_weigh() -> None:
+    """What it is for: with outliers the error is next to an eager softmax's, with `growth` alone not."""
+    q, k, v = random_inputs(Problem.square(1, 2, 1024, 64, False), "cpu")
+    generator = torch.Generator().manual_seed(1)
+    for x in (q, k):
+        x[torch.rand(x.shape, generator=generator) < 1e-3] *= 10
+    exact = reference.reference(q, k, v, False)[0]
+    rms = [
+        (reference.yardstick(q, k, v, False, rounding).double() - exact).square().mean().sqrt()
+        for rounding in (True, LazyMaximum(64, 2, 8.0, 2.0), LazyMaximum(64, 2, 8.0))
+    ]
+    assert rms[1] < 1.03 * rms[0]
+    assert rms[2] > 1.04 * rms[0]
 
 
 def test_lazy_yardstick_differs_by_roundings_only() -> None:
     q, k, v = random_inputs(Problem.square(1, 2, 300, 64, True), "cpu")
     ref = reference.reference(q, k, v, True)[0]
-    plain, lazy = (reference.yardstick(q, k, v, True, how) for how in (True, (64, 2, 8.0)))
+    plain, lazy = (reference.yardstick(q, k, v, True, how) for how in (True, LazyMaximum(64, 2, 8.0)))
     assert not torch.equal(plain, lazy)
     rms = [(x.double() - ref).square().mean().sqrt() for x in (plain, lazy)]
     assert rms[1] < 1.2 * rms[0]
 
 
-@pytest.mark.parametrize("rounds_p", [False, True, (64, 2, 8.0), (80, 1, 8.0)])
+@pytest.mark.parametrize("rounds_p", [False, True, LazyMaximum(64, 2, 8.0, 2.0), LazyMaximum(80, 1, 8.0)])
 @pytest.mark.parametrize("problem", SHAPES.values(), ids=SHAPES)
 def test_yardstick_passes_its_own_rule(problem: Problem, rounds_p: bool) -> None:
     q, k, v = random_inputs(problem, "cpu")

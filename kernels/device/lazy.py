@@ -1,0 +1,45 @@
+"""A row's maximum that may be behind its scores, and what is rescaled when it is brought up to date."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import const_expr, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
+
+from .arithmetic import largest_positive
+from .rows import OWN_ROWS, largest_of_row
+
+
+@cute.jit
+def raise_maximum(part, relative, row_max, row_sum, room, narrows: cutlass.Constexpr):
+    """Where an exponent of `part` is larger than its row has `room` for, raise the row's maximum by it, and
+    rescale what is relative to it: the part, P of the parts before and O (in `relative`), and the sum. The
+    maximum is subtracted already: the largest positive exponent is the growth. −∞ of hidden scores needs no
+    care. Where `narrows`, a row whose maximum has risen has no room from then on."""
+    beside = len(relative) > 1  # the exponentials of the part before
+    if const_expr(beside):
+        total = row_sum[0] + row_sum[1]
+    # Each thread asks its own keys; the four of a row put theirs together only in the branch.
+    keys = range(cute.size(part, mode=[1]))
+    ahead = [largest_positive([part[r, c] for c in keys]) for r in range(OWN_ROWS)]
+    most = ahead[0]
+    if const_expr(beside):
+        # Never more, since a sum is not negative; but it keeps the exponentials before the vote
+        # (notes/k6.md, "Two halves of a tile beside each other").
+        most = cute.arch.fmax(most, -total)
+    # A vote: the branch must be uniform in the warp (notes/k6.md, "A branch must be uniform").
+    if cute.arch.vote_any_sync((most > room[0]) | (ahead[1] > room[1])):
+        warpgroup.wait_group(0)  # P·V still adds to O
+        for r in range_constexpr(OWN_ROWS):
+            # Only of a row that has grown: what others of the warp see must not change its bits.
+            growth = largest_of_row(ahead[r])
+            new_max = row_max[r] + (growth if growth > room[r] else 0.0)
+            growth = new_max - row_max[r]  # as rounded: what the keys to come are relative to
+            row_max[r] = new_max
+            if const_expr(narrows):
+                room[r] = cute.arch.fmax(room[r] - growth, 0.0)  # it rose by more than there was
+            # The exponents keep the rounding of their size before: 2⁻²⁴ of the growth.
+            part[r, None].store(part[r, None].load() - growth)
+            factor = cute.math.exp2(-growth, fastmath=True)
+            for values in relative:
+                values[r, None].store(values[r, None].load() * factor)
+            row_sum[r] *= factor
