@@ -547,7 +547,7 @@ def test_parse(toy: KernelCode) -> None:
 
 
 def test_what_a_vote_skips_is_seldom(toy: KernelCode) -> None:
-    """A branch forward right behind a vote: what it skips does not count, the vote and the branch do."""
+    """A branch forward that a vote decides on: what it skips does not count, the vote and the branch do."""
     mufu = "        /*0070*/                   MUFU.EX2 R3, R3 ;\n"
     aside = """        /*0071*/                   VOTE.ANY P3, P3 ;
         /*0072*/              @!P3 BRA `(.L_x_7) ;
@@ -559,6 +559,11 @@ def test_what_a_vote_skips_is_seldom(toy: KernelCode) -> None:
     (code,) = machine_code._parse(LISTING.replace(mufu, mufu + aside))
     assert toy.seldom == () and code.seldom == (Loop(10, 11),)
     assert [i.opcode for i in code.usual(Loop(8, 12))] == ["VOTE.ANY", "BRA", "LDS"]
+    between = aside.replace(" ;\n", " ;\n        /*0075*/                   FMUL R4, R4, R4 ;\n", 1)
+    (other,) = machine_code._parse(LISTING.replace(mufu, mufu + between))
+    assert other.seldom == (Loop(11, 12),)
+    (unvoted,) = machine_code._parse(LISTING.replace(mufu, mufu + aside.replace("P3, P3", "P2, P3")))
+    assert unvoted.seldom == ()
     mix = demand(toy, TOY_WORK).mix
     assert demand(code, TOY_WORK).mix == mix | {"branch": mix["branch"] + 1, "alu": 1}
 

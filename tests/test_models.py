@@ -326,6 +326,7 @@ def test_lazy_defaults_are_k6s() -> None:
     parameters = inspect.signature(flash_attention_lazy).parameters
     defaults = tuple(parameters[name].default for name in LazyMaximum._fields)
     assert defaults == k6.lazy_maximum(problem)
+    assert k6.lazy_maximum(problem, exact=True)[2:] == (0.0, 0.0)
     assert CONSUMER_ROWS == ROWS
 
 
