@@ -84,6 +84,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             for causal in args.causals
             for n in args.seqlens
         ]
+        directions = {problem.direction for problem in args.problems}
+        if "fp8" in directions and len(directions) > 1:
+            raise Usage("stages in FP8 have peers of their own: measure them in a run of their own")
         for problem in args.problems:
             for stage_id in stages_for(problem, args.stages):
                 refuse(stage_id, problem)
@@ -182,7 +185,7 @@ def line_of(name: str, problem: Problem, rows: list[results.Row], environment: d
 
 def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
     """Run the sweep and, with --save, keep its results. Returns whether every check passed."""
-    env = timing.environment(peers.versions(args.peers))
+    env = timing.environment(peers.versions(args.peers, args.problems[0].direction))
     console.print(f"{env['gpu']}, driver {env['driver']}, CUDA {env['cuda']}, torch {env['torch']}, "
                   f"DSL {env['cutlass_dsl']}, peers {env['peers']}", soft_wrap=True)  # fmt: skip
     env |= {"gemm_tflops": round(timing.gemm_tflops(), 1), "copy_tb_per_s": round(timing.copy_tb_per_s(), 2)}

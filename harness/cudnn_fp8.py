@@ -23,8 +23,7 @@ def forward(
 ) -> Callable[[], torch.Tensor]:
     """A call that returns o (B, H, Nq, d) in the problem's dtype, or where cuDNN has no such kernel in e4m3.
 
-    q, k, v are e4m3 (B, H, N, d), rows before heads in memory or after; `descales` by the names q, k, v, a
-    float each. P is scaled by 448 before it is rounded, the most that e4m3 holds. Raises what the front end
+    q, k, v are e4m3 (B, H, N, d), rows before heads in memory or after; `descales` by the names q, k, v, one number each. P is scaled by 448 before it is rounded, the most that e4m3 holds. Raises what the front end
     raises where no kernel takes the problem.
     """
     failures = []
@@ -54,7 +53,7 @@ def _built(problem, q, k, v, descales, out: torch.dtype) -> Callable[[], torch.T
     )
     one = lambda value: torch.full((1, 1, 1, 1), value, dtype=torch.float32, device=q.device)
     tensors = {"q": q, "k": k, "v": v}
-    tensors |= {f"descale_{name}": one(float(value)) for name, value in descales.items()}
+    tensors |= {f"descale_{name}": one(value.item()) for name, value in descales.items()}
     tensors |= {"descale_s": one(1 / 448.0), "scale_s": one(448.0), "scale_o": one(1.0)}
     nodes = {
         name: graph.tensor(

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,16 @@ def version() -> str:
     return ", ".join(known) or f"builds {' and '.join(builds())}"
 
 
+def version_fp8() -> str:
+    """What is known of the build that `forward_fp8` prefers. Raises PackageNotFoundError without it."""
+    try:
+        return f"fa3-fwd {importlib.metadata.version('fa3-fwd')}"
+    except importlib.metadata.PackageNotFoundError:
+        if importlib.util.find_spec("fa3_fwd") is None:
+            raise
+        return "build fa3_fwd"
+
+
 def _call(operator: object, **given: object) -> object:
     """The operator with what is given by name, and None, False or zero for the rest, by which its front end
     says that a feature is not used."""
@@ -78,6 +89,23 @@ def forward(
     """A call of the fastest build's forward pass that returns (o, lse (batch, heads, seqlen))."""
     options = {"is_causal": causal, "num_splits": 1, "window_size_left": -1, "window_size_right": -1}
     calls = [_call(build.fwd, q=q, k=k, v=v, **options) for build in builds().values()]
+    return fastest([lambda call=call: call()[:2] for call in calls])
+
+
+def forward_fp8(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, descales: tuple[torch.Tensor, ...], causal: bool
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """`forward` of e4m3 tensors, and of `descales` (batch, kv_heads) for q, k and v. Of the builds only that
+    of the fa3-fwd package, if it is there: the others bring a second CUDA run-time library into the process,
+    beside which cuDNN's front end refuses to run."""
+    try:
+        importlib.import_module("fa3_fwd._C")
+        found = [torch.ops.fa3_fwd]
+    except ImportError:
+        found = [*builds().values()]
+    options = {"is_causal": causal, "num_splits": 1, "window_size_left": -1, "window_size_right": -1}
+    options |= dict(zip(("q_descale", "k_descale", "v_descale"), descales))
+    calls = [_call(build.fwd, q=q, k=k, v=v, **options) for build in found]
     return fastest([lambda call=call: call()[:2] for call in calls])
 
 

@@ -28,7 +28,8 @@ class Gpu:
 
     def roofline_seconds(self, problem: Problem) -> float:
         """The larger of FLOPs over the tensor-core rate and bytes over the memory rate, in seconds."""
-        return max(problem.flops / self.tensor_flops, problem.min_bytes / self.hbm_bytes_per_s)
+        tensor_flops = self.tensor_flops * (2 if problem.direction == "fp8" else 1)
+        return max(problem.flops / tensor_flops, problem.min_bytes / self.hbm_bytes_per_s)
 
 
 def peak_of(properties: Any) -> dict[str, float] | None:

@@ -199,7 +199,7 @@ def _parse(listing: str) -> list[KernelCode]:
         skips = lambda k, pattern: any(
             re.match(pattern, i.opcode) for i in instructions[k.first : k.last + 1]
         )
-        seldom = [k for k in skipped if not skips(k, "HGMMA|EXIT")]
+        seldom = [k for k in skipped if not skips(k, "[HQ]GMMA|EXIT")]
         kernels.append(
             KernelCode(
                 symbol,
@@ -250,6 +250,7 @@ def demand(code: KernelCode, work: Work, gpu: Gpu = H100_SXM) -> Demand:
             f"{work.kernel}: {len(innermost)} innermost loops in the main loop, not {len(work.trips)}"
         )
     mix, smem_bytes, tensor_flops, ffma = Counter(), 0, 0, 0
+    tensor_work = 0.0  # FLOPs as of 16 bits: of 8 a clock has twice as many
     for at in range(body.first, body.last + 1):
         if code.is_seldom(at):
             continue
@@ -263,10 +264,13 @@ def demand(code: KernelCode, work: Work, gpu: Gpu = H100_SXM) -> Demand:
             smem_bytes += times * WARP * (int(width[1]) // 8 if width else 4)
         if shape := re.search(r"GMMA\.(\d+)x(\d+)x(\d+)", opcode):
             m, n, k = (int(x) for x in shape.groups())
-            tensor_flops += times * 2 * m * n * k / 4  # one warp's quarter
+            flops = times * 2 * m * n * k / 4  # one warp's quarter
+            element = 1 if opcode.startswith("Q") else BYTES_PER_ELEMENT
+            tensor_flops += flops
+            tensor_work += flops * element / BYTES_PER_ELEMENT
             # B comes from shared memory; so does A, unless a register stands there: `R24, R4, gdesc[…]`.
             from_smem = n if re.search(r"R\d+, R\d+, gdesc", code.instructions[at].text) else m + n
-            smem_bytes += times * from_smem * k * BYTES_PER_ELEMENT / 4
+            smem_bytes += times * from_smem * k * element / 4
     # Exponents and rescaling multiply too, but little beside products on CUDA cores.
     if not work.ffma <= ffma or (work.ffma and ffma > 1.1 * work.ffma + 64):
         raise ValueError(
@@ -282,7 +286,7 @@ def demand(code: KernelCode, work: Work, gpu: Gpu = H100_SXM) -> Demand:
         unit: warps * WARP / lanes for unit, lanes in (("fma", gpu.fp32_lanes), ("alu", gpu.alu_lanes))
     }
     cycles = {
-        "tensor": warps * tensor_flops / gpu.tensor_flops_per_clock,
+        "tensor": warps * tensor_work / gpu.tensor_flops_per_clock,
         "MUFU": warps * WARP * mix["mufu"] / gpu.mufu_lanes,
         "FP32": max(per_lane["fma"] * (mix["fp32"] + mix["imad"]), 2 * per_lane["fma"] * mix["imad"]),
         "ALU": per_lane["alu"] * (mix["alu"] + mix["convert"]),

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness import fa3
+from harness import cudnn_fp8, fa3, quantized
 from hopper_attention.kernels.contract import Problem
 
 Forward = Callable[[Problem, torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], torch.Tensor]]
@@ -23,6 +23,8 @@ class Peer:
     forward: Forward
     rows_first: bool = False  # whether it is made for (B, N, H, d) tensors instead of (B, H, N, d)
     backward: Callable[..., Callable[[], object]] | None = None  # of (problem, q, k, v, dO), if its own
+    fp8: Forward | None = None  # of q, k and v as `inputs.as_read` leaves them for "fp8", if it has one
+    fp8_version: Callable[[], str] | None = None
 
     def build(
         self,
@@ -36,6 +38,8 @@ class Peer:
         with what it saves for the backward one kept, and the call is of the backward pass alone."""
         if self.rows_first:
             q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        if problem.direction == "fp8":
+            return self.fp8(problem, q, k, v)
         if problem.direction == "fwd":
             return self.forward(problem, q, k, v)
         if self.backward is not None:
@@ -103,6 +107,26 @@ def _fa3(problem, q, k, v):
     return lambda: call()[0]
 
 
+def _fa3_fp8(problem, q, k, v):
+    _check_alignment(problem, top_left=False)
+    *operands, scales = _e4m3(q, k, v)
+    descales = tuple(scale.expand(problem.batch, problem.kv_heads).contiguous() for scale in scales)
+    call = fa3.forward_fp8(*operands, descales, problem.causal)
+    return lambda: call()[0]
+
+
+def _cudnn_fp8(problem, q, k, v):
+    *operands, scales = _e4m3(q, k, v)
+    return cudnn_fp8.forward(problem, *operands, dict(zip("qkv", scales)))
+
+
+def _e4m3(*tensors: torch.Tensor) -> tuple:
+    """e4m3 codes of each, and the scales of all, (1, 1)."""
+    scales = [quantized.power_of_two(x) for x in tensors]
+    codes = [quantized.codes(x.float() / scale) for x, scale in zip(tensors, scales)]
+    return *codes, [torch.full((1, 1), scale, device=tensors[0].device) for scale in scales]
+
+
 def _fa3_backward(problem, q, k, v, do):
     _check_alignment(problem, top_left=False)
     return fa3.backward(do, q, k, v, problem.causal)
@@ -129,19 +153,23 @@ PEERS: dict[str, Peer] = {
     "math": Peer(_torch_version, _sdpa(SDPBackend.MATH)),
     "fa2": Peer(_torch_version, _sdpa(SDPBackend.FLASH_ATTENTION)),
     "efficient": Peer(_torch_version, _sdpa(SDPBackend.EFFICIENT_ATTENTION)),
-    "cudnn": Peer(_cudnn_version, _sdpa(SDPBackend.CUDNN_ATTENTION)),
+    "cudnn": Peer(_cudnn_version, _sdpa(SDPBackend.CUDNN_ATTENTION), fp8=_cudnn_fp8, fp8_version=cudnn_fp8.version),
     "flex": Peer(_triton_version, _flex),
-    "fa3": Peer(fa3.version, _fa3, rows_first=True, backward=_fa3_backward),
+    "fa3": Peer(
+        fa3.version, _fa3, rows_first=True, backward=_fa3_backward, fp8=_fa3_fp8, fp8_version=fa3.version_fp8
+    ),
     "fa4": Peer(_fa4_version, _fa4, rows_first=True),
 }
 
 
-def versions(names: list[str]) -> dict[str, str]:
-    """Version of each peer of `names` that is installed; the others are left out."""
+def versions(names: list[str], direction: str = "fwd") -> dict[str, str]:
+    """Version of each peer of `names` that is installed, and has this direction; the others are left out."""
     found = {}
     for name in names:
+        version = PEERS[name].fp8_version if direction == "fp8" else PEERS[name].version
         try:
-            found[name] = PEERS[name].version()
-        except importlib.metadata.PackageNotFoundError:
+            if version:
+                found[name] = version()
+        except ImportError:
             continue
     return found

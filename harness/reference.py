@@ -24,6 +24,7 @@ BLOCK_RMS_FACTOR = 1.5  # and over every block of 64 rows: one bad block is 1/25
 BLOCK_ROWS = 64
 ROW_RMS_FACTOR = 3.0  # and over every row, against the larger of the row's and its block's yardstick
 LSE_TOLERANCE = 1e-5
+LSE_OF_CODES = 4e-3  # of a sum that the tensor cores add up in 13 bits: 2⁻¹⁶·128 of a tile, and slack
 CANCELLATION = 2.0**-18  # of dP against D, relative to what they are sums of: some units of fp32 round-off
 NUDGE = 2.0**-17  # of P and dS before they are rounded, relative to what they come from (`gradients_of`)
 CHUNK_ELEMENTS = 2**27  # scores held at once
@@ -39,7 +40,7 @@ tile's P is rounded relative to is then the maximum at the tile's end."""
 
 def _lazy_maximum(scores: torch.Tensor, lazy: LazyMaximum, seen: torch.Tensor) -> torch.Tensor:
     """What each score (heads, rows, keys) is taken relative to; `seen` (rows,) as `_seen_together`."""
-    tile_kv, parts, growth, share = lazy
+    tile_kv, parts, growth, share, _ = lazy
     keys = scores.shape[-1]
     padded = torch.nn.functional.pad(scores, (0, -keys % tile_kv), value=-math.inf)
     part_max = padded.unflatten(-1, (-1, parts, tile_kv // parts)).amax(-1)  # (heads, rows, tiles, parts)
@@ -120,8 +121,13 @@ def _attention(
             base = _lazy_maximum(scores, rounds_p, seen_together)
             base = base.masked_fill(base == -math.inf, 0.0)
             p, weight = (scores - base).exp_(), (base - maximum).exp_()
-            total = (p * weight).sum(-1, keepdim=True)
-            p = p.to(q.dtype).to(dtype).mul_(weight)
+            if rounds_p.e4m3 is None:
+                total = (p * weight).sum(-1, keepdim=True)
+                p = p.to(q.dtype).to(dtype).mul_(weight)
+            else:
+                unit = 2.0**rounds_p.e4m3
+                p = p.mul_(unit).to(torch.float8_e4m3fn).to(dtype).mul_(weight / unit)
+                total = p.sum(-1, keepdim=True)
         else:
             p = scores.sub_(maximum).exp_()
             total = p.sum(-1, keepdim=True)
@@ -160,7 +166,16 @@ def yardstick(
 ) -> torch.Tensor:  # fmt: skip
     """Attention with the kernel's roundings and no others: fp32 scores, softmax and sums, output to q's type,
     and P to q's type where the kernel's P·V multiplies rounded P (`rounding_of`)."""
-    return _attention(q, k, v, causal, rows, torch.float32, rounds_p, top_left, scale)[0].to(q.dtype)
+    return yardstick_of(q, k, v, causal, rounds_p, rows, top_left, scale)[0]
+
+
+def yardstick_of(
+    q, k, v, causal: bool, rounds_p: Rounding, rows: torch.Tensor | None = None, top_left: bool = False,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`yardstick`'s O, and its LSE in fp32."""
+    o, lse = _attention(q, k, v, causal, rows, torch.float32, rounds_p, top_left, scale)
+    return o.to(q.dtype), lse
 
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # dQ (B, H, Nq, d), dK and dV (B, Hkv, Nkv, d)
@@ -281,6 +296,13 @@ def _block_rms(error: torch.Tensor) -> torch.Tensor:
     return torch.stack([part.mean(-1) for part in parts], -1).sqrt()
 
 
+def _largest_of_blocks(x: torch.Tensor) -> torch.Tensor:
+    """For each row of x (B, H, rows) the largest of its BLOCK_ROWS."""
+    rows = x.shape[-1]
+    blocks = torch.nn.functional.pad(x, (0, -rows % BLOCK_ROWS)).unflatten(-1, (-1, BLOCK_ROWS)).amax(-1)
+    return blocks.repeat_interleave(BLOCK_ROWS, -1)[..., :rows]
+
+
 def judge(
     o: torch.Tensor,
     ref: torch.Tensor,
@@ -289,11 +311,13 @@ def judge(
     ref_lse: torch.Tensor | None = None,
     floor: float = 0.0,
     others: Sequence[torch.Tensor] = (),
+    yard_lse: torch.Tensor | None = None,
 ) -> Verdict:
     """Apply the pass rule to a kernel's output `o` (and `lse`). All of o, ref, yard are (B, H, N, d).
 
     The yardstick's error counts as at least `floor`, and as that of the worst of `others`, which are
-    yardsticks too, in each part of the rule.
+    yardsticks too, in each part of the rule. With `yard_lse`, of a kernel whose LSE is of rounded P, the LSE
+    may be off MAX_FACTOR times as far as the yardstick's in any row of its block of 64.
     """
     if o.numel() == 0:
         return Verdict((), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -350,6 +374,10 @@ def judge(
     if lse is not None:
         delta = (lse.double() - ref_lse).abs() / ref_lse.abs().clamp(min=1.0)
         delta = torch.where(lse == ref_lse, zero, delta)  # −∞ in both
+        if yard_lse is not None:
+            off = torch.where(yard_lse == ref_lse, zero, (yard_lse.double() - ref_lse).abs())
+            off = _largest_of_blocks(off / ref_lse.abs().clamp(min=1.0))
+            delta = delta * LSE_TOLERANCE / (MAX_FACTOR * off).clamp(min=LSE_OF_CODES)
         lse_error = delta.nan_to_num(math.inf).max().item()
         if not lse_error <= LSE_TOLERANCE:
             at = tuple(int(x) for x in torch.unravel_index(delta.nan_to_num(math.inf).argmax(), delta.shape))
@@ -483,10 +511,12 @@ class Expected:
         Gradients are held to a yardstick that reads what `saved` gives.
         """
         if "o" in outputs:
-            yard = self._yardstick(
-                "o", rounding, yardstick, self.q, self.k, self.v, self.causal, **self.options
+            yard, yard_lse = self._yardstick(
+                "o", rounding, yardstick_of, self.q, self.k, self.v, self.causal, **self.options
             )
-            return judge(outputs["o"], self.forward[0], yard, outputs.get("lse"), self.forward[1])
+            codes = isinstance(rounding, LazyMaximum) and rounding.e4m3 is not None
+            given = outputs["o"], self.forward[0], yard, outputs.get("lse"), self.forward[1]
+            return judge(*given, yard_lse=yard_lse if codes else None)
         inputs, options = (*self.inputs, self.causal), self.options | {"dlse": self.dlse}
         yard = lambda nudge: self._yardstick(
             f"gradients, {nudge}", rounding, yardstick_gradients, *inputs, **options, nudge=nudge

@@ -188,6 +188,9 @@ class LazyMaximum(NamedTuple):
     parts: int
     growth: float  # in powers of two
     share: float = 0.0
+    # Of a stage that rounds P to e4m3: log₂ of what P is where a score is the maximum. Its sums are then of
+    # rounded P.
+    e4m3: float | None = None
 
 
 class KernelFile(Protocol):

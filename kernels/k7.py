@@ -12,6 +12,7 @@ Note              notes/k7.md
 """
 
 import math
+from dataclasses import replace
 from enum import IntEnum
 
 import cutlass
@@ -23,7 +24,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .calls import forward_scratch
-from .contract import Compiled, Problem, Scratch, Stage, Tensors, Work
+from .contract import Compiled, LazyMaximum, Problem, Scratch, Stage, Tensors, Work
 from .device.arithmetic import largest_positive
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
@@ -459,13 +460,15 @@ def kernel_for(problem: Problem, **options: object) -> FP8Forward:
 
 
 def work(problem: Problem, **options: object) -> list[Work]:
-    return [work_on_query_tiles(kernel_for(problem, **options), problem)]
-
-
-def lazy_maximum(problem: Problem, **options: object) -> tuple[int, int, float]:
-    """What P is rounded relative to, as `k6.lazy_maximum`; 2^OFFSET is what a maximum's own P is."""
     kernel = kernel_for(problem, **options)
-    return kernel.tile_kv, kernel.config.parts, LIMIT - OFFSET
+    work = work_on_query_tiles(kernel, problem)
+    columns = (problem.head_dim + kernel.columns) / (2 * problem.head_dim)  # of P·V, as many as V's and the ones'
+    return [replace(work, tensor_flops=work.tensor_flops * columns)]
+
+
+def lazy_maximum(problem: Problem, **options: object) -> LazyMaximum:
+    kernel = kernel_for(problem, **options)
+    return LazyMaximum(kernel.tile_kv, kernel.config.parts, LIMIT - OFFSET, e4m3=OFFSET)
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:

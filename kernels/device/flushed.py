@@ -6,13 +6,13 @@ memory after every so many keys, where each thread has 16-byte places of its own
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, range_constexpr
+from cutlass import Float32, const_expr, range_constexpr
 
 from .constants import WARPGROUP
 from .rows import OWN_ROWS
 
 QUAD = 4  # accumulator elements of 16 bytes: of two columns, of the thread's first row and of its second
-AT_ONCE = 8  # that are loaded before one is used
+AT_ONCE = 8  # quads between fences, without which all are loaded at once, into registers that are not there
 AHEAD = 32.0  # powers of two by which what is added may be scaled: fp32 has room for it
 
 
@@ -36,7 +36,9 @@ def flush(rO: cute.Tensor, flushed: cute.Tensor, base: cute.Tensor, row_max: cut
         ahead = cute.arch.fmax(row_max[0] - base[0], row_max[1] - base[1])
         if cute.arch.vote_any_sync(ahead > AHEAD):  # seldom: a row's maximum grows when it sees its first keys
             factors = [cute.math.exp2(base[r] - row_max[r], fastmath=True) for r in range(OWN_ROWS)]
-            for i in range(cute.size(quads, mode=[1]), unroll=1):
+            for i in range_constexpr(cute.size(quads, mode=[1])):
+                if const_expr(i % AT_ONCE == 0):
+                    cute.arch.fence_acq_rel_cta()
                 before = _load(flushed[None, i].iterator)
                 quad = cute.make_rmem_tensor(QUAD, Float32)
                 for j in range_constexpr(QUAD):
@@ -55,7 +57,7 @@ def add_flushed(rO: cute.Tensor, flushed: cute.Tensor, base: cute.Tensor, row_ma
     factors = [cute.math.exp2(base[r] - row_max[r], fastmath=True) for r in range(OWN_ROWS)]
     for i in range(cute.size(quads, mode=[1])):
         if i % AT_ONCE == 0:
-            cute.arch.fence_acq_rel_cta()  # or all are loaded at once, into registers that are not there
+            cute.arch.fence_acq_rel_cta()
         before = _load(flushed[None, i].iterator)
         for j in range(QUAD):
             quads[j, i] += before[j] * factors[j // 2]
