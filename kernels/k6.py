@@ -248,7 +248,8 @@ class FlashAttentionForward(QueryTiles):
                 self.first_softmax(S, row_max, row_sum)
                 round_fragment(x.rS, x.rP, self.dtype)
                 if const_expr(self.share > 0.0):
-                    self.first_room(room, row_sum, own_blocks, seqlen_kv)
+                    for r in range_constexpr(OWN_ROWS):
+                        room[r] = self.first_room(sum_of_row(row_sum[r]), own_blocks, seqlen_kv)
                 if const_expr(self.o_over_q and self.q_stages == 2):
                     # Leave the place of the Q before, when this warp's part of O has been read from there.
                     if announced == FOLLOWS:
@@ -364,17 +365,16 @@ class FlashAttentionForward(QueryTiles):
         self.subtract(S, row_max)
         exponentiate(S, row_sum)
 
-    def first_room(self, room, row_sum, own_blocks, seqlen_kv):
-        """In powers of two, how far each row's maximum may rise from its first tile's: log₂ of `share` times
-        that tile's sum, which is about what a tile adds to the row, between 0 and GROWTH. Of rows that see a
-        part of all keys only that part of it: their terms weigh more, and they are soon done."""
+    def first_room(self, total, own_blocks, seqlen_kv):
+        """In powers of two, how far a row's maximum may rise from its first tile's, whose sum is `total`: log₂
+        of `share` times that sum, about what each tile adds to the row, between 0 and GROWTH. Of rows that
+        see a part of all keys only that part of it: their terms weigh more, and they are soon done."""
         part = self.share
         if self.mask.hides:
             blocks = Float32(cute.ceil_div(seqlen_kv, self.tile_kv))
             part = self.share * Float32(own_blocks) * cute.arch.rcp_approx(blocks)
-        for r in range(OWN_ROWS):
-            share_log2 = cute.math.log2(sum_of_row(row_sum[r]) * part, fastmath=True)
-            room[r] = cute.arch.fmin(cute.arch.fmax(share_log2, 0.0), self.growth)
+        share_log2 = cute.math.log2(total * part, fastmath=True)
+        return cute.arch.fmin(cute.arch.fmax(share_log2, 0.0), self.growth)
 
     def subtract(self, S, row_max):
         """Scores become exponents, relative to row_max."""
