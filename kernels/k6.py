@@ -366,9 +366,9 @@ class FlashAttentionForward(QueryTiles):
         exponentiate(S, row_sum)
 
     def first_room(self, total, own_blocks, seqlen_kv):
-        """In powers of two, how far a row's maximum may rise from its first tile's, whose sum is `total`: log₂
-        of `share` times that sum, about what each tile adds to the row, between 0 and GROWTH. Of rows that
-        see a part of all keys only that part of it: their terms weigh more, and they are soon done."""
+        """In powers of two, how far a row's maximum may rise from its first tile's: log₂ of `share` times the
+        tile's sum, which is about what each tile adds to the row; between 0 and GROWTH. Of rows that see a
+        part of all keys only that part of it: their terms weigh more, and they are soon done."""
         part = self.share
         if self.mask.hides:
             blocks = Float32(cute.ceil_div(seqlen_kv, self.tile_kv))
