@@ -12,7 +12,7 @@ from .constants import WARPGROUP
 from .rows import OWN_ROWS
 
 QUAD = 4  # accumulator elements of 16 bytes: of two columns, of the thread's first row and of its second
-AT_ONCE = 8  # quads between fences, without which all are loaded at once, into registers that are not there
+AT_ONCE = 4  # quads between fences, without which all are loaded at once, into registers that are not there
 AHEAD = 32.0  # powers of two by which what is added may be scaled: fp32 has room for it
 
 
