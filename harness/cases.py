@@ -173,7 +173,7 @@ def needle_in(stage_id: str, problem: Problem) -> Iterator[str]:
         yield f"{problem}: {len(wrong)} rows miss their key, first row {row} (key {key})"
     ref_lse = reference.reference(q, k, v, **mask)[1]
     off = (found["lse"] - ref_lse).abs()
-    slack = reference.LSE_OF_CODES if problem.direction == "fp8" else reference.LSE_TOLERANCE
+    slack = reference.LSE_OF_SUMS if problem.direction == "fp8" else reference.LSE_TOLERANCE
     if not (off <= slack * ref_lse.abs()).all():
         yield f"{problem}: LSE off by {off.max().item():.3g}: a tile counted twice?"
 
@@ -235,7 +235,9 @@ def constant_values(stage_id, args):
             ("its column's constant", columns.expand_as(v).contiguous()),
         ):
             o = run_poisoned(stage_id, (q, k, constant), problem.causal)["o"]
-            if not torch.allclose(o.float(), constant.float(), rtol=2**-8, atol=0):
+            # Sums of 8-bit products are truncated: of V's column as much as of the ones, but not the same.
+            slack = 2**-7 if problem.direction == "fp8" else 2**-8
+            if not torch.allclose(o.float(), constant.float(), rtol=slack, atol=0):
                 yield f"{problem}: V = {name} gives O up to {(o - constant).abs().max().item():.3g} away"
 
 
@@ -490,7 +492,8 @@ def long_sequence(stage_id, args):
 @case("fwd")
 def rising_scores(stage_id, args):
     # From row to row scores rise or fall with the key, by up to 185 powers of two: what earlier keys gave as
-    # the maximum is behind in most tiles of some rows, now and then of others, and never of the rest.
+    # the maximum is behind in most tiles of some rows, now and then of others, and never of the rest. In FP8
+    # by up to 46: beyond that the tensor cores' truncated sums of Q·Kᵀ decide, which no rule of ours does.
     problems = small(stage_id, seqlen_q=513, seqlen_kv=513)
     problems += [problems[-1].with_(**changes) for changes in ({"head_dim": 256}, {"dtype": "float16"})]
     for problem in problems:
@@ -498,7 +501,8 @@ def rising_scores(stage_id, args):
             continue  # `other_shapes` sees to the refusal
         q, k, v = random_inputs(problem)
         k[..., 0] = torch.linspace(0, 16, problem.seqlen_kv)
-        q[..., 0] = torch.linspace(-8, 8, problem.seqlen_q) * math.sqrt(problem.head_dim)
+        steep = 2 if problem.direction == "fp8" else 8
+        q[..., 0] = torch.linspace(-steep, steep, problem.seqlen_q) * math.sqrt(problem.head_dim)
         yield from judged(stage_id, q, k, v, None, problem.causal, f"{problem}, rising scores")
 
 
@@ -665,12 +669,14 @@ def cuda_graph(stage_id, args):
         with torch.cuda.graph(graph):
             module.run_kernel(compiled, tensors)
         for seed in (1, 2):
-            for x, new in zip(inputs, inputs_for(problem, seed=seed)):
-                x.copy_(new)
+            new = inputs_for(problem, seed=seed)
+            _, _, other = ready(stage_id, new, problem.causal)
+            for name in ("q", "k", "v", "o", "lse", "do") if len(new) > 3 else ("q", "k", "v"):
+                getattr(tensors, name).copy_(getattr(other, name))
             poison(tensors)
             graph.replay()
             torch.cuda.synchronize()
-            for name in differing(stage_id, tensors.outputs, run(stage_id, inputs, problem.causal)):
+            for name in differing(stage_id, tensors.outputs, run(stage_id, new, problem.causal)):
                 yield f"{problem}: {name} of a replay with new data differs from eager"
 
 

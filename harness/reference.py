@@ -24,7 +24,10 @@ BLOCK_RMS_FACTOR = 1.5  # and over every block of 64 rows: one bad block is 1/25
 BLOCK_ROWS = 64
 ROW_RMS_FACTOR = 3.0  # and over every row, against the larger of the row's and its block's yardstick
 LSE_TOLERANCE = 1e-5
-LSE_OF_CODES = 4e-3  # of a sum that the tensor cores add up in 13 bits: 2⁻¹⁶·128 of a tile, and slack
+# Of an LSE that is of e4m3 P: a row's is off by at most log(1 + 2⁻⁴), a block's rms by at least what sums of
+# 13 bits lose, 2⁻¹⁶ of each of a tile's terms.
+LSE_OF_CODES, LSE_OF_SUMS = 0.065, 2e-3
+SUM_BITS = 13  # that the tensor cores keep behind the leading one of a sum of 8-bit products, and truncate
 CANCELLATION = 2.0**-18  # of dP against D, relative to what they are sums of: some units of fp32 round-off
 NUDGE = 2.0**-17  # of P and dS before they are rounded, relative to what they come from (`gradients_of`)
 CHUNK_ELEMENTS = 2**27  # scores held at once
@@ -114,6 +117,8 @@ def _attention(
         keys, values = k[b, kv_heads].to(dtype), v[b, kv_heads].to(dtype)
         queries = q[b, some_heads][:, rows[piece]].to(dtype)
         scores = _scores(queries, keys, rows[piece], columns, offset, causal, scale)
+        if isinstance(rounds_p, LazyMaximum) and rounds_p.e4m3 is not None:
+            scores += _truncation(scores, head_dim)
         maximum = scores.amax(-1, keepdim=True)
         maximum.masked_fill_(maximum == -math.inf, 0.0)  # −∞ − (−∞) would be NaN
         if isinstance(rounds_p, tuple):
@@ -176,6 +181,16 @@ def yardstick_of(
     """`yardstick`'s O, and its LSE in fp32."""
     o, lse = _attention(q, k, v, causal, rows, torch.float32, rounds_p, top_left, scale)
     return o.to(q.dtype), lse
+
+
+def _truncation(scores: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """What a score loses, at random, where the tensor cores add up products of 8 bits: each of them is
+    truncated to SUM_BITS behind the leading one of the sum. Nothing beside other roundings, unless a score
+    is large."""
+    unit = torch.exp2(scores.abs().nan_to_num(0.0, 0.0, 0.0).clamp(min=1e-30).log2().floor() - SUM_BITS)
+    generator = torch.Generator(scores.device).manual_seed(0)
+    noise = torch.rand(scores.shape, generator=generator, device=scores.device, dtype=scores.dtype) - 0.5
+    return noise * unit * math.sqrt(head_dim)
 
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # dQ (B, H, Nq, d), dK and dV (B, Hkv, Nkv, d)
@@ -296,13 +311,6 @@ def _block_rms(error: torch.Tensor) -> torch.Tensor:
     return torch.stack([part.mean(-1) for part in parts], -1).sqrt()
 
 
-def _largest_of_blocks(x: torch.Tensor) -> torch.Tensor:
-    """For each row of x (B, H, rows) the largest of its BLOCK_ROWS."""
-    rows = x.shape[-1]
-    blocks = torch.nn.functional.pad(x, (0, -rows % BLOCK_ROWS)).unflatten(-1, (-1, BLOCK_ROWS)).amax(-1)
-    return blocks.repeat_interleave(BLOCK_ROWS, -1)[..., :rows]
-
-
 def judge(
     o: torch.Tensor,
     ref: torch.Tensor,
@@ -316,8 +324,8 @@ def judge(
     """Apply the pass rule to a kernel's output `o` (and `lse`). All of o, ref, yard are (B, H, N, d).
 
     The yardstick's error counts as at least `floor`, and as that of the worst of `others`, which are
-    yardsticks too, in each part of the rule. With `yard_lse`, of a kernel whose LSE is of rounded P, the LSE
-    may be off MAX_FACTOR times as far as the yardstick's in any row of its block of 64.
+    yardsticks too, in each part of the rule. With `yard_lse`, of a kernel whose LSE is of e4m3 P, a row's LSE
+    may be off by LSE_OF_CODES, and the rms of a block's 64 by MAX_FACTOR times the yardstick's.
     """
     if o.numel() == 0:
         return Verdict((), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -375,9 +383,10 @@ def judge(
         delta = (lse.double() - ref_lse).abs() / ref_lse.abs().clamp(min=1.0)
         delta = torch.where(lse == ref_lse, zero, delta)  # −∞ in both
         if yard_lse is not None:
-            off = torch.where(yard_lse == ref_lse, zero, (yard_lse.double() - ref_lse).abs())
-            off = _largest_of_blocks(off / ref_lse.abs().clamp(min=1.0))
-            delta = delta * LSE_TOLERANCE / (MAX_FACTOR * off).clamp(min=LSE_OF_CODES)
+            of_row, of_yard = (torch.where(x == ref_lse, zero, x.double() - ref_lse) for x in (lse, yard_lse))
+            of_block = _block_rms(of_row[..., None]) / _block_rms(of_yard[..., None]).clamp(min=LSE_OF_SUMS)
+            worst_block = of_block.nan_to_num(math.inf).max() / MAX_FACTOR
+            delta = LSE_TOLERANCE * torch.maximum(of_row.abs() / LSE_OF_CODES, worst_block)
         lse_error = delta.nan_to_num(math.inf).max().item()
         if not lse_error <= LSE_TOLERANCE:
             at = tuple(int(x) for x in torch.unravel_index(delta.nan_to_num(math.inf).argmax(), delta.shape))

@@ -64,7 +64,7 @@ CONFIGS = {
 }
 END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
 OFFSET = 6.0  # log₂ of P where a score is its row's maximum, as long as that is up to date
-FLUSH_KEYS = 1024  # after so many O is added to a sum in fp32: the tensor cores' own keeps about 13 bits
+FLUSH_KEYS = 2048  # after so many O is added to a sum in fp32: the tensor cores' own keeps about 13 bits
 LIMIT = 8.75  # log₂ of P beyond which the maximum is brought up to date: the largest code is 448 = 2^8.81
 
 
@@ -92,7 +92,7 @@ class FP8Forward(QueryTiles):
         self.dtype, self.config, self.sms, self.block_scales = ELEMENTS[dtype], config, sms, block_scales
         self.consumers, self.stages = config.consumers, config.stages
         self.columns = head_dim + ONES_ROWS
-        self.flush_tiles = flush_keys // config.tile_kv  # 0: never
+        self.chunk = flush_keys // config.tile_kv  # tiles of keys between two flushes
         self.threads = WARPGROUP * (self.consumers + 1)
         self.q_stages = 2 if self.tile_bytes(2) <= SMEM_MAX // config.ctas - 1024 else 1
         assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
@@ -219,7 +219,6 @@ class FP8Forward(QueryTiles):
             S, O, row_max, row_sum = rows.S, by_row(rO), rows.max, rows.sum
             flushed = own_quads(mFlushed, cta * self.consumers + consumer, thread, self.head_dim)
             base = cute.make_rmem_tensor(OWN_ROWS, Float32)
-            held = rO, sums, flushed, base
             ahead = cute.make_rmem_tensor((max(1, self.tile_kv // BLOCK), 2), Float32)
             o_stores = WarpStores(mma_o, sO, store_O, mO, thread, warp_idx, consumer_warps)
 
@@ -244,12 +243,19 @@ class FP8Forward(QueryTiles):
                 round_to_codes(x.rS, x.rP)
 
                 # 3. main loop: the tiles that are seen whole, those with hidden keys, those all hidden
-                for block in range(1, visible, unroll=1):
-                    self.step(x, rows, held, scales, first_row, block, q_get, k_get, v_get, masked=False)
-                    v_get = k_get.clone()
-                    k_get.advance()
+                # After `chunk` of the first ones O goes to its sum in fp32, and begins anew with tile `begun`.
+                begun = Int32(0)
+                for first in range(1, visible, self.chunk, unroll=1):
+                    end = cutlass.min(visible, first + self.chunk)
+                    for block in range(first, end, unroll=1):
+                        self.step(x, rows, sums, scales, first_row, block, begun, q_get, k_get, v_get, False)
+                        v_get = k_get.clone()
+                        k_get.advance()
+                    if end == first + self.chunk:
+                        flush(rO, flushed, base, row_max, begun == 0)
+                        begun = end - 1
                 for block in range(cutlass.max(1, visible), own_blocks, unroll=1):
-                    self.step(x, rows, held, scales, first_row, block, q_get, k_get, v_get, masked=True)
+                    self.step(x, rows, sums, scales, first_row, block, begun, q_get, k_get, v_get, True)
                     k_get.advance()
                     v_get.advance()
                 hidden, past_the_end = kv_blocks - own_blocks, first_row >= seqlen_q
@@ -258,9 +264,8 @@ class FP8Forward(QueryTiles):
 
                 # 4. the last P·V (if Q has two stages, beside the next tile's first Q·Kᵀ); then O and LSE
                 this_tile, this_row, this_v_scale = (q_block, head, batch), first_row, v_scale
-                this_blocks = own_blocks
                 v_ring.consumer_wait(v_get)
-                self.multiply_pv(x, v_get, own_blocks)  # of the tile before `own_blocks`, the last
+                multiply_pv(x, v_get, own_blocks, begun)  # of the tile before `own_blocks`, the last
                 announced, q_block, head, batch = hear(tile_ring, tile_get, sTile)
                 tile_get.advance()
                 q_get.advance()
@@ -273,9 +278,8 @@ class FP8Forward(QueryTiles):
                 v_ring.consumer_release(v_get)
                 v_get.advance()
                 v_get = skip(v_ring, v_get, hidden)
-                if const_expr(self.flush_tiles > 0):
-                    if this_blocks > self.flush_tiles:
-                        add_flushed(rO, flushed, base, row_max)
+                if begun > 0:
+                    add_flushed(rO, flushed, base, row_max)
                 lse = [None, None]
                 for r in range_constexpr(OWN_ROWS):
                     total = row_sum[r] + sums[r]
@@ -331,13 +335,13 @@ class FP8Forward(QueryTiles):
             hidden = 0  # others have none anyway, which the compiler does not know
         return hidden, k_get, v_get
 
-    def step(self, x, rows, held, scales, first_row, kv_block, q_get, k_get, v_get, masked: bool):
+    def step(self, x, rows, sums, scales, first_row, kv_block, begun, q_get, k_get, v_get, masked: bool):
         """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one."""
         factors = self.factors(scales, kv_block)
         x.k_ring.consumer_wait(k_get)
         multiply_qk(x, q_get, k_get)
         x.v_ring.consumer_wait(v_get)
-        self.multiply_pv(x, v_get, kv_block)
+        multiply_pv(x, v_get, kv_block, begun)
         warpgroup.wait_group(1)
         x.k_ring.consumer_release(k_get)
         if masked:
@@ -353,23 +357,9 @@ class FP8Forward(QueryTiles):
         x.v_ring.consumer_release(v_get)
         exponentiate(rows.parts[-1])
         round_to_codes(x.rS, x.rP)
-        rO, sums, flushed, base = held
         for r in range(OWN_ROWS):
             rows.sum[r] += sums[r]
             sums[r] = zeroed_here(sums[r])
-        if self.flush_tiles:
-            self.flush(rO, flushed, base, rows.max, kv_block)
-
-    def multiply_pv(self, x, v_get, kv_block):
-        """`products.multiply_pv`, but O begins anew after each flush."""
-        goes_on = (kv_block - 1) % self.flush_tiles != 0 if self.flush_tiles else kv_block > 1
-        multiply(x.mma_pv, x.rO, x.tOrP, x.tOrV[None, None, None, v_get.index], goes_on)
-
-    @cute.jit
-    def flush(self, rO, flushed, base, row_max, kv_block):
-        """Move O to its sum in fp32, after `flush_tiles` tiles of keys and so many more."""
-        if kv_block % self.flush_tiles == 0:
-            flush(rO, flushed, base, row_max, kv_block == self.flush_tiles)
 
     def factors(self, scales, kv_block):
         """For each block of keys in the tile: what its scores are multiplied by, and the exponent of its V.
@@ -427,6 +417,11 @@ class FP8Forward(QueryTiles):
             for r in range(OWN_ROWS):
                 base = row_max[r] if exponent is None else row_max[r] - exponent
                 S[r, None].store(S[r, None].load() * factor - base)
+
+
+def multiply_pv(x: Products, v_get, kv_block, begun) -> None:
+    """`products.multiply_pv`, for an O that begins with tile `begun`."""
+    multiply(x.mma_pv, x.rO, x.tOrP, x.tOrV[None, None, None, v_get.index], kv_block - 1 != begun)
 
 
 @cute.jit
@@ -495,6 +490,6 @@ def run_kernel(compiled: Compiled, t: Tensors) -> None:
         compiled(t.q, t.k, t.v, t.o, t.lse, *t.workspace.values(), *t.scales, scale)
 
 
-VARIANTS = {"flush never": {"flush_keys": 0}} | {
-    f"flush after {keys}": {"flush_keys": keys} for keys in (512, 1024, 2048, 4096)
-}
+NEVER = 2**30  # keys
+VARIANTS = {f"flush after {keys}": {"flush_keys": keys} for keys in (1024, 2048, 4096)}
+VARIANTS |= {"flush never": {"flush_keys": NEVER}}
