@@ -1,8 +1,9 @@
 """Check and benchmark stages of the ladder beside the peers.
 
     python bench.py k2                    the sweep: seqlen 128…16384 × head_dim {64, 128} × causal {0, 1}
-    python bench.py k1 fa1 k2             several stages in one interleaved run; `all` for the ladder
+    python bench.py k1 fa1 k2             several stages in one interleaved run; `all` for the 16-bit ladder
     python bench.py bwd4                  a backward stage, beside the peers' backward passes
+    python bench.py k7                    a stage in FP8, beside the peers that have it, in a run of its own
     python bench.py k6 --suite models     the library on models' shapes (harness/suite.py), beside the peers
     CHECK=1 SEQLEN=512 HEADDIM=64 CAUSAL=0 python bench.py k1
     python bench.py k1 --check --seqlen 512 --head-dim 64 --causal 0
@@ -73,7 +74,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args.peers = [] if args.peers == "none" else args.peers.split(",")
     if unknown := [name for name in args.peers if name not in peers.PEERS]:
         raise Usage(f"unknown peer {unknown[0]!r}; there are {', '.join(peers.PEERS)}")
+    everything = args.stages == ["all"]
     args.stages = ladder.stages_named(args.stages)
+    if everything:  # that one run can hold
+        args.stages = [x for x in args.stages if ladder.load(x)[0].direction != "fp8"]
     if args.suite and (other := [x for x in args.stages if x not in suite.DIRECTIONS]):
         raise Usage(f"--suite is for {' and '.join(suite.DIRECTIONS)}, the library's stages, not {other[0]}")
     try:

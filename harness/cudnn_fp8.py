@@ -7,7 +7,7 @@ import torch
 
 from hopper_attention.kernels.contract import Problem
 
-STATISTICS = ("amax_s", "amax_o")  # of P and of O: what the operation always gives
+P_SCALE = 448.0  # of P before it is rounded: it is at most 1, and e4m3 holds this
 
 
 def version() -> str:
@@ -23,16 +23,16 @@ def forward(
 ) -> Callable[[], torch.Tensor]:
     """A call that returns o (B, H, Nq, d) in the problem's dtype, or where cuDNN has no such kernel in e4m3.
 
-    q, k, v are e4m3 (B, H, N, d), rows before heads in memory or after; `descales` by the names q, k, v, one number each. P is scaled by 448 before it is rounded, the most that e4m3 holds. Raises what the front end
-    raises where no kernel takes the problem.
+    q, k, v are e4m3 (B, H, N, d), rows before heads in memory or after; `descales` by the names q, k, v, one
+    number each. Raises what the front end raises where no kernel takes the problem.
     """
-    failures = []
+    reason = None
     for out in (getattr(torch, problem.dtype), torch.float8_e4m3fn):
         try:
             return _built(problem, q, k, v, descales, out)
         except Exception as error:  # the front end's classes differ by version
-            failures.append(error)
-    raise failures[0]
+            reason = reason or error
+    raise reason
 
 
 def _built(problem, q, k, v, descales, out: torch.dtype) -> Callable[[], torch.Tensor]:
@@ -54,19 +54,19 @@ def _built(problem, q, k, v, descales, out: torch.dtype) -> Callable[[], torch.T
     one = lambda value: torch.full((1, 1, 1, 1), value, dtype=torch.float32, device=q.device)
     tensors = {"q": q, "k": k, "v": v}
     tensors |= {f"descale_{name}": one(value.item()) for name, value in descales.items()}
-    tensors |= {"descale_s": one(1 / 448.0), "scale_s": one(448.0), "scale_o": one(1.0)}
+    tensors |= {"descale_s": one(1 / P_SCALE), "scale_s": one(P_SCALE), "scale_o": one(1.0)}
     nodes = {
-        name: graph.tensor(
-            name=name, dim=list(x.shape), stride=list(x.stride()), data_type=types[x.dtype]
-        )
+        name: graph.tensor(name=name, dim=list(x.shape), stride=list(x.stride()), data_type=types[x.dtype])
         for name, x in tensors.items()
     }
     mask = {}
     if problem.causal:
-        corner = cudnn.diagonal_alignment.TOP_LEFT if problem.top_left else cudnn.diagonal_alignment.BOTTOM_RIGHT
-        if problem.seqlen_q == problem.seqlen_kv:
-            corner = cudnn.diagonal_alignment.TOP_LEFT
-        mask = {"diagonal_alignment": corner, "right_bound": 0}
+        top_left = problem.top_left or problem.seqlen_q == problem.seqlen_kv
+        corners = cudnn.diagonal_alignment
+        mask = {
+            "diagonal_alignment": corners.TOP_LEFT if top_left else corners.BOTTOM_RIGHT,
+            "right_bound": 0,
+        }
     o_node, _, *amax = graph.sdpa_fp8(
         **nodes, attn_scale=1.0 / math.sqrt(problem.head_dim), generate_stats=False, **mask
     )

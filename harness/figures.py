@@ -23,7 +23,7 @@ from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import BACKWARD, FORWARD
 
 STAGES = {"fwd": FORWARD, "bwd": BACKWARD}
-KINDS = {"fwd": "forward", "bwd": "backward"}
+KINDS = {"fwd": "forward", "fp8": "FP8 forward", "bwd": "backward"}
 BOTH = f"{FORWARD} + {BACKWARD}"
 BEST_PEERS = ("cudnn", "fa2", "fa3", "fa4")
 PANELS = tuple(product(HEAD_DIMS, (False, True)))

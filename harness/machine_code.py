@@ -26,6 +26,7 @@ from harness.hardware import H100_SXM, Gpu
 from hopper_attention.kernels.contract import BYTES_PER_ELEMENT, Problem, Work
 
 WARP = 32
+VOTE_AHEAD = 100  # instructions that may be between a vote and its branch: a part's exponentials
 # First match wins. Pipes as in the CUDA programming guide's throughput table for compute capability 9.0: IMAD
 # runs on half of the FMA lanes, compares, selects, logic and shifts on the ALU's 64.
 CLASSES = (
@@ -214,10 +215,16 @@ def _parse(listing: str) -> list[KernelCode]:
 
 
 def _follows_a_vote(instructions: list[Instruction], branch: int) -> bool:
-    """Whether a vote decides on a branch; ptxas may put an instruction or two of other business between."""
+    """Whether a vote decides on a branch; ptxas may put other business between, such as exponentials."""
     if not (guard := re.match(r"@!?(U?P\w+)", instructions[branch].text)):
         return False
-    return any(re.match(rf"VOTE\S*\s+{guard[1]},", i.text) for i in instructions[max(0, branch - 3) : branch])
+    sets_it = rf"(?:@\S+\s+)?\S+\s+(?:\w+, )?{guard[1]},"  # the first operand, or the second
+    for i in reversed(instructions[max(0, branch - VOTE_AHEAD) : branch]):
+        if i.opcode.startswith("BRA"):
+            return False
+        if re.match(sets_it, i.text):
+            return i.opcode.startswith("VOTE")
+    return False
 
 
 def classify(opcode: str) -> str:

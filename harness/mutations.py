@@ -6,19 +6,21 @@ from collections.abc import Callable
 
 import torch
 
-from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.contract import LazyMaximum, Problem
 
 from .inputs import random_inputs
+from .quantized import codes
 from .reference import (
     BLOCK_ROWS,
     Expected,
     Gradients,
+    Rounding,
     cancellation,
     gradients_of,
     judge,
     judge_roundings,
     reference,
-    yardstick,
+    yardstick_of,
 )
 
 
@@ -71,8 +73,13 @@ OUTPUT_MUTATIONS = {
 MUTATIONS = (*SCORE_MUTATIONS, *STEP_MUTATIONS, *OUTPUT_MUTATIONS)
 
 
-def tiled_model(q, k, v, causal: bool, rows: torch.Tensor, mutation: str | None = None, tile: int = 64):
-    """FlashAttention-2's forward in fp32 torch on the query rows `rows`, with one of `MUTATIONS` applied."""
+def tiled_model(
+    q, k, v, causal: bool, rows: torch.Tensor, mutation: str | None = None, tile: int = 64,
+    e4m3: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """FlashAttention-2's forward in fp32 torch on the query rows `rows`, O and LSE, with one of `MUTATIONS`
+    applied; with `e4m3` P is rounded so, as `LazyMaximum` has it."""
+    rounded = lambda p: p if e4m3 is None else codes(p * 2.0**e4m3).float() * 2.0**-e4m3
     n, scale = k.shape[2], 1.0 / math.sqrt(q.shape[-1])
     if mutation == "scale twice":
         scale *= scale
@@ -90,7 +97,7 @@ def tiled_model(q, k, v, causal: bool, rows: torch.Tensor, mutation: str | None 
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
         safe_max = new_max.masked_fill(new_max == -math.inf, 0.0)  # a row that has seen no key yet
         rescale = (row_max - safe_max).exp()
-        p = (scores - safe_max).exp()
+        p = rounded((scores - safe_max).exp())
         row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
         o = (o if mutation == "skip a rescale" and start == tile else o * rescale) + p @ v[
             :, :, columns
@@ -101,7 +108,7 @@ def tiled_model(q, k, v, causal: bool, rows: torch.Tensor, mutation: str | None 
     o = o.to(torch.bfloat16)
     if mutation in OUTPUT_MUTATIONS:
         OUTPUT_MUTATIONS[mutation](o)
-    return o
+    return o, (row_max + row_sum.log()).squeeze(-1)
 
 
 PAIR_MUTATIONS = (  # of the last tile of queries and a tile of keys in the middle
@@ -184,21 +191,25 @@ def sampled_rows(n: int, device: str, blocks: int = 6) -> torch.Tensor:
 
 
 def survivors(
-    problem: Problem, device: str, all_rows: bool, seed: int = 0, rounds_p: bool = False
+    problem: Problem, device: str, all_rows: bool, seed: int = 0, rounds_p: Rounding = False
 ) -> list[str]:
     """The mutations that the rule misses on one head of `problem`'s shape, and "none" if it fails the honest
-    model. `rounds_p` of a backward problem: model and yardstick round P and dS."""
+    model. `rounds_p` of a backward problem: model and yardstick round P and dS; of one in FP8, to e4m3, and
+    then the LSE is judged too."""
     n = problem.seqlen_q
     one_head = problem.with_(batch=1, heads=1, kv_heads=1)
     if problem.direction == "bwd":
         return _surviving_gradients(one_head, random_inputs(one_head, device, seed), all_rows, rounds_p)
     q, k, v = random_inputs(one_head, device, seed)
     rows = torch.arange(n, device=device) if all_rows else sampled_rows(n, device)
-    ref, _ = reference(q, k, v, problem.causal, rows)
-    yard = yardstick(q, k, v, problem.causal, False, rows)
+    ref, ref_lse = reference(q, k, v, problem.causal, rows)
+    yard, yard_lse = yardstick_of(q, k, v, problem.causal, rounds_p, rows)
+    e4m3 = rounds_p.e4m3 if isinstance(rounds_p, LazyMaximum) else None
     missed = []
     for mutation in (None, *MUTATIONS):
-        verdict = judge(tiled_model(q, k, v, problem.causal, rows, mutation), ref, yard)
+        o, lse = tiled_model(q, k, v, problem.causal, rows, mutation, e4m3=e4m3)
+        of_codes = {} if e4m3 is None else {"lse": lse, "ref_lse": ref_lse, "yard_lse": yard_lse}
+        verdict = judge(o, ref, yard, **of_codes)
         if verdict.passed != (mutation is None):
             missed.append(f"{mutation}: " + ("; ".join(verdict.failures) or "passed the rule"))
     return missed

@@ -153,7 +153,9 @@ PEERS: dict[str, Peer] = {
     "math": Peer(_torch_version, _sdpa(SDPBackend.MATH)),
     "fa2": Peer(_torch_version, _sdpa(SDPBackend.FLASH_ATTENTION)),
     "efficient": Peer(_torch_version, _sdpa(SDPBackend.EFFICIENT_ATTENTION)),
-    "cudnn": Peer(_cudnn_version, _sdpa(SDPBackend.CUDNN_ATTENTION), fp8=_cudnn_fp8, fp8_version=cudnn_fp8.version),
+    "cudnn": Peer(
+        _cudnn_version, _sdpa(SDPBackend.CUDNN_ATTENTION), fp8=_cudnn_fp8, fp8_version=cudnn_fp8.version
+    ),
     "flex": Peer(_triton_version, _flex),
     "fa3": Peer(
         fa3.version, _fa3, rows_first=True, backward=_fa3_backward, fp8=_fa3_fp8, fp8_version=fa3.version_fp8

@@ -33,7 +33,7 @@ MARKER = re.compile(r"^<!-- results:(begin|end) (\S+) -->[ \t]*$", re.MULTILINE)
 LADDER_HEAD_DIM, LADDER_SEQLEN = 128, 4096
 NOT_MEASURED = "not measured"
 NOTHING = "Nothing is measured yet."
-PRODUCTION = {"k6": "The forward pass", "bwd4": "The backward pass"}
+PRODUCTION = {"k6": "The forward pass", "k7": "The forward pass in FP8", "bwd4": "The backward pass"}
 DIRECTION_WORDS = {"fwd": "forward", "fp8": "FP8 forward", "bwd": "backward", "decode": "decode"}
 
 
@@ -79,7 +79,8 @@ def _times_before(row: Row, stage: Stage, measured: Mapping[str, Results]) -> st
     if stage.before is None:
         return ""
     results = measured.get(stage.before)
-    before = results.find(stage.before, row.problem) if results else None
+    problem = row.problem.with_(direction="fwd") if stage.direction == "fp8" else row.problem
+    before = results.find(stage.before, problem) if results else None
     if before is None or before.tflops is None:
         return _reason(before)
     return f"{_digits(row.tflops / before.tflops)}×"

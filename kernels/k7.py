@@ -64,7 +64,7 @@ CONFIGS = {
 }
 END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
 OFFSET = 6.0  # log₂ of P where a score is its row's maximum, as long as that is up to date
-FLUSH_KEYS = 2048  # after so many O is added to a sum in fp32: the tensor cores' own keeps about 13 bits
+FLUSH_KEYS = 4096  # after so many O is added to a sum in fp32: the tensor cores' own keeps about 13 bits
 LIMIT = 8.75  # log₂ of P beyond which the maximum is brought up to date: the largest code is 448 = 2^8.81
 
 

@@ -12,13 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from of_codes import read as read_back
 from torch.overrides import TorchFunctionMode
 
 from harness import cases, reference, stages
 from harness.inputs import random_inputs
 from hopper_attention import ops
 from hopper_attention.kernels import ladder
-from hopper_attention.kernels.contract import Problem, Stage, Tensors
+from hopper_attention.kernels.contract import LazyMaximum, Problem, Stage, Tensors
 
 NEED_A_GPU = {
     "wrong input",
@@ -30,6 +31,7 @@ NEED_A_GPU = {
 }
 STAGES = {
     **{x: Stage(x, "", "", None) for x in ("k6", "k6_r128", "k6_r64")},
+    "k7": Stage("k7", "", "", None, direction="fp8"),
     "bwd": Stage("bwd", "", "", None, direction="bwd"),
     "bwd with atomics": Stage("bwd with atomics", "", "", None, direction="bwd", atomics=True),
 }
@@ -59,11 +61,13 @@ class Kernel:
 
     def run_kernel(self, mask: dict[str, bool], t: Tensors) -> None:
         read = t
+        if self.reading or t.scales:
+            inputs = dict(zip("qkv", (x.clone() for x in read_back(t)), strict=True))
+            read = dataclasses.replace(t, **inputs, scales=())
         if self.reading:
-            read = dataclasses.replace(t, **{name: getattr(t, name).clone() for name in ("q", "k", "v")})
             self.reading(read)
         if t.do is None:
-            found = reference.reference(read.q, read.k, read.v, **mask, scale=read.softmax_scale)
+            found = self.forward(read.q, read.k, read.v, **mask, scale=read.softmax_scale)
         else:
             inputs = read.q, read.k, read.v, t.o, t.lse, t.do
             found = reference.reference_gradients(*inputs, **mask, scale=read.softmax_scale, dlse=read.dlse)
@@ -71,6 +75,25 @@ class Kernel:
             x.copy_(result)
         if self.writing:
             self.writing(t)
+
+    def forward(self, *inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference.reference(*inputs, **options)
+
+
+class InCodes(Kernel):
+    """The yardstick of a kernel that rounds P to e4m3."""
+
+    ROUNDING = LazyMaximum(128, 2, 2.75, e4m3=6.0)
+
+    def lazy_maximum(self, problem: Problem, **options: object) -> LazyMaximum:
+        return self.ROUNDING
+
+    def forward(self, *inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference.yardstick_of(*inputs, rounds_p=self.ROUNDING, **options)
+
+
+def stand_in(stage_id: str, **faults: Fault) -> Kernel:
+    return (InCodes if STAGES[stage_id].direction == "fp8" else Kernel)(**faults)
 
 
 def cpu_sized(shape: cases.Shape) -> cases.Shape:
@@ -114,7 +137,7 @@ def run_backward(
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
     """The kernel in each stage's place; a test puts its own there."""
-    found = {stage_id: Kernel() for stage_id in STAGES}
+    found = {stage_id: stand_in(stage_id) for stage_id in STAGES}
     monkeypatch.setattr(ladder, "load", lambda stage_id: (STAGES[stage_id], found[stage_id]))
     monkeypatch.setattr(cases, "HEAD_DIMS", (64,))
     monkeypatch.setattr(cases, "LENGTHS", (1, 3, 65))
@@ -149,7 +172,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
 
 
 def cases_of(stage_id: str) -> list[str]:
-    here = (None, STAGES[stage_id].direction)
+    direction = STAGES[stage_id].direction
+    here = (None, "fwd" if direction == "fp8" else direction)
     return [name for name, (only, _) in cases.CASES.items() if only in here and name not in NEED_A_GPU]
 
 
@@ -203,7 +227,7 @@ def is_random(t: Tensors) -> None:
 
 def reads_ahead(t: Tensors) -> None:
     """Takes a little of the last row and key into the first ones."""
-    first_output(t)[:, :, 0] += 2**-6 * t.k[:, :1, -1]
+    first_output(t)[:, :, 0] += 2**-6 * t.k[:, :1, -1].float()
 
 
 def reads_back(t: Tensors) -> None:
@@ -227,7 +251,7 @@ def takes_no_gradient_of_the_lse(t: Tensors) -> None:
 
 
 def overflows(t: Tensors) -> None:
-    last_output(t)[t.q.abs().amax((-1, -2)) > 100] = torch.inf
+    last_output(t)[t.q.float().abs().amax((-1, -2)) > 100] = torch.inf
 
 
 FAULTS = {
@@ -258,16 +282,16 @@ OF_GRADIENTS = (
 )
 SHOWS = [
     (stage_id, fault, name)
-    for stage_id in ("k6", "bwd")
+    for stage_id in ("k6", "k7", "bwd")
     for fault, (_, names) in FAULTS.items()
     for name in names
-    if name in cases_of(stage_id) and not (stage_id == "k6" and fault in OF_GRADIENTS)
+    if name in cases_of(stage_id) and not (stage_id != "bwd" and fault in OF_GRADIENTS)
 ]
 
 
 @pytest.mark.parametrize(("stage_id", "fault", "name"), SHOWS)
 def test_a_fault_shows(stage_id: str, fault: str, name: str, stand_ins: dict[str, Kernel]) -> None:
-    stand_ins[stage_id] = Kernel(**FAULTS[fault][0])
+    stand_ins[stage_id] = stand_in(stage_id, **FAULTS[fault][0])
     assert failures(stage_id, name)
 
 
@@ -316,4 +340,4 @@ def test_the_sweep_of_a_stage_is_of_its_direction(stand_ins: dict[str, Kernel]) 
         for problem in cases.small(stage_id):
             assert problem.direction == stage.direction
             inputs = cases.inputs_for(problem)
-            assert len(inputs) == (3 if stage.direction == "fwd" else 6)
+            assert len(inputs) == (6 if stage.direction == "bwd" else 3)

@@ -5,6 +5,7 @@ itself is what is tested.
 """
 
 import contextlib
+import dataclasses
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import of_codes
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ import bench
 import ref_check
 from harness import cases, machine_code, measuring, mutations, peers, reference, results, timing
 from harness.inputs import random_inputs
+from harness.quantized import held
 from harness.results import PUBLIC_CALLS, Results, repository
 from harness.sweep import short_sweep, sweep
 from hopper_attention import tuned
@@ -173,6 +176,10 @@ WRONG_BENCH = {
     "k2 --peers fa2,fa9": "unknown peer 'fa9'; there are math, ",
     "k2 --peers ''": "unknown peer ''",
     "k2 --fast": "unrecognized arguments: --fast",
+    "k6 k7": "stages in FP8 have peers of their own: measure them in a run of their own",
+    "k7 bwd4": "stages in FP8 have peers of their own",
+    "k7 --suite models": "--suite is for k6 and bwd4",
+    "k7 --head-dim 96": "k7 takes head_dim 64, 128 or 256, not 96",
     "SEQLEN=x k2": "SEQLEN must be a positive whole number, not 'x'",
     "SEQLEN= k2": "SEQLEN must be a positive whole number, not ''",
     "HEADDIM=59 k2": "k2 takes head_dim 64 or 128, not 59",
@@ -227,8 +234,10 @@ def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_bench_sweeps_everything_by_default() -> None:
     args = bench.parse(["all"])
-    assert args.stages == list(ladder.LADDER)
-    directions = {ladder.load(stage_id)[0].direction for stage_id in ladder.LADDER}
+    in_fp8 = [stage_id for stage_id in ladder.LADDER if ladder.load(stage_id)[0].direction == "fp8"]
+    assert args.stages == [stage_id for stage_id in ladder.LADDER if stage_id not in in_fp8]
+    assert set(bench.parse(in_fp8).problems) == {*sweep("fp8"), *short_sweep("fp8")}
+    directions = {ladder.load(stage_id)[0].direction for stage_id in args.stages}
     swept = lambda direction: {*sweep(direction), *short_sweep(direction)}
     assert set(args.problems) == set().union(*map(swept, directions))
     assert len(args.problems) == 32 * len(directions)
@@ -262,7 +271,7 @@ class ToyKernel:
         self.launches += 1
         if self.launches > self.writes:
             return
-        expected = reference.Expected(t.q, t.k, t.v, compiled.causal, t.do)
+        expected = reference.Expected(*of_codes.read(t), compiled.causal, t.do)
         results = expected.forward if t.do is None else expected.gradients
         for x, result in zip(t.outputs.values(), results):
             x.copy_(result)
@@ -281,7 +290,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
         if isinstance(toy, Exception):
             raise toy
         compiled = SimpleNamespace(name=contender.name, causal=problem.causal)
-        tensors = expected.allocate(toy, None)  # in memory that an earlier run left its result in
+        tensors = expected.allocate(toy, problem)  # in memory that an earlier run left its result in
         left = expected.forward if expected.do is None else expected.gradients
         for x, result in zip(tensors.outputs.values(), left):
             x.copy_(result)
@@ -540,6 +549,32 @@ def test_scratch_that_does_not_fit_becomes_a_row(
     (row,) = (row for row in load(tmp_path, "k1").rows if row.provider == "k1")
     assert (row.error, row.tflops, row.check) == ("OOM: k1 needs 34.4 GB of scratch", None, None)
     assert any(row.tflops for row in load(tmp_path, "k2").rows if row.provider == "k2")
+
+
+def test_a_stage_in_fp8_is_beside_the_peers_that_have_it(
+    toys: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are given what the stage is, in 16 bits, and named by versions of their own."""
+    given = []
+
+    def in_fp8(problem: Problem, *inputs: torch.Tensor) -> Callable[[], torch.Tensor]:
+        assert problem.direction == "fp8"
+        given.append(inputs)
+        return lambda: inputs[0]
+
+    peer = dataclasses.replace(peers.PEERS["fa2"], fp8=in_fp8, fp8_version=lambda: "8.0")
+    monkeypatch.setitem(peers.PEERS, "fa2", peer)
+    assert bench.main(["k7", *SMALL, "--seqlen", "64", "--save", str(tmp_path)]) == 0
+    saved = load(tmp_path, "k7")
+    assert saved.environment["peers"] == {"fa2": "8.0"}
+    assert [row.provider for row in saved.rows if row.error is None] == ["k7", "fa2"]
+    assert {row.direction for row in saved.rows} == {"fp8"}
+    assert saved.rows[0].check == "pass"
+    assert saved.rows[0].problem == Problem.square(4, 2, 64, 64, True, direction="fp8")
+    ((q, k, v),) = given
+    assert all(torch.equal(held(x), x) for x in (q, k, v))
+    toys["k7"] = ToyKernel(fails_from=0)
+    assert bench.main(["k7", *SMALL, "--seqlen", "64", "--peers", "none"]) == 1
 
 
 # Backward stages

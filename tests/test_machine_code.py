@@ -14,7 +14,7 @@ from harness import machine_code
 from harness.hardware import H100_SXM
 from harness.machine_code import Instruction, KernelCode, Loop, classify, cubin_of, demand, main_loop
 from harness.sweep import HEAD_DIMS
-from hopper_attention.kernels import k6, ladder
+from hopper_attention.kernels import k6, k7, ladder
 from hopper_attention.kernels.contract import DTYPES, Problem, Work
 from hopper_attention.launch import compile_kernel, compile_stage, compiled_for
 
@@ -185,6 +185,62 @@ def test_a_mask_aligned_at_the_top_left(stage_id: str, head_dim: int) -> None:
             assert len(found.code.instructions) <= len(other.code.instructions)
 
 
+K7_CONFIGS = [(d, causal) for d in (*HEAD_DIMS, 256) for causal in (False, True)]
+# Instructions a thread issues for one score in k7's loop over unmasked tiles, as INSTRUCTIONS_PER_SCORE.
+K7_INSTRUCTIONS_PER_SCORE = {64: 4.18, 128: 4.24, 256: 4.93}
+
+
+@pytest.mark.parametrize(("head_dim", "causal"), some("k7", K7_CONFIGS))
+def test_k7_multiplies_codes(head_dim: int, causal: bool) -> None:
+    problem = problem_at("k7", head_dim, causal)
+    compiled = compile_stage("k7", problem)
+    (found,) = machine_code.inspect(compiled, works_of("k7", problem))
+    code, config = found.code, k7.CONFIGS[head_dim]
+    assert code.frame_bytes == 0
+    assert code.count("LDL|STL") == 0
+    assert code.count("HGMMA|IGMMA") == 0
+    products = [i for i in code.instructions if i.opcode.startswith("QGMMA")]
+    assert all(i.opcode.endswith("x32.F32.E4M3.E4M3") for i in products)
+    # The first Q·Kᵀ; in each of two loops both products; the next tile's first Q·Kᵀ, the last P·V. They are
+    # not serialised: a group of instructions has one commit.
+    qk, pv = 4, 3
+    assert sum("gsb0" in i.text for i in products) == qk + pv
+    # A wait for each product in a loop and for what is under way around a raised maximum, in two parts.
+    assert code.count("WARPGROUP.DEPBAR") == 11
+    from_registers = [i for i in products if re.search(r"QGMMA\S* R\d+, R\d+, gdesc", i.text)]
+    boxes = (head_dim + 8) // k7.PV_COLUMNS[head_dim]
+    assert len(from_registers) == pv * boxes * config.tile_kv // 32, "P comes from registers"
+    assert {i.opcode.split(".")[1] for i in from_registers} == {f"64x{k7.PV_COLUMNS[head_dim]}x32"}
+    others = [i.opcode.split(".")[1] for i in products if i not in from_registers]
+    assert others == ["64x128x32"] * (qk * head_dim // 32)
+    assert "tnsp" not in "".join(i.text for i in products), "V comes transposed"
+    assert code.count("USETMAXREG") == 2
+    assert code.count("UTMASTG") == head_dim // 64, "O leaves by TMA"
+    quads = head_dim // 8  # of O's flush: 16 bytes each
+    assert code.count("RED") == code.count(r"REDG?\.E\.ADD\.F32x4") == quads
+    assert code.count("LDG.*128") == code.count("LDG.*STRONG") == 2 * quads
+    assert found.work.smem_bytes in compiled.host_constants
+    assert found.work.smem_bytes <= 232_448
+
+
+@pytest.mark.parametrize(("head_dim", "causal"), some("k7", K7_CONFIGS))
+def test_k7_issues_no_more_instructions_than_before(head_dim: int, causal: bool) -> None:
+    (code,) = kernels_of("k7", head_dim, causal)
+    config = k7.CONFIGS[head_dim]
+    loops = [[i.opcode for i in code.usual(k)] for k in innermost_with_products(code)]
+    assert len(loops) == 2
+    assert len(code.seldom) == 2 * config.parts + 1, "branches of the rescaling, and the flush's"
+    unmasked = min(loops, key=len)
+    scores = 64 * config.tile_kv / 128  # of a thread
+    assert len(unmasked) / scores <= K7_INSTRUCTIONS_PER_SCORE[head_dim] + 0.005
+    assert unmasked.count("MUFU.EX2") == scores, "of P alone"
+    assert sum(opcode.startswith("F2FP.SATFINITE.E4M3") for opcode in unmasked) == scores / 2
+    assert sum(opcode.startswith("QGMMA") for opcode in unmasked) == (
+        head_dim // 32 + (head_dim + 8) // k7.PV_COLUMNS[head_dim] * config.tile_kv // 32
+    )
+    assert sum(opcode.startswith("FADD") for opcode in unmasked) <= 8, "P is summed by the tensor cores"
+
+
 WIDE = [(causal, dtype) for causal in (False, True) for dtype in DTYPES]
 
 
@@ -228,7 +284,9 @@ def test_bwd4_at_head_dim_256_is_deterministic_already(causal: bool) -> None:
 
 def innermost_with_products(code: KernelCode) -> list[Loop]:
     innermost = [k for k in code.loops if not any(k.holds(other) for other in code.loops)]
-    multiplies = lambda k: any("HGMMA" in i.opcode for i in code.instructions[k.first : k.last + 1])
+    multiplies = lambda k: any(
+        re.match("[HQ]GMMA", i.opcode) for i in code.instructions[k.first : k.last + 1]
+    )
     return [k for k in innermost if multiplies(k)]
 
 
@@ -562,6 +620,15 @@ def test_what_a_vote_skips_is_seldom(toy: KernelCode) -> None:
     between = aside.replace(" ;\n", " ;\n        /*0075*/                   FMUL R4, R4, R4 ;\n", 1)
     (other,) = machine_code._parse(LISTING.replace(mufu, mufu + between))
     assert other.seldom == (Loop(11, 12),)
+    for guard, seldom in (
+        ("P3", ()),
+        ("P2", (Loop(12, 13),)),
+    ):  # what sets the branch's own guard last decides
+        further = f"        /*0076*/                   FSETP.GT.AND {guard}, PT, R4, R5, PT ;\n"
+        (other,) = machine_code._parse(
+            LISTING.replace(mufu, mufu + between.replace("R4, R4 ;\n", f"R4, R4 ;\n{further}", 1))
+        )
+        assert other.seldom == seldom
     (unvoted,) = machine_code._parse(LISTING.replace(mufu, mufu + aside.replace("P3, P3", "P2, P3")))
     assert unvoted.seldom == ()
     mix = demand(toy, TOY_WORK).mix

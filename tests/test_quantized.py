@@ -5,10 +5,12 @@ from unittest import mock
 
 import pytest
 import torch
+from of_codes import values_of
 from untraced import kernels
 
 from harness import machine_code
-from harness.quantized import codes, hadamard, quantize_reference, transposed
+from harness.inputs import as_read, random_inputs
+from harness.quantized import codes, hadamard, held, operands, power_of_two, quantize_reference, transposed
 from hopper_attention.kernels import quantize
 from hopper_attention.kernels.contract import DTYPES, Problem
 from hopper_attention.kernels.device.fp8 import (
@@ -184,6 +186,90 @@ def test_given_scales_saturate() -> None:
     assert found.q8[0, 0, 0, 0].isnan()
     assert found.q8[0, 0, 0, 1:3].float().tolist() == [E4M3_MAX, -E4M3_MAX]
     assert (found.vt8[..., 64:, :].float() == 1).all() and found.q_scale is None
+
+
+# What k7 is given
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [
+        ([], 1.0),
+        ([0.0, -0.0], 1.0),
+        ([math.nan], 1.0),
+        ([math.inf, -math.inf, 1.0], 1.0),
+        ([448.0, math.nan], 1.0),
+        ([450.0, math.inf], 2.0),
+        ([-896.0], 2.0),
+        ([-900.0], 4.0),
+        ([1e-5], 1.0),
+    ],
+)
+def test_a_power_of_two_holds_what_is_finite(values: list[float], scale: float) -> None:
+    assert power_of_two(torch.tensor(values)) == scale
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 100.0, 1e4])
+def test_what_is_held_stays(size: float, dtype: torch.dtype) -> None:
+    x = (torch.randn(2, 3, 65, 64) * size).to(dtype)
+    once = held(x)
+    assert once.dtype == dtype and torch.equal(held(once), once)
+    assert ((once - x).float().abs() <= x.float().abs() / 16 + power_of_two(x) * 2.0**-10).all()
+
+
+def test_every_code_is_held() -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16)
+    assert every.isnan().sum() == 2
+    torch.testing.assert_close(held(every), every, rtol=0, atol=0, equal_nan=True)
+    assert power_of_two(every * 8) == 8.0
+    torch.testing.assert_close(held(every * 8), every * 8, rtol=0, atol=0, equal_nan=True)
+
+
+def storage_around(x8: torch.Tensor) -> torch.Tensor:
+    """Everything in the memory that x8 is in, as bytes."""
+    return torch.tensor(x8.untyped_storage().tolist(), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(1, 1), (3, 16), (65, 17), (64, 203)])
+@pytest.mark.parametrize("size", [1.0, 2000.0])
+def test_operands_are_what_was_held(size: float, seqlen_q: int, seqlen_kv: int) -> None:
+    q, k, v = (held(x * s) for x, s in zip(inputs(seqlen_q, seqlen_kv), (1.0, size, 4 * size)))
+    q8, k8, vt8, scales = operands(q, k, v)
+    for x8, x, scale in zip((q8, k8, values_of(vt8, seqlen_kv)), (q, k, v), scales, strict=True):
+        assert torch.equal(x8.float() * scale[..., None], x.float())
+    assert [tuple(scale.shape) for scale in scales] == [(2, 1, 1)] * 3
+    assert [scale[0].item() for scale in scales] == [power_of_two(x) for x in (q, k, v)]
+    ones = vt8[:, :, -ONES_ROWS:].float()
+    real = torch.tensor(TOKEN_ORDER).repeat(ones.shape[-1] // TOKENS)
+    real += torch.arange(ones.shape[-1]) // TOKENS * TOKENS
+    assert torch.equal(ones, (real < seqlen_kv).float().expand_as(ones))
+    # Nothing but NaN around them, which a load past the end would bring in.
+    for x8, dim in ((q8, 2), (k8, 2), (vt8, 3)):
+        bytes_of = x8.contiguous().view(torch.uint8)
+        assert not (bytes_of & 0x7F == 0x7F).any()
+        around = storage_around(x8)
+        outside = around.numel() - bytes_of.numel()
+        assert outside == 128 * bytes_of.numel() // x8.shape[dim]
+        assert (around == 0x7F).sum() == outside
+        assert all(stride % 16 == 0 for stride in x8.stride()[:-1]), "as the TMA asks"
+
+
+def test_operands_keep_a_layout_that_is_given() -> None:
+    q, k, v = (held(x).transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(65, 33))
+    q8, _, vt8, _ = operands(q, k, v)
+    assert q8.stride() == q.stride()
+    assert torch.equal(q8.float(), q.float()) and torch.equal(values_of(vt8, 33), v.float())
+
+
+def test_inputs_of_other_directions_are_left_alone() -> None:
+    x = torch.randn(3)
+    assert as_read("fwd", x)[0] is x and as_read("bwd", x)[0] is x
+    problem = Problem.square(1, 2, 65, 64, True)
+    for plain, of_codes in zip(
+        random_inputs(problem, "cpu"), random_inputs(problem.with_(direction="fp8"), "cpu"), strict=True
+    ):
+        assert torch.equal(held(plain), of_codes) and not torch.equal(plain, of_codes)
 
 
 # The kernels' places

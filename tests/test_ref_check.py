@@ -314,7 +314,7 @@ def test_a_mask_aligned_at_the_other_corner_fails(seqlen_q: int, seqlen_kv: int,
 
 def test_expected_computes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    for name in ("reference", "yardstick", "reference_gradients", "yardstick_gradients"):
+    for name in ("reference", "yardstick_of", "reference_gradients", "yardstick_gradients"):
         compute = getattr(reference, name)
         counted = lambda *x, name=name, compute=compute, **y: calls.append(name) or compute(*x, **y)
         monkeypatch.setattr(reference, name, counted)
@@ -326,7 +326,7 @@ def test_expected_computes_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert expected.judge({"dq": 0 * q, "dk": 0 * k, "dv": do}, rounding).passed
     assert (
         sorted(calls)
-        == ["reference", "reference_gradients"] + ["yardstick"] * 2 + ["yardstick_gradients"] * 2
+        == ["reference", "reference_gradients"] + ["yardstick_gradients"] * 2 + ["yardstick_of"] * 2
     )
 
 
@@ -377,6 +377,108 @@ def test_lazy_maximum_has_room_up_to_a_share_of_the_first_tile() -> None:
     assert torch.equal(base[0], torch.tensor(of_tile).repeat_interleave(2, -1))
     least = lazy._replace(growth=2.0 / math.log(2))  # growth bounds the share's room
     assert reference._lazy_maximum(scores, least, torch.full((4,), 8))[0, 0, 2] == scores[0, 0, 2]
+
+
+IN_CODES = LazyMaximum(128, 2, 2.75, e4m3=6.0)  # as k7
+
+
+def in_codes(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float8_e4m3fn).float()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_yardstick_in_codes_is_a_loop(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row by row, tile by tile: P rounded relative to what the lazy maximum is at the tile's end, and O
+    divided by the sum of rounded P."""
+    monkeypatch.setattr(reference, "_truncation", lambda scores, head_dim: torch.zeros(()))
+    q, k, v = (x.float() for x in random_inputs(Problem.square(1, 1, 23, 64, causal, direction="fp8"), "cpu"))
+    q *= 3
+    lazy = LazyMaximum(tile_kv=4, parts=2, growth=1.5, e4m3=6.0)
+    o, lse = reference.yardstick_of(q, k, v, causal, lazy)
+    q, k, v = q[0, 0], k[0, 0], v[0, 0]
+    raised = 0
+    for row in range(23):
+        keys = range(row + 1 if causal else 23)
+        scores = torch.stack([q[row] @ k[key] / 8 for key in keys])
+        base, total, out = scores[:4].max(), 0.0, torch.zeros(64)
+        for begin in range(0, len(scores), 4):
+            tile = scores[begin : begin + 4]
+            for part in tile.split(2):
+                if part.max() - base > 1.5 * math.log(2):
+                    factor = (base - part.max()).exp()
+                    base, total, out, raised = part.max(), total * factor, out * factor, raised + 1
+            p = in_codes(64 * (tile - base).exp())
+            total, out = total + p.sum(), out + p @ v[begin : begin + len(tile)]
+        # A score next to a tie, in another order of additions, may round the other way.
+        torch.testing.assert_close(o[0, 0, row], out / total, rtol=0, atol=2e-3)
+        torch.testing.assert_close(lse[0, 0, row], base - math.log(64) + total.log(), rtol=0, atol=2e-3)
+    assert raised > 5
+
+
+def attention_in_codes(q, k, v, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """O and LSE with P in e4m3 relative to its row's maximum, each key so many times as `counted` has it."""
+    scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
+    maximum = scores.amax(-1, keepdim=True)
+    p = in_codes(64 * (scores - maximum).exp()) / 64 * counted
+    total = p.sum(-1, keepdim=True)
+    return (p @ v.float() / total).to(q.dtype), (maximum + total.log()).squeeze(-1)
+
+
+@pytest.mark.parametrize("keys", [1024, 4096])
+def test_lse_in_codes_counts_tiles(keys: int) -> None:
+    """A tile of constant V that is dropped or counted twice leaves O as it was: the LSE shows it."""
+    problem = Problem(1, 2, 2, 128, keys, 64, False, direction="fp8")
+    q, k, v = random_inputs(problem, "cpu")
+    v[:] = v[:, :, :1]
+    for times, first, size in ((1, 0, 128), (2, 0, 128), (0, 0, 128), (2, keys - 64, 64), (0, keys - 64, 64)):
+        counted = torch.ones(keys)
+        counted[first : first + size] = times
+        verdict = reference.check(q, k, v, False, *attention_in_codes(q, k, v, counted), IN_CODES)
+        assert verdict.passed == (times == 1), (times, first, size)
+        assert all("LSE off by" in failure for failure in verdict.failures)
+
+
+def test_lse_in_codes_is_judged_by_row_and_by_block() -> None:
+    problem = Problem.square(1, 2, 1024, 64, False, direction="fp8")
+    q, k, v = random_inputs(problem, "cpu")
+    o, lse = reference.yardstick_of(q, k, v, False, IN_CODES)
+    passes = lambda lse: reference.check(q, k, v, False, o, lse, IN_CODES).passed
+    exact = reference.reference(q, k, v, False)[1]
+    assert passes(lse) and passes(exact)
+    for error, passed in ((0.9, True), (1.1, False)):  # a row, as one of few keys may be
+        off = exact.clone()
+        off[0, 1, 77] += error * 2 * reference.LSE_OF_SUMS * 8  # √64
+        assert passes(off) == passed
+    off = exact.clone()
+    off[0, 1, 64:128] += 2.2 * reference.LSE_OF_SUMS
+    assert not passes(off), "a block"
+    assert not reference.check(q, k, v, False, o, lse, True).passed, "of other stages 10⁻⁵"
+    for value in (math.nan, math.inf, -math.inf):
+        off = exact.clone()
+        off[0, 0, 3] = value
+        assert not passes(off)
+
+
+def test_lse_in_codes_of_rows_that_see_no_key() -> None:
+    problem = Problem(1, 2, 2, 203, 65, 64, True, direction="fp8")
+    q, k, v = random_inputs(problem, "cpu")
+    o, lse = reference.yardstick_of(q, k, v, True, IN_CODES)
+    assert (lse[:, :, :138] == -math.inf).all() and not o[:, :, :138].any()
+    assert reference.check(q, k, v, True, o, lse, IN_CODES).passed
+    lse[0, 0, 5] = 0.0
+    assert not reference.check(q, k, v, True, o, lse, IN_CODES).passed
+
+
+def test_large_scores_in_codes_lose_what_the_tensor_cores_truncate() -> None:
+    q, k, v = random_inputs(Problem.square(1, 1, 300, 64, False, direction="fp8"), "cpu")
+    rms = lambda q: [
+        (reference.yardstick(q, k, v, False, rounding).double() - reference.reference(q, k, v, False)[0])
+        .square().mean().sqrt()
+        for rounding in (IN_CODES, IN_CODES._replace(e4m3=None))
+    ]  # fmt: skip
+    usual, large = rms(q), rms(q * 512)  # of large scores one key is all, and P is 1
+    assert usual[0] < 20 * usual[1]
+    assert large[0] > 20 * large[1]
 
 
 def test_rows_of_a_block_count_their_tiles_together() -> None:
@@ -519,7 +621,7 @@ def test_needle(n: int, causal: bool) -> None:
     assert not causal or bool((target <= rows).all())
 
     def misses(mutation: str | None) -> int:
-        o = mutations.tiled_model(q, k, v, causal, rows, mutation)
+        o, _ = mutations.tiled_model(q, k, v, causal, rows, mutation)
         return int((o != v[:, :, target]).any(-1).sum())
 
     assert misses(None) == 0
@@ -557,7 +659,7 @@ def test_needle_sees_any_dropped_tile(n: int, causal: bool, monkeypatch: pytest.
     for start in range(0, n, 64):
         hide = mutations._drop(lambda _: (start, start + 64))
         monkeypatch.setitem(mutations.SCORE_MUTATIONS, "drop this tile", hide)
-        o = mutations.tiled_model(q, k, v, causal, torch.arange(n), "drop this tile")
+        o, _ = mutations.tiled_model(q, k, v, causal, torch.arange(n), "drop this tile")
         assert not torch.equal(o, v[:, :, target]), f"the tile from key {start} on"
 
 

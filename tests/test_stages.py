@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +46,7 @@ def direction_of(stage_id: str) -> str:
 
 def call(stage_id: str, q: torch.Tensor, k: torch.Tensor, causal: bool = False) -> object:
     """`forward` or `backward` of the stage, with v = k and o = dO = q."""
-    if direction_of(stage_id) == "fwd":
+    if direction_of(stage_id) != "bwd":
         return forward(q, k, k, causal=causal, stage=stage_id)
     lse = torch.zeros(q.shape[:3])
     return backward(q, q, k, k, q, lse, causal=causal, stage=stage_id)
@@ -122,18 +123,22 @@ def test_other_head_dims_are_refused_by_name(stage_id: str, head_dim: int) -> No
         call(stage_id, x, x)
 
 
+COMPUTES = {"fwd": "forward pass", "fp8": "forward pass in FP8", "bwd": "backward pass"}
+
+
 @pytest.mark.parametrize("stage_id", STAGES)
-def test_the_other_direction_is_refused_by_name(stage_id: str) -> None:
+def test_other_directions_are_refused_by_name(stage_id: str) -> None:
     own = direction_of(stage_id)
-    other, computes = {"fwd": ("bwd", "forward"), "bwd": ("fwd", "backward")}[own]
-    words = rf"^{stage_id} computes the {computes} pass, not '{other}'$"
+    for other in COMPUTES.keys() - {own}:
+        words = rf"^{stage_id} computes the {COMPUTES[own]}, not '{other}'$"
+        with pytest.raises(ValueError, match=words):
+            refuse(stage_id, Problem.square(1, 1, 64, 64, False, direction=other))
+    words = rf"^{stage_id} computes the {COMPUTES[own]}, not '{'fwd' if own == 'bwd' else 'bwd'}'$"
     with pytest.raises(ValueError, match=words):
-        refuse(stage_id, Problem.square(1, 1, 64, 64, False, direction=other))
-    with pytest.raises(ValueError, match=words):
-        if own == "fwd":
-            backward(Q, Q, Q, Q, Q, LSE, stage=stage_id)
-        else:
+        if own == "bwd":
             forward(Q, Q, Q, stage=stage_id)
+        else:
+            backward(Q, Q, Q, Q, Q, LSE, stage=stage_id)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -184,7 +189,7 @@ def test_every_stage_takes_the_sweep(stage_id: str) -> None:
 
 # Where a causal mask is aligned
 
-TAKES_UNEQUAL_LENGTHS = {"k6", "k6_r128", "k6_r64", "bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det"}
+TAKES_UNEQUAL_LENGTHS = {"k6", "k6_r128", "k6_r64", "k7", "bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det"}
 
 
 @pytest.mark.parametrize("stage_id", STAGES)
@@ -345,6 +350,15 @@ def test_prepare_refuses_bad_layouts(x: torch.Tensor, words: str, pretend: Calla
         prepare(good, good, good, out=bad)
 
 
+def test_prepare_in_fp8(pretend: Callable) -> None:
+    """16-bit tensors, as of any stage; the kernel reads codes."""
+    _, _, tensors = prepare(*[pretend(Q)] * 3, stage="k7")
+    assert {x.dtype for x in (tensors.q, tensors.k, tensors.v)} == {torch.float8_e4m3fn}
+    assert (tensors.o.shape, tensors.o.dtype) == (Q.shape, Q.dtype)
+    with pytest.raises(TypeError, match=r"q must be bfloat16 or float16, not float8_e4m3fn"):
+        prepare(*[pretend(Q.to(torch.float8_e4m3fn))] * 3, stage="k7")
+
+
 def test_prepare_refuses_another_out(pretend: Callable) -> None:
     q = pretend(Q)
     for out in (Q[:, :, 1:], Q.half(), Q.to("meta")):
@@ -413,13 +427,36 @@ def test_scratch_that_starts_at_zero() -> None:
             return {"zero_sum": ((2, 3), "float32"), "sum": ((2, 3), "float32"), "count": ((1,), "int32")}
 
     for tensors in (
-        allocate(Kernel, None, Q, Q, Q),
+        allocate(Kernel, problem_of(Q, Q, Q), Q, Q, Q),
         allocate_backward(Kernel, None, Q, Q, Q, Q, LSE, Q),
     ):
         scratch = poison(tensors).workspace
         assert not scratch["zero_sum"].any()
         assert not scratch["count"].any()
         assert scratch["sum"].isnan().all()
+
+
+def test_what_k7_is_launched_with() -> None:
+    """Codes, scratch, scales, and what scores are multiplied by: 1/√head_dim unless it is given."""
+    _, module = ladder.load("k7")
+    problem = Problem(2, 6, 3, 33, 65, 64, True, direction="fp8")
+    inputs = random_inputs(problem, "cpu")
+    tensors = allocate(module, problem, *inputs)
+    launches: list[tuple] = []
+    compiled = lambda *given: launches.append(given)
+    module.run_kernel(compiled, tensors)
+    module.run_kernel(compiled, replace(tensors, softmax_scale=0.3))
+    for launch_, expected in zip(launches, (1 / 8, 0.3), strict=True):
+        q, k, vt, o, lse, flushed, counter, *scales, scale = launch_
+        assert {x.dtype for x in (q, k, vt)} == {torch.float8_e4m3fn}
+        assert (q.shape, k.shape, vt.shape) == (inputs[0].shape, inputs[1].shape, (2, 3, 64 + 8, 80))
+        assert (o.shape, o.dtype) == (inputs[0].shape, torch.bfloat16)
+        assert (lse.dtype, flushed.dtype, counter.dtype) == (torch.float32, torch.float32, torch.int32)
+        assert [(x.shape, x.dtype) for x in scales] == [((2, 3, 1), torch.float32)] * 3
+        assert scale == expected
+    empty = allocate(module, problem.with_(seqlen_q=0), inputs[0][:, :, :0], *inputs[1:])
+    module.run_kernel(compiled, empty)
+    assert len(launches) == 2
 
 
 def test_inputs_are_random_and_repeatable() -> None:
