@@ -56,7 +56,7 @@ def version() -> str:
 
 
 def version_fp8() -> str:
-    """What is known of the build that `forward_fp8` prefers. Raises PackageNotFoundError without it."""
+    """What is known of the build that `forward_fp8` calls. Raises PackageNotFoundError without it."""
     try:
         return f"fa3-fwd {importlib.metadata.version('fa3-fwd')}"
     except importlib.metadata.PackageNotFoundError:
@@ -95,18 +95,14 @@ def forward(
 def forward_fp8(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, descales: tuple[torch.Tensor, ...], causal: bool
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """`forward` of e4m3 tensors, and of `descales` (batch, kv_heads) for q, k and v. Of the builds only that
-    of the fa3-fwd package, if it is there: the others bring a second CUDA run-time library into the process,
-    beside which cuDNN's front end refuses to run."""
-    try:
-        importlib.import_module("fa3_fwd._C")
-        found = [torch.ops.fa3_fwd]
-    except ImportError:
-        found = [*builds().values()]
+    """`forward` of e4m3 tensors, and of `descales` (batch, kv_heads) for q, k and v. Of the builds that of
+    the fa3-fwd package: the others bring a second CUDA run-time library into the process, beside which
+    cuDNN's front end refuses to run. Raises ImportError without it."""
+    importlib.import_module("fa3_fwd._C")
     options = {"is_causal": causal, "num_splits": 1, "window_size_left": -1, "window_size_right": -1}
     options |= dict(zip(("q_descale", "k_descale", "v_descale"), descales))
-    calls = [_call(build.fwd, q=q, k=k, v=v, **options) for build in found]
-    return fastest([lambda call=call: call()[:2] for call in calls])
+    call = _call(torch.ops.fa3_fwd.fwd, q=q, k=k, v=v, **options)
+    return lambda: call()[:2]
 
 
 def backward(

@@ -264,9 +264,7 @@ def backward_stage(
     deterministic |= problem.head_dim < 256 and problem.seqlen_kv <= TILE_KV[problem.head_dim]
     if parts is None:
         one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
-        # A gradient of the LSE has a record in parts only deterministic: notes/bwd4_parts.md, "Checked".
-        recorded = deterministic or not problem.lse_grad
-        parts = division.parts_of(problem, gpu.sms) if one_launch and recorded else UNDIVIDED
+        parts = division.parts_of(problem, gpu.sms) if one_launch else UNDIVIDED
     if parts == UNDIVIDED:
         return DETERMINISTIC if deterministic else BACKWARD, None
     return DETERMINISTIC_IN_PARTS if deterministic else IN_PARTS, parts

@@ -5,15 +5,16 @@ The idea          e4m3 operands: the tensor cores take 8 bits at twice the rate 
                   needs no shuffle; behind its columns come eight of ones, and P·V gives the row sums of P as
                   it was rounded.
 What changes      against k6: the operands and what scales them; P is rounded to e4m3, whose range a lazy
-                  maximum must stay within; no sum of P on CUDA cores; O has a place of its own.
+                  maximum must stay within; no sum of P on CUDA cores; sums of the tensor cores, which keep
+                  13 bits, are moved to fp32 in time; O has a place of its own.
 What does not     persistent CTAs, rings, warp specialisation, the lag of P·V behind Q·Kᵀ, hidden keys apart.
-Supports          bf16 and fp16 output; head_dim 64, 128, 256; lengths ≥ 1; GQA and MQA; masks as k6.
-Note              notes/k7.md
+Supports          bf16 and fp16 output; head_dim 64, 128, 256; lengths ≥ 1; GQA and MQA; masks as k6. Operands
+                  as `device.fp8` has them; softmax_scale is given at each launch.
+Note              notes/k7.md: why V lies as it does, what the accumulator keeps, what lost.
 """
 
 import math
 from dataclasses import replace
-from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
@@ -57,25 +58,28 @@ STAGES = (
 E4M3 = cutlass.Float8E4M3FN
 PV_COLUMNS = {64: 72, 128: 136, 256: 88}  # of an instruction of P·V, by head_dim: all, or a third of 264
 
-CONFIGS = {
+CONFIGS = {  # by head_dim; registers of a producer's thread and of a consumer's, stages of K and of V
     64: Config(consumers=3, tile_kv=128, stages=6, registers=(32, 160), parts=2),
     128: Config(consumers=2, tile_kv=128, stages=4, registers=(24, 240), parts=2),
     256: Config(consumers=2, tile_kv=128, stages=2, registers=(24, 240), parts=2),
 }
 END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
-OFFSET = 6.0  # log₂ of P where a score is its row's maximum, as long as that is up to date
-FLUSH_KEYS = 4096  # after so many O is added to a sum in fp32: the tensor cores' own keeps about 13 bits
+OFFSET = 6.0  # log₂ of P where a score is its row's maximum, when that has been brought up to date
 LIMIT = 8.75  # log₂ of P beyond which the maximum is brought up to date: the largest code is 448 = 2^8.81
-
-
-class Barrier(IntEnum):
-    """Named barriers."""
-
-    CTA = 0
+FLUSH_KEYS = 4096  # after so many O is added to a sum in fp32
 
 
 class FP8Forward(QueryTiles):
-    """The CTA: as `k6.FlashAttentionForward`."""
+    """The CTA: C = `consumers` warpgroups and a producer warp, barriers as `k6.FlashAttentionForward`'s but
+    for Barrier.Q_READ, since O has shared memory of its own.
+
+    mQ, mK      (batch, heads, seqlen, head_dim) e4m3
+    mVt         (batch, kv_heads, head_dim + 8, tokens) e4m3, as `device.fp8` has Vt8
+    mFlushed    (consumer of the launch, 64·head_dim) fp32 scratch
+    mQs…mVs     fp32 (batch, kv_heads, 1): what codes of Q, K and V are multiplied by. With `block_scales`
+                those of Q are (batch, heads, blocks of 64 queries), those of K (batch, kv_heads, blocks of 64
+                keys), and in V's place are the exponents of its blocks: V = V8 · 2^e.
+    """
 
     def __init__(
         self,
@@ -95,6 +99,7 @@ class FP8Forward(QueryTiles):
         self.chunk = flush_keys // config.tile_kv  # tiles of keys between two flushes
         self.threads = WARPGROUP * (self.consumers + 1)
         self.q_stages = 2 if self.tile_bytes(2) <= SMEM_MAX // config.ctas - 1024 else 1
+        # The tiles that only other consumers see must fit beside one stage of V: k6's `leave_hidden`.
         assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
 
     def section_bytes(self, seqlen_kv):
@@ -121,10 +126,13 @@ class FP8Forward(QueryTiles):
             for n, place in ((self.tile_kv, source.SMEM), (PV_COLUMNS[self.head_dim], source.RMEM))
         ]
         # O's accumulator without the sums, as a product of 16 bits has it
-        mma_o = make_trivial_tiled_mma(self.dtype, self.dtype, K, K, Float32, (1, 1, 1), (ROWS, self.head_dim))
+        mma_o = make_trivial_tiled_mma(
+            self.dtype, self.dtype, K, K, Float32, (1, 1, 1), (ROWS, self.head_dim)
+        )
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
+        scratch_and_scales = mFlushed, mCounter, mQs, mKs, mVs
         self.kernel(
-            *mmas, mma_o, *loads, *store_atom(mO, WARP_ROWS), mLSE, mFlushed, mCounter, mQs, mKs, mVs, tiles, scale
+            *mmas, mma_o, *loads, *store_atom(mO, WARP_ROWS), mLSE, *scratch_and_scales, tiles, scale
         ).launch(
             grid=(cutlass.min(tiles, self.sms * self.config.ctas), 1, 1),
             block=(self.threads, 1, 1),
@@ -168,7 +176,7 @@ class FP8Forward(QueryTiles):
         )
         tile_ring = message_ring(smem, WARPGROUP * self.consumers)
         pipeline.pipeline_init_arrive()
-        pipeline.pipeline_init_wait()  # Barrier.CTA
+        pipeline.pipeline_init_wait()  # named barrier 0, of everyone
         group = mQ.shape[2] // mK.shape[2]
 
         if warp_idx >= consumer_warps:
@@ -189,7 +197,9 @@ class FP8Forward(QueryTiles):
                     tQgQ, tQsQ = partition_tma(load_Q, mQ[None, None, head, batch], sQ)
                     tKgK, tKsK = partition_tma(load_K, mK[None, None, kv_head, batch], sK)
                     # of V a block's columns, which are rows here, in boxes: (TMA, box, block of keys)
-                    tVgV, tVsV = partition_tma(load_V, mVt[None, None, kv_head, batch], sV_boxes, (None, None))
+                    tVgV, tVsV = partition_tma(
+                        load_V, mVt[None, None, kv_head, batch], sV_boxes, (None, None)
+                    )
                     for i in range_constexpr(self.consumers):
                         put(q_ring, q_put, load_Q, tQgQ[None, q_block * self.consumers + i], tQsQ)
                         q_put.advance()
@@ -243,7 +253,7 @@ class FP8Forward(QueryTiles):
                 round_to_codes(x.rS, x.rP)
 
                 # 3. main loop: the tiles that are seen whole, those with hidden keys, those all hidden
-                # After `chunk` of the first ones O goes to its sum in fp32, and begins anew with tile `begun`.
+                # After each `chunk` of the first O goes to its sum in fp32, and begins anew with `begun`.
                 begun = Int32(0)
                 for first in range(1, visible, self.chunk, unroll=1):
                     end = cutlass.min(visible, first + self.chunk)
@@ -364,7 +374,7 @@ class FP8Forward(QueryTiles):
     def factors(self, scales, kv_block):
         """For each block of keys in the tile: what its scores are multiplied by, and the exponent of its V.
         Those of the tile after it are on their way then."""
-        qk_scale, mKs, mVs, ahead = scales
+        qk_scale, _, _, ahead = scales
         if not self.block_scales:
             return [(qk_scale, None)]
         found = [(qk_scale * ahead[i, 0], ahead[i, 1]) for i in range(self.tile_kv // BLOCK)]
@@ -457,8 +467,8 @@ def kernel_for(problem: Problem, **options: object) -> FP8Forward:
 def work(problem: Problem, **options: object) -> list[Work]:
     kernel = kernel_for(problem, **options)
     work = work_on_query_tiles(kernel, problem)
-    columns = (problem.head_dim + kernel.columns) / (2 * problem.head_dim)  # of P·V, as many as V's and the ones'
-    return [replace(work, tensor_flops=work.tensor_flops * columns)]
+    columns = problem.head_dim + kernel.columns  # of both products, with the ones behind V
+    return [replace(work, tensor_flops=work.tensor_flops * columns / (2 * problem.head_dim))]
 
 
 def lazy_maximum(problem: Problem, **options: object) -> LazyMaximum:

@@ -36,9 +36,7 @@ class Products:
         self.rS = cute.make_rmem_tensor(
             mma_qk.partition_shape_C((ROWS, tile_kv)), Float32
         )  # ((2,2,kv/8),1,1)
-        self.rO = cute.make_rmem_tensor(
-            mma_pv.partition_shape_C((ROWS, columns)), Float32
-        )  # ((2,2,d/8),1,1)
+        self.rO = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, columns)), Float32)  # ((2,2,d/8),1,1)
         self.rP = cute.make_rmem_tensor(cute.make_layout(cute.size(self.rS) * bits // 32), Int32)  # (word)
         self.tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, place)
         self.tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, MMA_N, MMA_K, stage)

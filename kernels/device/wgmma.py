@@ -14,7 +14,7 @@ from .constants import WARPGROUP
 
 
 def by_row(fragment: cute.Tensor) -> cute.Tensor:
-    """An accumulator fragment ((2, 2, N/8), M/64, tiles of N) as (row, column) = ((2, M/64), (2, N/8, tiles));
+    """An accumulator fragment ((2, 2, N/8), M/64, tiles of N) as (row, column): ((2, M/64), (2, N/8, tiles)),
     without the last mode where there is one tile."""
     ((pair, half, group), block, tiles), ((s_pair, s_half, s_group), s_block, s_tiles) = (
         fragment.shape,
