@@ -726,6 +726,7 @@ TESTED = {
     "python bench.py all --save": PARSED,
     "python bench.py k1 fa1 k2": PARSED,
     "python bench.py k3": PARSED,
+    "python bench.py k7": PARSED,
     "python bench.py bwd4 bwd4_det": PARSED,
     "python bench.py k6 bwd4 --head-dim 256": PARSED,
     "python bench.py k2 --save": PARSED,
