@@ -512,9 +512,11 @@ def _bound_sentence(measured: Mapping[str, Results]) -> str:
     gpu = bound_gpu(next(iter(measured.values())).environment)
     if gpu is None:
         return "The hardware bound is left out: this GPU's peak rates are not known here."
+    in_fp8 = any(row.direction == "fp8" for found in measured.values() for row in found.rows)
     return (
         f"The hardware bound is the longer of the FLOPs at {gpu.tensor_flops / 1e12:.0f} TFLOP/s "
-        f"({gpu.sms} SMs, {gpu.clock_ghz} GHz) and the least bytes at {gpu.hbm_bytes_per_s / 1e12} TB/s."
+        f"({gpu.sms} SMs, {gpu.clock_ghz} GHz){', in FP8 at twice that,' * in_fp8} and the least bytes at "
+        f"{gpu.hbm_bytes_per_s / 1e12} TB/s."
     )
 
 
