@@ -17,13 +17,12 @@ from matplotlib.ticker import NullLocator
 
 from harness import plots
 from harness.plots import INK, MUTED, PEER_COLOURS, STAGE_COLOUR, format_rate, label
-from harness.results import PEER_LABELS, Results, bound_gpu, output_bytes
+from harness.results import DIRECTION_WORDS, PEER_LABELS, Results, bound_gpu, output_bytes
 from harness.sweep import HEAD_DIMS, SEQLENS, sweep_problem
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import BACKWARD, FORWARD
 
 STAGES = {"fwd": FORWARD, "bwd": BACKWARD}
-KINDS = {"fwd": "forward", "fp8": "FP8 forward", "bwd": "backward"}
 BOTH = f"{FORWARD} + {BACKWARD}"
 BEST_PEERS = ("cudnn", "fa2", "fa3", "fa4")
 PANELS = tuple(product(HEAD_DIMS, (False, True)))
@@ -68,7 +67,10 @@ def plot_headline(measured: Measured, path: Path | str) -> None:
             for axes, (head_dim, causal) in zip(line, PANELS):
                 _draw_bars(axes, _rates(results, providers, head_dim, causal, direction), providers, stage)
                 axes.set_title(
-                    f"{KINDS[direction]}, {_panel(head_dim, causal)}", fontsize=8.5, loc="left", pad=4
+                    f"{DIRECTION_WORDS[direction]}, {_panel(head_dim, causal)}",
+                    fontsize=8.5,
+                    loc="left",
+                    pad=4,
                 )
             line[0].set_ylabel("TFLOP/s")
         figure.axes[0].set_ylim(0, 1.1 * _highest(figure.axes))
@@ -134,7 +136,7 @@ def plot_memory(measured: Measured, path: Path | str) -> None:
             for provider, held in peaks.items():
                 if short := [n for n, size in held.items() if size < returned]:
                     lengths = " and ".join(map(str, short))
-                    left_out.append(f"{label(provider)} {KINDS[direction]} at N = {lengths}")
+                    left_out.append(f"{label(provider)} {DIRECTION_WORDS[direction]} at N = {lengths}")
             known = {
                 p: {n: size for n, size in held.items() if size >= returned} for p, held in peaks.items()
             }
@@ -149,7 +151,9 @@ def plot_memory(measured: Measured, path: Path | str) -> None:
                 fontsize=8,
                 va="top",
             )
-            axes.set_title(f"{KINDS[direction]}, {_panel(HEAD_DIM, False)}", fontsize=10, loc="left")
+            axes.set_title(
+                f"{DIRECTION_WORDS[direction]}, {_panel(HEAD_DIM, False)}", fontsize=10, loc="left"
+            )
             axes.set_xlabel("sequence length")
         plots.heading(
             figure, "Memory that a call holds beside its inputs", f"{_gpu(measured)} · at most, log scale"
@@ -214,7 +218,9 @@ def plot_causal(measured: Measured, path: Path | str) -> None:
                         **_strokes(provider == stage),
                     )
                 _length_axis(axes)
-                axes.set_title(f"{KINDS[direction]}, head_dim {head_dim}", fontsize=9, loc="left", pad=4)
+                axes.set_title(
+                    f"{DIRECTION_WORDS[direction]}, head_dim {head_dim}", fontsize=9, loc="left", pad=4
+                )
             line[0].set_ylabel("time full / time causal")
         for axes in panels[1]:
             axes.set_xlabel("sequence length")
@@ -276,7 +282,9 @@ def plot_roofline(measured: Measured, path: Path | str) -> None:
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_major_formatter(lambda value, _: f"{value:g}")
                 axis.set_minor_locator(NullLocator())
-            axes.set_title(f"{KINDS[direction]}, {_panel(HEAD_DIM, False)}", fontsize=10, loc="left")
+            axes.set_title(
+                f"{DIRECTION_WORDS[direction]}, {_panel(HEAD_DIM, False)}", fontsize=10, loc="left"
+            )
             axes.set_xlabel("FLOPs per byte that has to move (log)")
         figure.axes[0].set_ylabel("TFLOP/s (log)")
         lengths = f"{FORWARD} (forward), {BACKWARD} (backward) by N"

@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 from harness import plots, suite
 from harness.host import BOTH, FORWARD, OURS, PLAIN
 from harness.markdown import table
-from harness.results import PEER_LABELS, PUBLIC_CALLS, Results
+from harness.results import DIRECTION_WORDS, PEER_LABELS, PUBLIC_CALLS, Results
 from harness.sweep import SEQLENS
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import BACKWARD as BACKWARD_STAGE
@@ -192,7 +192,7 @@ def plot_models(folder: Path, path: Path | str) -> None:
             axes.axvline(1, color=plots.INK, linewidth=0.8)
             axes.set_xlim(0.8, max(x.ratio for x in rows) * 1.08)
             mean = geometric_mean(means_of_families(rows).values())
-            kind = {"fwd": "forward", "bwd": "backward"}[direction]
+            kind = DIRECTION_WORDS[direction]
             axes.set_title(f"{kind}, mean of families {mean:.2f}", fontsize=9, loc="left")
             axes.set_xlabel("speed, × the best of cuDNN, FlashAttention-2, -3 and -4", fontsize=8)
         axes.set_yticks(range(len(names)), [f"{family}: {name}" for family, name in names], fontsize=6.5)

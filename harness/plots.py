@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullFormatter
 
-from harness.results import PEER_LABELS, PUBLIC_CALLS, Results, Row
+from harness.results import DIRECTION_WORDS, PEER_LABELS, PUBLIC_CALLS, Results, Row
 from harness.sweep import HEAD_DIMS, HIDDEN_SIZE, LENGTHS, SEQLENS, TOTAL_TOKENS, sweep_problem
 from hopper_attention.cache import write_atomically
 from hopper_attention.kernels.contract import Problem
@@ -104,7 +104,7 @@ def plot_stage(results: Results, path: Path | str) -> None:
             axes.set_xlabel("sequence length")
         handles = [Patch(color=_colour(p, results.stage), label=label(p)) for p in providers]
         figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.05, 0.955), ncols=len(providers))
-        kind = {"fwd": "forward", "fp8": "FP8 forward", "bwd": "backward"}[rows[0].direction]
+        kind = DIRECTION_WORDS[rows[0].direction]
         dtypes = ", ".join(sorted({row.dtype for row in rows}))
         heading(
             figure,
@@ -134,7 +134,7 @@ def plot_progress(all_stage_results: Mapping[str, Results], path: Path | str, di
             problem = progress_problem(of_direction, head_dim, direction)
             _draw_ladder(axes, of_direction, problem)
             axes.set_title(f"head_dim {head_dim}, full, N = {problem.seqlen_q}", fontsize=10, loc="left")
-        kind = {"fwd": "forward", "fp8": "FP8 forward", "bwd": "backward"}[direction]
+        kind = DIRECTION_WORDS[direction]
         gpus = ", ".join(dict.fromkeys(results.gpu for results in of_direction))
         heading(figure, f"The ladder: attention {kind}", f"{gpus} · dashed: peers, at their fastest")
         figure.subplots_adjust(left=0.1, right=0.77, bottom=0.045, top=0.9, hspace=0.22)

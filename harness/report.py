@@ -23,7 +23,7 @@ from harness import library, plots
 from harness.figures import drawable
 from harness.markdown import table
 from harness.plots import format_rate, label
-from harness.results import PEER_LABELS, Results, Row, bound_gpu, load_all, repository
+from harness.results import DIRECTION_WORDS, PEER_LABELS, Results, Row, bound_gpu, load_all, repository
 from harness.sweep import HEAD_DIMS, HIDDEN_SIZE, LENGTHS, SEQLENS, TOTAL_TOKENS, sweep_problem
 from hopper_attention.cache import write_atomically
 from hopper_attention.kernels import ladder
@@ -34,7 +34,6 @@ LADDER_HEAD_DIM, LADDER_SEQLEN = 128, 4096
 NOT_MEASURED = "not measured"
 NOTHING = "Nothing is measured yet."
 PRODUCTION = {"k6": "The forward pass", "k7": "The forward pass in FP8", "bwd4": "The backward pass"}
-DIRECTION_WORDS = {"fwd": "forward", "fp8": "FP8 forward", "bwd": "backward", "decode": "decode"}
 
 
 def ladder_table(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from harness.timing import Timing
 
 SCHEMA = 2  # 2: cubin_sha256 is machine_code.identity, symbol names normalised
-DIRECTIONS = ("fwd", "fp8", "bwd", "decode")
+DIRECTION_WORDS = {"fwd": "forward", "fp8": "FP8 forward", "bwd": "backward", "decode": "decode"}
 FILE_KEYS = ("schema", "stage", "environment", "rows")
 # Rows measured under different values of these do not belong in one table.
 ENVIRONMENT_IDENTITY = ("gpu", "driver", "torch", "cutlass_dsl")
@@ -410,8 +410,8 @@ def _row_defect(row: Row) -> str | None:
         value = getattr(row, name)
         if not _fits(value, hint):
             return f"{name} is {value!r}"
-    if row.direction not in DIRECTIONS:
-        return f"direction is {row.direction!r}; it is one of {', '.join(DIRECTIONS)}"
+    if row.direction not in DIRECTION_WORDS:
+        return f"direction is {row.direction!r}; it is one of {', '.join(DIRECTION_WORDS)}"
     if row.top_left and not row.causal:
         return "has top_left without causal"
     if row.check not in ("pass", None):

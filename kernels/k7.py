@@ -42,6 +42,7 @@ from .device.stores import WARP_ROWS, WARPS, WarpStores, await_stores, rounded, 
 from .device.tile_order import fetch, hear, message_ring, tell
 from .device.tma import allocate_tiles, load_atom, partition_tma, row_slices, store_atom
 from .device.wgmma import by_row, multiply
+from .k6 import END, FIRST, FOLLOWS, FlashAttentionForward, await_next
 
 STAGES = (
     Stage(
@@ -63,7 +64,6 @@ CONFIGS = {  # by head_dim; registers of a producer's thread and of a consumer's
     128: Config(consumers=2, tile_kv=128, stages=4, registers=(24, 240), parts=2),
     256: Config(consumers=2, tile_kv=128, stages=2, registers=(24, 240), parts=2),
 }
-END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
 OFFSET = 6.0  # log₂ of P where a score is its row's maximum, when that has been brought up to date
 LIMIT = 8.75  # log₂ of P beyond which the maximum is brought up to date: the largest code is 448 = 2^8.81
 FLUSH_KEYS = 4096  # after so many O is added to a sum in fp32
@@ -333,17 +333,7 @@ class FP8Forward(QueryTiles):
         else:
             return scale_log2 * mQs[batch, kv_head, 0] * mKs[batch, kv_head, 0], mVs[batch, kv_head, 0]
 
-    @cute.jit
-    def leave_hidden(self, hidden, past_the_end, k_ring, v_ring, k_get, v_get):
-        """As k6's."""
-        if past_the_end:
-            for _ in range(hidden, unroll=1):
-                v_get = skip(v_ring, v_get, 1)
-                k_get = skip(k_ring, k_get, 1)
-            hidden = Int32(0)
-        if const_expr(not self.mask.hides):
-            hidden = 0  # others have none anyway, which the compiler does not know
-        return hidden, k_get, v_get
+    leave_hidden = FlashAttentionForward.leave_hidden  # the rings of K and V are k6's
 
     def step(self, x, rows, sums, scales, first_row, kv_block, begun, q_get, k_get, v_get, masked: bool):
         """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one."""
@@ -382,6 +372,7 @@ class FP8Forward(QueryTiles):
         return found
 
     def load_scales(self, scales, kv_block):
+        """Read what `factors` will give for this tile of keys, or the last one there is."""
         _, mKs, mVs, ahead = scales
         for i in range(self.tile_kv // BLOCK if self.block_scales else 0):
             block = cutlass.min(kv_block * (self.tile_kv // BLOCK) + i, mKs.shape[0] - 1)
@@ -432,16 +423,6 @@ class FP8Forward(QueryTiles):
 def multiply_pv(x: Products, v_get, kv_block, begun) -> None:
     """`products.multiply_pv`, for an O that begins with tile `begun`."""
     multiply(x.mma_pv, x.rO, x.tOrP, x.tOrV[None, None, None, v_get.index], kv_block - 1 != begun)
-
-
-@cute.jit
-def await_next(q_ring, k_ring, q_get, k_get, hidden, announced):
-    """As k6's."""
-    k_get = skip(k_ring, k_get, hidden)
-    if announced != END:
-        q_ring.consumer_wait(q_get)
-        k_ring.consumer_wait(k_get)
-    return k_get
 
 
 def exponentiate(S):

@@ -34,9 +34,8 @@ def flush(rO: cute.Tensor, flushed: cute.Tensor, base: cute.Tensor, row_max: cut
             cute.autovec_copy(quads[None, i], flushed[None, i])
     else:
         ahead = cute.arch.fmax(row_max[0] - base[0], row_max[1] - base[1])
-        if cute.arch.vote_any_sync(
-            ahead > AHEAD
-        ):  # seldom: a row's maximum grows when it sees its first keys
+        # Seldom: a row's maximum grows when it sees its first keys.
+        if cute.arch.vote_any_sync(ahead > AHEAD):
             factors = [cute.math.exp2(base[r] - row_max[r], fastmath=True) for r in range(OWN_ROWS)]
             for i in range_constexpr(cute.size(quads, mode=[1])):
                 if const_expr(i % AT_ONCE == 0):
