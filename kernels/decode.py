@@ -20,488 +20,376 @@ from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, range_constexpr
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass import Boolean, Float8E4M3FN, Float16, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from .device.compiling import ELEMENTS, compile_for_torch
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, VECTOR, WARP, WARPGROUP
+from .device.flat_list import FlatList
 from .device.rows import LANES, finite, largest_of_row, sum_of_row
-from .device.tma import allocate_tiles, load_atom, partition_tma, row_slices
+from .device.tma import allocate_tiles, load_atom, partition_tma
+from .device.warp_products import GROUP, HALVES, TILE_Q, by_half, columns_of, hide, part_of, warp_products
 
 WARPS = 8  # that compute; one more loads
 CONSUMERS = WARPS * WARP
-TILE_Q = 16  # rows of a warp's product
-GROUP = 16  # keys of a warp's product
 CHUNK_BYTES = 16384  # of K, and of V
 ROWS = (8, 16, 32, 64, 128)  # of a CTA; what a kernel is compiled for
-PIECE = 2  # a CTA's partial results at most: of its first sequence and of its last
-HALVES = 2  # rows of a product that a thread has elements of: l / 4 and that + 8
+PIECES = 2  # that a CTA leaves of sequences it shares with others: of its first and of its last
 
 
 class Barrier(IntEnum):
     """Named barriers."""
 
-    CTA = 0
-    CONSUMERS = 1
+    CTA = 0  # sync_threads, which nobody calls
+    INITIALISED = 1
+    CONSUMERS = 2
 
 
 class Decode:
-    """The CTA: 8 warps that compute, then one, the producer, that loads."""
+    """The CTA: 8 warps that compute, then one, the producer, that loads.
+
+    barrier, how often         who arrives, how many                     who waits
+    K, V full, stages each     the producer, 1, and the TMA's bytes      all 8 warps
+    empty, stages              all 8 warps                               the producer
+    Q full, 1                  the producer, 1, and the rows' bytes      all 8 warps
+    Q empty, 1                 all 8 warps                               the producer
+    Barrier.INITIALISED        everyone, once                            the 8 warps
+    Barrier.CONSUMERS          the 8 warps                               the same
+    """
 
     def __init__(
         self, head_dim: int, dtype: str, rows: int, causal: bool = False, lengths: bool = True,
-        box: int = 0, chunk: int = 0, sms: int = SMS, stages: int = 0, lazy: bool = True,
+        box: int = 0, eight_bits: bool = False, window: bool = False, appends: bool = False, unit: int = 0,
+        chunk: int = 0, sms: int = SMS, stages: int = 0,
     ):  # fmt: skip
-        """`box`: keys that one TMA loads, of one page; 0 where K and V have no pages."""
+        """`box`: keys that one TMA loads, all of one page; 0 where K and V have no pages. `unit`: chunks that
+        are a piece of a sequence, whatever else is in the batch; 0 for as many as a CTA's slice has."""
+        assert rows in ROWS, "rows that a kernel is made for"
         self.head_dim, self.dtype, self.rows, self.causal = head_dim, ELEMENTS[dtype], rows, causal
-        self.lengths, self.paged, self.sms, self.lazy = lengths or box > 0, box > 0, sms, lazy
-        self.chunk = chunk or CHUNK_BYTES // (2 * head_dim)
+        self.eight_bits, self.paged, self.appends, self.window = eight_bits, box > 0, appends, window
+        self.kv_dtype = Float8E4M3FN if eight_bits else self.dtype
+        self.product_dtype = Float16 if eight_bits else self.dtype  # which has all values of e4m3
+        self.kv_bytes = 1 if eight_bits else 2
+        self.chunk = chunk or CHUNK_BYTES // (self.kv_bytes * head_dim)
         self.box = min(box or self.chunk, self.chunk)
         self.boxes = self.chunk // self.box
-        self.tiles = max(1, rows // TILE_Q)  # of rows
-        self.halves = 1 if rows <= TILE_Q // 2 else HALVES  # rows that count
+        self.unit, self.sms = unit, sms
+        self.list = FlatList(self.chunk, unit, lengths or self.paged, appends, window, sms)
+        self.tiles = max(1, rows // TILE_Q)  # of 16 rows
+        self.halves = 1 if rows < TILE_Q else HALVES  # rows of a thread that count
         self.slices = WARPS // self.tiles  # of keys: that many warps share a tile of rows
         groups = self.chunk // GROUP
         self.teams = max(1, self.slices // groups)  # of warps, that take chunks in turn
         self.own_groups = max(1, groups // self.slices)  # of a chunk, a warp's
-        # For the warps to merge: rows of a warp, columns at once.
+        # What the warps put together at once: rows of each, columns.
         self.merge_rows = TILE_Q // HALVES * self.halves
         self.merge_columns = min(head_dim, 128 if self.halves == 1 else 64)
-        self.q_stays = head_dim <= 128  # in registers
-        # Registers of a thread of the producer's warpgroup and of a consumer, where 168 are too few.
+        self.keep_q = head_dim <= 128  # in registers
+        # Of a thread of the producer's warpgroup and of a consumer, where 168 are too few.
         self.registers = (56, 224) if head_dim == 256 or rows >= 64 else None
         self.threads = CONSUMERS + (WARPGROUP if self.registers else WARP)
         self.stages = stages or (SMEM_MAX - 1024 - self.other_bytes) // self.stage_bytes
 
     @property
     def stage_bytes(self) -> int:
-        return 4 * self.chunk * self.head_dim
+        return 2 * self.chunk * self.head_dim * self.kv_bytes
 
     @property
     def other_bytes(self) -> int:
         q = max(self.rows, TILE_Q) * (self.head_dim + VECTOR) * 2
         merge = WARPS * (self.merge_rows * (self.merge_columns + VECTOR) + 2 * TILE_Q) * 4
-        return q + merge + 512  # barriers
+        return q + merge + 512  # and barriers
 
     @cute.jit
-    def __call__(self, mQ, mK, mV, mO, mLSE, mLengths, mTable, mPart, mPartLSE, mArrived, scale, stream):
+    def __call__(
+        self, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE,
+        mArrived, scale, left, stream,
+    ):  # fmt: skip
+        """What options leave out is None."""
         loads = *load_atom(mK, self.box), *load_atom(mV, self.box)
-        op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
-        mma = cute.make_tiled_mma(op, permutation_mnk=(TILE_Q, GROUP, 16))
         self.kernel(
-            mma, *loads, mQ, mO, mLSE, mLengths, mTable, mPart, mPartLSE, mArrived, scale
+            *loads, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived,
+            scale, left,
         ).launch(
             grid=(self.sms, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, mma, load_K, mK, load_V, mV, mQ, mO, mLSE, mLengths, mTable, mPart, mPartLSE, mArrived, scale
+        self, load_K, tmaK, load_V, tmaV, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart,
+        mPartLSE, mArrived, scale, left,
     ):  # fmt: skip
         tidx, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
-        lane = cute.arch.lane_idx()
-        if warp_idx == 0:
+        if warp_idx == WARPS:
             cpasync.prefetch_descriptor(load_K)
             cpasync.prefetch_descriptor(load_V)
-
         smem = SmemAllocator()
-        places = self.boxes * self.stages
-        sK = allocate_tiles(smem, self.dtype, self.box, self.head_dim, places)  # (key, head_dim, place)
-        sV = allocate_tiles(smem, self.dtype, self.box, self.head_dim, places)
-        q_rows = max(self.rows, TILE_Q)
+        tiles = smem, self.kv_dtype, self.box, self.head_dim, self.boxes * self.stages
+        sK, sV = allocate_tiles(*tiles), allocate_tiles(*tiles)  # (key, head_dim, box)
         # Rows of Q are padded, so that eight of them lie in different banks.
-        q_layout = cute.make_layout((q_rows, self.head_dim), stride=(self.head_dim + VECTOR, 1))
-        sQ = smem.allocate_tensor(self.dtype, q_layout, 16)
-        merge_shape = WARPS, self.merge_rows, self.merge_columns
+        q_shape = max(self.rows, TILE_Q), self.head_dim
+        sQ = smem.allocate_tensor(self.dtype, cute.make_layout(q_shape, stride=(self.head_dim + VECTOR, 1)), 16)
         pitch = self.merge_columns + VECTOR
+        merge_shape = WARPS, self.merge_rows, self.merge_columns
         merge_layout = cute.make_layout(merge_shape, stride=(self.merge_rows * pitch, pitch, 1))
         sO = smem.allocate_tensor(Float32, merge_layout, 16)  # (warp, row, column)
         sStats = smem.allocate_tensor(Float32, cute.make_layout((WARPS, TILE_Q, 2), stride=(32, 2, 1)), 16)
-        sLast = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
         full_k, full_v, empty = (smem.allocate_array(Int64, self.stages) for _ in range(3))
         q_full, q_empty = smem.allocate_array(Int64, 1), smem.allocate_array(Int64, 1)
-        if warp_idx == WARPS:
-            with cute.arch.elect_one():
-                for i in range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(full_k + i, 1)
-                    cute.arch.mbarrier_init(full_v + i, 1)
-                    cute.arch.mbarrier_init(empty + i, WARPS // self.teams)
-                cute.arch.mbarrier_init(q_full, 1)
-                cute.arch.mbarrier_init(q_empty, WARPS)
-            cute.arch.mbarrier_init_fence()
+        rings = full_k, full_v, empty, q_full, q_empty
 
-        # 1. this CTA's slice of the flat list of chunks, and where it begins
+        # 1. the problem, and where this CTA's slice of it lies
         batch_size, heads, seqlen_q, _ = mQ.shape
-        kv_heads = mK.shape[2]
+        seqlen_kv, kv_heads = mK.shape[2], mK.shape[1]  # of a page, if there are pages
+        added = mNewK.shape[2] if const_expr(self.appends) else 0
         group = heads // kv_heads
-        all_rows = seqlen_q * group
-        blocks = cute.ceil_div(all_rows, self.rows)
-        columns = kv_heads * blocks  # of the flat list: what reads a sequence's keys
-        share, at, batch, column, chunk, chunks = self.own_slice(
-            mLengths, mK.shape[0], batch_size, columns, cta
-        )
-        end = at + share
-        if const_expr(not self.lengths):
-            end = cutlass.min(end, batch_size * columns * chunks)
-        cute.arch.sync_threads()
-
-        done = Int32(0)  # chunks that went through the ring
-        turn = Int32(0)  # sequences, whose Q
+        blocks = cute.ceil_div(seqlen_q * group, self.rows)
+        columns = kv_heads * blocks
+        flat = seqlen_kv, added, seqlen_q, left
         if warp_idx >= WARPS:
-            # 2. the producer
+            # 2. the producer: loads as far ahead as the ring has room, across the ends of sequences
             if const_expr(self.registers is not None):
                 cute.arch.setmaxregister_decrease(self.registers[0])
-            at = at if warp_idx == WARPS else end  # the other warps of a warpgroup have nothing to do
-            while at < end and batch < batch_size:
-                length = self.length(mLengths, mK.shape[0], batch)
-                n = cutlass.min(chunks - chunk, end - at)
-                kv_head, block = column // blocks, column % blocks
-                cute.arch.mbarrier_wait(q_empty, (turn & 1) ^ 1)
-                first_row = block * self.rows
-                rows = cutlass.min(all_rows - first_row, self.rows)
-                self.load_q(mQ, sQ, q_full, batch, kv_head * group, group, first_row, rows)
-                if length > 0:
-                    self.load_kv(
-                        load_K, mK, sK, load_V, mV, sV, full_k, full_v, empty, mTable,
-                        batch, kv_head, chunk, n, length, done,
-                    )  # fmt: skip
-                    done += n
-                turn += 1
-                at, batch, column, chunk, chunks = self.next_segment(
-                    mLengths, mK.shape[0], batch_size, columns, at, batch, column, chunk, chunks, n
+            if warp_idx == WARPS:
+                with cute.arch.elect_one():
+                    for i in range_constexpr(self.stages):
+                        cute.arch.mbarrier_init(full_k + i, 1)
+                        cute.arch.mbarrier_init(full_v + i, 1)
+                        cute.arch.mbarrier_init(empty + i, WARPS)
+                    cute.arch.mbarrier_init(q_full, 1)
+                    cute.arch.mbarrier_init(q_empty, WARPS)
+                cute.arch.mbarrier_init_fence()
+                cute.arch.sync_warp()
+            cute.arch.barrier_arrive(barrier_id=Barrier.INITIALISED, number_of_threads=self.threads)
+            if warp_idx == WARPS:
+                share, at, end, batch, column, entry, entries = self.list.own_slice(
+                    mLengths, *flat, batch_size, columns
                 )
+                done, turn = Int32(0), Int32(0)  # chunks that went through the ring; sequences, whose Q did
+                while at < end:
+                    length = self.list.length(mLengths, seqlen_kv, added, batch)
+                    n, first, count = self.segment(entry, entries, end - at, length, seqlen_q, left)
+                    if count > 0:
+                        kv_head, block = column // blocks, column % blocks
+                        self.load(
+                            load_K, tmaK, sK, load_V, tmaV, sV, mQ, sQ, mTable, rings,
+                            batch, kv_head, block, group, first, count, length, done, turn,
+                        )  # fmt: skip
+                        done += count
+                        turn += 1
+                    at, batch, column, entry, entries = self.list.behind(
+                        mLengths, *flat, columns, at, end, batch, column, entry, entries, n
+                    )
         else:
-            # 3. the consumers
             if const_expr(self.registers is not None):
                 cute.arch.setmaxregister_increase(self.registers[1])
             self.consume(
-                mma, mQ, mK, mO, mLSE, mLengths, mPart, mPartLSE, mArrived, scale, sQ, sK, sV, sO, sStats, sLast,
-                full_k, full_v, empty, q_full, q_empty, share, end, at, batch, column, chunk, chunks,
+                mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived,
+                scale, left, sQ, sK, sV, sO, sStats, rings, added, group, blocks, columns,
             )  # fmt: skip
 
-    # ---- who works on what ----------------------------------------------------------------------------------
-
-    @cute.jit
-    def length(self, mLengths, seqlen_kv, batch):
-        """Keys of a sequence."""
-        length = Int32(seqlen_kv)
-        if const_expr(self.lengths):
-            length = cute.arch.make_warp_uniform(mLengths[batch])
-        return length
-
-    @cute.jit
-    def chunks_of(self, length):
-        """How often a sequence stands in the flat list, for each column: once even if it has no key, since
-        somebody must say so."""
-        return cutlass.max(1, cute.ceil_div(length, self.chunk))
-
-    @cute.jit
-    def own_slice(self, mLengths, seqlen_kv, batch_size, columns, cta):
-        """(chunks of a CTA, where its slice begins, and that place as batch, column, chunk; chunks there)."""
-        lane = cute.arch.lane_idx()
-        if const_expr(not self.lengths):
-            chunks = self.chunks_of(Int32(seqlen_kv))
-            share = cute.ceil_div(batch_size * columns * chunks, self.sms)
-            at = cta * share
-            batch, rest = at // (columns * chunks), at % (columns * chunks)
-            return share, at, batch, rest // chunks, rest % chunks, chunks
-        total = Int32(0)
-        for first in range(0, batch_size, WARP, unroll=4):
-            total += self.chunks_or_none(mLengths, batch_size, first + lane)
-        total = cute.arch.warp_reduction_sum(total)
-        share = cute.ceil_div(total * columns, self.sms)
-        at = cta * share
-        first, before = Int32(0), Int32(0)  # a sequence, and the chunks of those before it
-        batch, rest, chunks = Int32(batch_size), Int32(0), Int32(1)
-        while first < batch_size:
-            own = self.chunks_or_none(mLengths, batch_size, first + lane)
-            sum_to = own
-            for i in range_constexpr(5):
-                other = cute.arch.shuffle_sync_up(sum_to, 1 << i)
-                sum_to += other if lane >= (1 << i) else 0
-            # The first sequence that ends behind `at`.
-            behind = cute.arch.vote_ballot_sync((before + sum_to) * columns > at)
-            found = cute.arch.popc((behind & -behind) - 1)  # 32 where there is none
-            all_chunks = cute.arch.shuffle_sync(sum_to, WARP - 1)
-            source = cutlass.min(found, WARP - 1)
-            chunks_there = cute.arch.shuffle_sync(own, source)
-            before_there = before + cute.arch.shuffle_sync(sum_to, source) - chunks_there
-            before += all_chunks
-            if behind != 0:
-                batch, chunks, rest = first + found, chunks_there, at - before_there * columns
-                first = Int32(batch_size)
-            first += WARP
-        share, at, batch, rest, chunks = (
-            cute.arch.make_warp_uniform(x) for x in (share, at, batch, rest, chunks)
-        )
-        return share, at, batch, rest // chunks, rest % chunks, chunks
-
-    @cute.jit
-    def chunks_or_none(self, mLengths, batch_size, batch):
-        chunks = Int32(0)
-        if batch < batch_size:
-            chunks = self.chunks_of(mLengths[batch])
-        return chunks
-
-    @cute.jit
-    def next_segment(
-        self, mLengths, seqlen_kv, batch_size, columns, at, batch, column, chunk, chunks, n
-    ):  # fmt: skip
-        """The place behind n more chunks of this sequence and column."""
-        at += n
-        chunk += n
-        if chunk == chunks:
-            chunk = Int32(0)
-            column += 1
-            if column == columns:
-                column = Int32(0)
-                batch += 1
-                if const_expr(self.lengths):
-                    if batch < batch_size:
-                        chunks = self.chunks_of(self.length(mLengths, seqlen_kv, batch))
-        return at, batch, column, chunk, chunks
+    def segment(self, entry, entries, left_of_slice, length, seqlen_q, left):
+        """What a CTA works on next, of one sequence and column: (entries, first chunk, chunks)."""
+        first_chunk = self.list.first_chunk(length, seqlen_q, left)
+        chunks = cute.ceil_div(length, self.chunk) - first_chunk  # 0 without a key
+        if self.unit:
+            first = entry * self.unit
+            return Int32(1), first_chunk + first, cutlass.min(chunks - first, self.unit)
+        n = cutlass.min(entries - entry, left_of_slice)
+        return n, first_chunk + entry, cutlass.min(chunks - entry, n)
 
     # ---- loads ----------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load_q(self, mQ, sQ, q_full, batch, first_head, group, first_row, rows):
-        """Rows of Q, one copy each: row r is of query r / group and head r mod group."""
-        lane = cute.arch.lane_idx()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(q_full, rows * self.head_dim * 2)
-        cute.arch.sync_warp()
-        atom = cute.make_copy_atom(
-            cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=self.head_dim * 16
-        )
-        for row in range(lane, rows, WARP, unroll=1):
-            query, head = (first_row + row) // group, (first_row + row) % group
-            cute.copy(atom, mQ[batch, first_head + head, query, None], sQ[row, None], mbar_ptr=q_full)
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def load_kv(
-        self, load_K, mK, sK, load_V, mV, sV, full_k, full_v, empty, mTable,
-        batch, kv_head, chunk, n, length, done,
+    def load(
+        self, load_K, mK, sK, load_V, mV, sV, mQ, sQ, mTable, rings,
+        batch, kv_head, block, group, first, count, length, done, turn,
     ):  # fmt: skip
-        box_bytes = self.box * self.head_dim * 2
-        lane = cute.arch.lane_idx()
+        """K and V of `count` chunks, and behind the first of them Q."""
+        full_k, full_v, empty, q_full, q_empty = rings
+        box_bytes = self.box * self.head_dim * self.kv_bytes
         if const_expr(not self.paged):
             tKgK, tKsK = partition_tma(load_K, mK[None, None, kv_head, batch], sK)
             tVgV, tVsV = partition_tma(load_V, mV[None, None, kv_head, batch], sV)
-            for i in range(n, unroll=1):
-                stage, phase = (done + i) % self.stages, ((done + i) // self.stages & 1) ^ 1
-                cute.arch.mbarrier_wait(empty + stage, phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full_k + stage, box_bytes)
-                    cute.arch.mbarrier_arrive_and_expect_tx(full_v + stage, box_bytes)
-                cute.copy(load_K, tKgK[None, chunk + i], tKsK[None, stage], tma_bar_ptr=full_k + stage)
-                cute.copy(load_V, tVgV[None, chunk + i], tVsV[None, stage], tma_bar_ptr=full_v + stage)
-        else:
-            page_size = mK.shape[0]
+        page_size = mK.shape[0]
+        known = Int32(0)  # the page of which lane 0 has the place
+        page, page_after = Int32(0), Int32(0)
+        if const_expr(self.paged):
+            known = first * self.chunk // page_size
             pages = cute.ceil_div(length, page_size)  # of the sequence
-            first = chunk * self.chunk // page_size  # the page that lane 0 knows
-            mPages = mTable[batch, None]
-            page = self.pages_from(mPages, first, pages)
-            page_after = self.pages_from(mPages, first + WARP, pages)
-            for i in range(n, unroll=1):
-                stage, phase = (done + i) % self.stages, ((done + i) // self.stages & 1) ^ 1
-                key = (chunk + i) * self.chunk
+            page = pages_from(mTable, batch, known, pages)
+            page_after = pages_from(mTable, batch, known + WARP, pages)
+        for i in range(count, unroll=1):
+            stage, phase = (done + i) % self.stages, ((done + i) // self.stages & 1) ^ 1
+            key = (first + i) * self.chunk
+            cute.arch.mbarrier_wait(empty + stage, phase)
+            if const_expr(not self.paged):
+                expect(full_k + stage, box_bytes)
+                cute.copy(load_K, tKgK[None, first + i], tKsK[None, stage], tma_bar_ptr=full_k + stage)
+                expect(full_v + stage, box_bytes)
+                cute.copy(load_V, tVgV[None, first + i], tVsV[None, stage], tma_bar_ptr=full_v + stage)
+            else:
                 boxes = cutlass.min(self.boxes, cute.ceil_div(length - key, self.box))
-                cute.arch.mbarrier_wait(empty + stage, phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full_k + stage, boxes * box_bytes)
-                    cute.arch.mbarrier_arrive_and_expect_tx(full_v + stage, boxes * box_bytes)
+                expect(full_k + stage, boxes * box_bytes)
+                expect(full_v + stage, boxes * box_bytes)
                 for b in range(boxes, unroll=1):
                     at = (key + b * self.box) // page_size
                     inside = (key + b * self.box) % page_size // self.box
-                    if at >= first + WARP:
-                        first += WARP
+                    if at >= known + WARP:
+                        known += WARP
                         page = page_after
-                        page_after = self.pages_from(mPages, first + WARP, pages)
-                    this = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, at - first))
+                        page_after = pages_from(mTable, batch, known + WARP, pages)
+                    this = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, at - known))
                     place = stage * self.boxes + b
-                    tKgK, tKsK = partition_tma(load_K, mK[None, None, kv_head, this], sK)
-                    tVgV, tVsV = partition_tma(load_V, mV[None, None, kv_head, this], sV)
-                    cute.copy(load_K, tKgK[None, inside], tKsK[None, place], tma_bar_ptr=full_k + stage)
-                    cute.copy(load_V, tVgV[None, inside], tVsV[None, place], tma_bar_ptr=full_v + stage)
+                    from_k, to_k = partition_tma(load_K, mK[None, None, kv_head, this], sK)
+                    from_v, to_v = partition_tma(load_V, mV[None, None, kv_head, this], sV)
+                    cute.copy(load_K, from_k[None, inside], to_k[None, place], tma_bar_ptr=full_k + stage)
+                    cute.copy(load_V, from_v[None, inside], to_v[None, place], tma_bar_ptr=full_v + stage)
+            if i == 0:
+                cute.arch.mbarrier_wait(q_empty, (turn & 1) ^ 1)
+                self.load_q(mQ, sQ, q_full, batch, kv_head, group, block * self.rows)
 
     @cute.jit
-    def pages_from(self, mPages, first, pages):
-        """Of each lane one entry of a sequence's page table, from `first` on."""
-        page = Int32(0)
-        if first + cute.arch.lane_idx() < pages:
-            page = mPages[first + cute.arch.lane_idx()]
-        return page
+    def load_q(self, mQ, sQ, q_full, batch, kv_head, group, first_row):
+        """Rows of Q, one copy each: row r is of query r / group and head r mod group."""
+        rows = cutlass.min(mQ.shape[2] * group - first_row, self.rows)
+        expect(q_full, rows * self.head_dim * 2)
+        cute.arch.sync_warp()
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=self.head_dim * 16)
+        for row in range(cute.arch.lane_idx(), rows, WARP, unroll=1):
+            query, head = (first_row + row) // group, (first_row + row) % group
+            cute.copy(atom, mQ[batch, kv_head * group + head, query, None], sQ[row, None], mbar_ptr=q_full)
+        cute.arch.sync_warp()
 
     # ---- products -------------------------------------------------------------------------------------------
 
     @cute.jit
     def consume(
-        self, mma, mQ, mK, mO, mLSE, mLengths, mPart, mPartLSE, mArrived, scale, sQ, sK, sV, sO, sStats, sLast,
-        full_k, full_v, empty, q_full, q_empty, share, end, at, batch, column, chunk, chunks,
+        self, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived,
+        scale, left, sQ, sK, sV, sO, sStats, rings, added, group, blocks, columns,
     ):  # fmt: skip
+        full_k, full_v, empty, q_full, q_empty = rings
         tidx, _, _ = cute.arch.thread_idx()
-        warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
-        lane = cute.arch.lane_idx()
-        batch_size, heads, seqlen_q, _ = mQ.shape
-        kv_heads, seqlen_kv = mK.shape[2], mK.shape[0]
-        group = heads // kv_heads
+        warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
+        batch_size, _, seqlen_q, _ = mQ.shape
+        seqlen_kv = mK.shape[2]
         all_rows = seqlen_q * group
-        blocks = cute.ceil_div(all_rows, self.rows)
-        columns = kv_heads * blocks
+        flat = seqlen_kv, added, seqlen_q, left
+        share, at, end, batch, column, entry, entries = self.list.own_slice(mLengths, *flat, batch_size, columns)
         tile, key_slice = warp_idx % self.tiles, warp_idx // self.tiles
-        team, own_slice = key_slice // (self.slices // self.teams), key_slice % (self.slices // self.teams)
-        scale_log2 = scale * LOG2_E
+        team_slices = self.slices // self.teams
+        team, own_slice = key_slice // team_slices, key_slice % team_slices
 
-        thread = mma.get_slice(lane)
-        load = warp.LdMatrix8x8x16bOp(False, 4)
-        load_t = warp.LdMatrix8x8x16bOp(True, 4)
-        copy_q = cute.make_tiled_copy_A(cute.make_copy_atom(load, self.dtype), mma).get_slice(lane)
-        copy_k = cute.make_tiled_copy_B(cute.make_copy_atom(load, self.dtype), mma).get_slice(lane)
-        copy_v = cute.make_tiled_copy_B(cute.make_copy_atom(load_t, self.dtype), mma).get_slice(lane)
-        sQ_tile = cute.local_tile(sQ, (TILE_Q, self.head_dim), (tile, 0))
-        sK_groups, sV_groups = row_slices(sK, GROUP), row_slices(sV, GROUP)  # (key, head_dim, group)
-        sVt = cute.make_tensor(sV_groups.iterator, cute.select(sV_groups.layout, mode=[1, 0, 2]))
-        rQ = mma.make_fragment_A(thread.partition_A(sQ_tile))  # (MMA, 1, MMA_K)
-        tXsQ, tXrQ = copy_q.partition_S(sQ_tile), copy_q.retile(rQ)
-        rK = mma.make_fragment_B(thread.partition_B(sK_groups[None, None, 0]))  # (MMA, 2, MMA_K)
-        rV = mma.make_fragment_B(thread.partition_B(sVt[None, None, 0]))  # (MMA, d / 8, 1)
-        tXsK, tXsV = copy_k.partition_S(sK_groups), copy_v.partition_S(sVt)
-        tXrK, tXrV = copy_k.retile(rK), copy_v.retile(rV)
         own_keys = GROUP * self.own_groups
-        rS = cute.make_rmem_tensor(mma.partition_shape_C((TILE_Q, own_keys)), Float32)
-        rP = cute.make_rmem_tensor(rS.layout, self.dtype)
-        rO = cute.make_rmem_tensor(mma.partition_shape_C((TILE_Q, self.head_dim)), Float32)
+        sQ_tile = cute.local_tile(sQ, (TILE_Q, self.head_dim), (tile, 0))
+        x, sK_groups, sV_groups = warp_products(
+            self.product_dtype, sQ_tile, sK, sV, self.eight_bits, self.keep_q
+        )
+        rS = cute.make_rmem_tensor(x.mma.partition_shape_C((TILE_Q, own_keys)), Float32)
+        rP = cute.make_rmem_tensor(rS.layout, self.product_dtype)
+        rO = cute.make_rmem_tensor(x.mma.partition_shape_C((TILE_Q, self.head_dim)), Float32)
         S, O = by_half(rS), by_half(rO)  # (half, column)
-        row_max = cute.make_rmem_tensor(cute.make_layout(HALVES), Float32)
-        row_sum = cute.make_rmem_tensor(cute.make_layout(HALVES), Float32)
-        limit = cute.make_rmem_tensor(cute.make_layout(HALVES), Int32)
+        row_max, row_sum = (cute.make_rmem_tensor(cute.make_layout(HALVES), Float32) for _ in range(2))
+        limit, low = (cute.make_rmem_tensor(cute.make_layout(HALVES), Int32) for _ in range(2))
+        cute.arch.barrier(barrier_id=Barrier.INITIALISED, number_of_threads=self.threads)
 
         done, turn = Int32(0), Int32(0)
-        while at < end and batch < batch_size:
-            length = self.length(mLengths, seqlen_kv, batch)
-            n = cutlass.min(chunks - chunk, end - at)
+        while at < end:
+            length = self.list.length(mLengths, seqlen_kv, added, batch)
+            n, first, count = self.segment(entry, entries, end - at, length, seqlen_q, left)
             kv_head, block = column // blocks, column % blocks
             first_row = block * self.rows
+            own_row = first_row + tile * TILE_Q  # the warp's first
+            scale_log2 = scale * LOG2_E
+            if const_expr(self.eight_bits):
+                scale_log2 = scale_log2 * mKScale[batch, kv_head]
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
             rO.fill(0.0)
-            # The keys that every row of the warp sees, and those that this thread's rows see.
-            all_see = Int32(length)
+            # Keys below `all_see` and from `all_from` on are seen by all rows of the warp; `limit` and `low`
+            # are the same of this thread's rows.
+            all_see, all_from = Int32(length), Int32(0)
             limit.fill(length)
-            if const_expr(self.causal):
-                all_see = length - seqlen_q + (first_row + tile * TILE_Q) // group + 1
+            low.fill(0)
+            if const_expr(self.causal or self.window):
+                before = length - seqlen_q  # the key at the place of query 0
+                if const_expr(self.causal):
+                    all_see = before + own_row // group + 1
+                if const_expr(self.window):
+                    all_from = before + (own_row + TILE_Q - 1) // group - left
                 for r in range_constexpr(HALVES):
-                    own = first_row + tile * TILE_Q + lane // LANES + r * (TILE_Q // 2)
-                    limit[r] = cutlass.min(length, length - seqlen_q + own // group + 1)
+                    query = (own_row + lane // LANES + r * (TILE_Q // HALVES)) // group
+                    if const_expr(self.causal):
+                        limit[r] = cutlass.min(length, before + query + 1)
+                    if const_expr(self.window):
+                        low[r] = before + query - left
 
-            cute.arch.mbarrier_wait(q_full, turn & 1)
-            if const_expr(self.q_stays):
-                cute.copy(copy_q, tXsQ, tXrQ)
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(q_empty)
-
-            loaded = n if length > 0 else Int32(0)
-            for i in range(team, loaded, self.teams, unroll=1):
+            if count > 0:
+                cute.arch.mbarrier_wait(q_full, turn & 1)
+                if const_expr(self.keep_q):
+                    x.load_q()
+                    arrive(q_empty)
+            # 3. main loop
+            for i in range(count, unroll=1):
                 stage, phase = (done + i) % self.stages, (done + i) // self.stages & 1
-                key = (chunk + i) * self.chunk + own_slice * own_keys
-                first_group = stage * (self.chunk // GROUP) + own_slice * self.own_groups
                 cute.arch.mbarrier_wait(full_k + stage, phase)
-                rS.fill(0.0)
-                for g in range_constexpr(self.own_groups):
-                    rS_g = part_of(rS, g, self.own_groups)
-                    for k in range_constexpr(self.head_dim // 16):
-                        if const_expr(not self.q_stays):
-                            cute.copy(copy_q, tXsQ[None, None, k], tXrQ[None, None, k])
-                        cute.copy(copy_k, tXsK[None, None, k, first_group + g], tXrK[None, None, k])
-                        cute.gemm(mma, rS_g, rQ[None, None, k], rK[None, None, k], rS_g)
-                if key + own_keys > all_see:
-                    hide(S, limit, key, lane)
-                self.softmax(S, O, row_max, row_sum, scale_log2)
-                rP.store(rS.load().to(self.dtype))
-                cute.arch.mbarrier_wait(full_v + stage, phase)
-                if key + own_keys > length:
-                    self.blank(sV_groups, first_group, length - key)
-                for g in range_constexpr(self.own_groups):
-                    rP_g = part_of(rP, g, self.own_groups)
-                    rP_a = cute.make_tensor(rP_g.iterator, cute.make_layout(((2, 2, 2), 1)))
-                    for c in range_constexpr(self.head_dim // 16):
-                        cute.copy(copy_v, tXsV[None, c, 0, first_group + g], tXrV[None, c, 0])
-                        rV_c = cute.make_tensor(rV.iterator + c * 8, cute.make_layout(((2, 2), 2), stride=((1, 2), 4)))
-                        rO_c = part_of(rO, c, self.head_dim // 16)
-                        cute.gemm(mma, rO_c, rP_a, rV_c, rO_c)
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(empty + stage)
-            done += loaded
-            turn += 1
-            if const_expr(not self.q_stays):
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(q_empty)
+                # Hazard: a warp waits for the chunks of other teams too. It would else be a round of the ring
+                # ahead of a load that is still under way, and a barrier's phase is one bit.
+                if i % self.teams == team:
+                    key = (first + i) * self.chunk + own_slice * own_keys
+                    own_group = stage * (self.chunk // GROUP) + own_slice * self.own_groups
+                    if const_expr(self.appends):
+                        if key + own_keys > length - added:
+                            cute.arch.mbarrier_wait(full_v + stage, phase)
+                            self.append(
+                                mK, mV, mNewK, mNewV, mTable, sK_groups, sV_groups,
+                                batch, kv_head, key, own_group, length - added, added,
+                            )  # fmt: skip
+                    rS.fill(0.0)
+                    for g in range_constexpr(self.own_groups):
+                        x.multiply_qk(part_of(rS, g, self.own_groups), own_group + g)
+                    if (key + own_keys > all_see) | (key < all_from):
+                        hide(S, limit, low, key, self.window)
+                    self.softmax(S, O, row_max, row_sum, scale_log2)
+                    rP.store(rS.load().to(self.product_dtype))
+                    cute.arch.mbarrier_wait(full_v + stage, phase)
+                    if key + own_keys > length:
+                        self.blank(sV_groups, own_group, length - key)
+                    for g in range_constexpr(self.own_groups):
+                        x.multiply_pv(rO, part_of(rP, g, self.own_groups), own_group + g)
+                else:
+                    cute.arch.mbarrier_wait(full_v + stage, phase)
+                arrive(empty + stage)
+            if count > 0:
+                done += count
+                turn += 1
+                if const_expr(not self.keep_q):
+                    arrive(q_empty)
 
-            # 4. the warps' results are put together; then those of the CTAs
-            start = at - chunk  # of this column in the flat list
-            first_cta, last_cta = start // share, (start + chunks - 1) // share
-            ctas = last_cta - first_cta + 1
-            cta, _, _ = cute.arch.block_idx()
-            piece = cta * PIECE + (1 if chunk == 0 else 0)
+            # 4. the warps' results are put together; then, by who comes last, those of the CTAs
+            value_scale = mVScale[batch, kv_head] if const_expr(self.eight_bits) else Float32(1.0)
+            start = at - entry  # of this column in the flat list
+            if const_expr(self.unit > 0):
+                first_piece, pieces, piece = start, entries, at
+            else:
+                first_piece = start // share
+                pieces = (start + entries - 1) // share - first_piece + 1
+                cta, _, _ = cute.arch.block_idx()
+                piece = cta * PIECES + (1 if entry == 0 else 0)
             rows = cutlass.min(all_rows - first_row, self.rows)
-            for r in range_constexpr(self.halves):
-                row_sum[r] = sum_of_row(row_sum[r])
-            cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
-            if lane % LANES == 0:
-                for r in range_constexpr(self.halves):
-                    sStats[warp_idx, lane // LANES + r * (TILE_Q // 2), 0] = row_max[r]
-                    sStats[warp_idx, lane // LANES + r * (TILE_Q // 2), 1] = row_sum[r]
-            for p in range_constexpr(self.head_dim // self.merge_columns):
-                if const_expr(p > 0):
-                    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
-                self.put_piece(rO, sO, p)
-                cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
-                vectors = self.merge_columns // 4
-                for item in range(tidx, rows * vectors, CONSUMERS, unroll=1):
-                    row, vector = item // vectors, item % vectors
-                    result, lse = self.merge_warps(sO, sStats, row, vector)
-                    column_at = p * vectors + vector
-                    if ctas == 1:
-                        query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
-                        store_o(mO, result, batch, head, query, column_at, self.dtype)
-                        if column_at == 0:
-                            mLSE[batch, head, query] = lse * LN_2
-                    else:
-                        to = cute.local_tile(mPart[piece, row, None], (4,), (column_at,))
-                        cute.autovec_copy(result, to)
-                        if column_at == 0:
-                            mPartLSE[piece, row] = lse
-            if ctas > 1:
-                arrived = batch * columns + column
-                cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
-                if tidx == 0:
-                    cute.arch.fence_acq_rel_gpu()
-                    before = atomic_count(mArrived, arrived)
-                    cute.arch.fence_acq_rel_gpu()
-                    if before == ctas - 1:
-                        mArrived[arrived] = Int32(0)  # for the next launch
-                    sLast[0] = before
-                cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
-                if sLast[0] == ctas - 1:
-                    vectors = self.head_dim // 4
-                    for item in range(tidx, rows * vectors, CONSUMERS, unroll=1):
-                        row, vector = item // vectors, item % vectors
-                        result, lse = self.merge_ctas(mPart, mPartLSE, first_cta, ctas, row, vector)
-                        query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
-                        store_o(mO, result, batch, head, query, vector, self.dtype)
-                        if vector == 0:
-                            mLSE[batch, head, query] = lse * LN_2
-
-            at, batch, column, chunk, chunks = self.next_segment(
-                mLengths, seqlen_kv, batch_size, columns, at, batch, column, chunk, chunks, n
+            o_place = batch, kv_head * group, first_row, group, rows
+            self.merge_warps(
+                rO, row_max, row_sum, value_scale, sO, sStats, mO, mLSE, mPart, mPartLSE, o_place, piece, pieces
+            )
+            if pieces > 1:
+                self.merge_pieces(
+                    mO, mLSE, mPart, mPartLSE, mArrived, o_place, batch * columns + column, first_piece, pieces
+                )
+            at, batch, column, entry, entries = self.list.behind(
+                mLengths, *flat, columns, at, end, batch, column, entry, entries, n
             )
 
     @cute.jit
@@ -511,8 +399,7 @@ class Decode:
         grown = Boolean(False)
         for r in range_constexpr(self.halves):
             largest = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-            largest = largest_of_row(Float32(largest)) * scale_log2
-            new_max = cute.arch.fmax(row_max[r], largest)
+            new_max = cute.arch.fmax(row_max[r], largest_of_row(Float32(largest)) * scale_log2)
             grown = grown | (new_max > row_max[r])
             factor[r] = cute.math.exp2(row_max[r] - finite(new_max), fastmath=True)
             row_max[r] = new_max
@@ -526,152 +413,252 @@ class Decode:
             row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
 
     @cute.jit
-    def blank(self, sV_groups, first_group, visible):
+    def blank(self, sV_groups, own_group, visible):
         """Zero the rows of V behind the length: P is 0 there, but 0 · NaN is NaN."""
-        lane = cute.arch.lane_idx()
-        vectors = self.head_dim // VECTOR
-        rows = WARP // vectors
-        zero = cute.make_rmem_tensor(cute.make_layout(VECTOR), self.dtype)
+        zero = cute.make_rmem_tensor(cute.make_layout(VECTOR), sV_groups.element_type)
         zero.fill(0)
-        for g in range_constexpr(self.own_groups):
-            for i in range_constexpr(GROUP // rows):
-                row = i * rows + lane // vectors
-                if g * GROUP + row >= visible:
-                    to = cute.local_tile(sV_groups[row, None, first_group + g], (VECTOR,), (lane % vectors,))
-                    cute.autovec_copy(zero, to)
+        row_vectors = cute.size(sV_groups, mode=[1]) // VECTOR
+        for i in range_constexpr(self.own_groups * GROUP * row_vectors // WARP):
+            row = (i * WARP + cute.arch.lane_idx()) // row_vectors
+            vector = (i * WARP + cute.arch.lane_idx()) % row_vectors
+            if row >= visible:
+                to = sV_groups[row % GROUP, None, own_group + row // GROUP]
+                cute.autovec_copy(zero, cute.local_tile(to, (VECTOR,), (vector,)))
+        cute.arch.fence_view_async_shared()  # before the TMA writes there again
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def append(
+        self, mK, mV, mNewK, mNewV, mTable, sK_groups, sV_groups, batch, kv_head, key, own_group, old, added
+    ):  # fmt: skip
+        """New keys and values of this warp's slice of a chunk: to the cache, and over what the TMA found
+        there. They begin at `old`. Whoever else has these keys in a slice writes the same."""
+        kind = sK_groups.element_type  # 16-bit units
+        row_vectors = cute.size(sK_groups, mode=[1]) // VECTOR
+        vector_kv = VECTOR * 2 // self.kv_bytes  # elements of the cache in 16 bytes
+        one = cute.make_rmem_tensor(cute.make_layout(VECTOR), kind)
+        for i in range_constexpr(self.own_groups * GROUP * row_vectors // WARP):
+            row = (i * WARP + cute.arch.lane_idx()) // row_vectors
+            vector = (i * WARP + cute.arch.lane_idx()) % row_vectors
+            at = key + row
+            if (at >= old) & (at < old + added):
+                place, inside = batch, at
+                if const_expr(self.paged):
+                    place, inside = mTable[batch, at // mK.shape[2]], at % mK.shape[2]
+                for mX, mNew, sX in ((mK, mNewK, sK_groups), (mV, mNewV, sV_groups)):
+                    source = cute.local_tile(mNew[batch, kv_head, at - old, None], (vector_kv,), (vector,))
+                    cute.autovec_copy(cute.recast_tensor(source, kind), one)
+                    to = sX[row % GROUP, None, own_group + row // GROUP]
+                    cute.autovec_copy(one, cute.local_tile(to, (VECTOR,), (vector,)))
+                    target = cute.local_tile(mX[place, kv_head, inside, None], (vector_kv,), (vector,))
+                    cute.autovec_copy(one, cute.recast_tensor(target, kind))
         cute.arch.fence_view_async_shared()  # before the TMA writes there again
         cute.arch.sync_warp()
 
     # ---- merging --------------------------------------------------------------------------------------------
+    # Rows are dealt out to warps, with all their columns: `own` lanes have four columns each of a row. It is
+    # the same row in every CTA, so that the warp which comes last to a row needs no other warp.
 
     @cute.jit
-    def put_piece(self, rO, sO, piece: cutlass.Constexpr):
-        """Columns of this warp's O to shared memory, two at a time."""
+    def merge_warps(
+        self, rO, row_max, row_sum, value_scale, sO, sStats, mO, mLSE, mPart, mPartLSE, o_place, piece, pieces
+    ):  # fmt: skip
+        """Put the results of warps with the same rows together, through shared memory: O and LSE, or a
+        piece of them if there are several."""
         tidx, _, _ = cute.arch.thread_idx()
-        warp_idx, lane = tidx // WARP, tidx % WARP
-        groups = self.merge_columns // 8
-        pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
+        rows = o_place[4]
+        own = self.merge_columns // 4
+        at_once = WARP // own  # rows of a warp
         for r in range_constexpr(self.halves):
-            row = lane // LANES + r * (TILE_Q // 2)
-            for j in range_constexpr(groups):
-                for c in range_constexpr(2):
-                    pair[c] = rO[(c, r), 0, piece * groups + j]
-                to = cute.local_tile(sO[warp_idx, row, None], (2,), (j * LANES + lane % LANES,))
-                cute.autovec_copy(pair, to)
+            row_sum[r] = sum_of_row(row_sum[r])
+        for p in range_constexpr(self.head_dim // self.merge_columns):
+            # All have read what was there before.
+            cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+            if const_expr(p == 0):
+                if lane % LANES == 0:
+                    for r in range_constexpr(self.halves):
+                        sStats[warp_idx, lane // LANES + r * (TILE_Q // HALVES), 0] = row_max[r]
+                        sStats[warp_idx, lane // LANES + r * (TILE_Q // HALVES), 1] = row_sum[r]
+            self.put_columns(rO, sO, warp_idx, lane, p)
+            cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+            for i in range(cute.ceil_div(rows, WARPS * at_once), unroll=1):
+                row, vector = (i * WARPS + warp_idx) * at_once + lane // own, lane % own
+                if row < rows:
+                    result, lse = self.row_of_warps(sO, sStats, row, vector, value_scale)
+                    if pieces == 1:
+                        store_row(mO, mLSE, result, lse, o_place, row, p * own + vector, self.dtype)
+                    else:
+                        to = cute.local_tile(mPart[piece, row, None], (4,), (p * own + vector,))
+                        cute.autovec_copy(result, to)
+                        if p * own + vector == 0:
+                            mPartLSE[piece, row] = lse
+
+    def put_columns(self, rO, sO, warp_idx, lane, p: int) -> None:
+        """The p-th columns of this warp's O to shared memory."""
+        vector = 4 if self.eight_bits else 2
+        values = cute.make_rmem_tensor(cute.make_layout(vector), Float32)
+        units = self.merge_columns // 16
+        for r in range(self.halves):
+            row = sO[warp_idx, lane // LANES + r * (TILE_Q // HALVES), None]
+            for unit in range(units):
+                found = columns_of(rO, r, p * units + unit, self.eight_bits)
+                for part in range(4 // vector):
+                    for i in range(vector):
+                        values[i] = found[part * vector + i]
+                    at = (unit * (4 // vector) + part) * LANES + lane % LANES
+                    cute.autovec_copy(values, cute.local_tile(row, (vector,), (at,)))
 
     @cute.jit
-    def merge_warps(self, sO, sStats, row, vector):
-        """Four columns of a row of O, of all warps that share it, and its log₂ of the sum."""
-        tile, row = row // TILE_Q, row % TILE_Q
+    def row_of_warps(self, sO, sStats, row, vector, value_scale):
+        """Four columns of a row of O, of all warps that share it, and log₂ of the row's sum."""
+        tile, inside = row // TILE_Q, row % TILE_Q
         largest = -Float32.inf
         for s in range_constexpr(self.slices):
-            largest = cute.arch.fmax(largest, sStats[s * self.tiles + tile, row, 0])
+            largest = cute.arch.fmax(largest, sStats[s * self.tiles + tile, inside, 0])
         result = cute.make_rmem_tensor(cute.make_layout(4), Float32)
         part = cute.make_rmem_tensor(cute.make_layout(4), Float32)
         result.fill(0.0)
         total = Float32(0.0)
         for s in range_constexpr(self.slices):
             w = s * self.tiles + tile
-            weight = cute.math.exp2(sStats[w, row, 0] - finite(largest), fastmath=True)
-            total += weight * sStats[w, row, 1]
-            cute.autovec_copy(cute.local_tile(sO[w, row, None], (4,), (vector,)), part)
-            for i in range_constexpr(4):
-                result[i] += weight * part[i]
-        inverse = 0.0 if total == 0.0 else 1.0 / total
-        for i in range_constexpr(4):
-            result[i] = result[i] * inverse
+            weight = cute.math.exp2(sStats[w, inside, 0] - finite(largest), fastmath=True)
+            total += weight * sStats[w, inside, 1]
+            cute.autovec_copy(cute.local_tile(sO[w, inside, None], (4,), (vector,)), part)
+            result.store(result.load() + part.load() * weight)
+        result.store(result.load() * (value_scale * (0.0 if total == 0.0 else 1.0 / total)))
         return result, largest + cute.math.log2(total, fastmath=True)
 
     @cute.jit
-    def merge_ctas(self, mPart, mPartLSE, first_cta, ctas, row, vector):
-        """Four columns of a row of O, of all CTAs that have a piece of it, and its log₂ of the sum."""
-        batch = 4  # of pieces, loaded at once
+    def merge_pieces(self, mO, mLSE, mPart, mPartLSE, mArrived, o_place, column, first_piece, pieces):
+        """A warp: say that its rows of a piece are there, and if it is the last to say so of these rows, put
+        the pieces together, in their order."""
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
+        rows = o_place[4]
+        own = self.merge_columns // 4
+        at_once = WARP // own
+        arrived = column * WARPS + warp_idx
+        if warp_idx * at_once < rows:
+            cute.arch.sync_warp()
+            before = Int32(0)
+            if lane == 0:
+                cute.arch.fence_acq_rel_gpu()  # what the warp has written is there for whoever counts on
+                before = cute.arch.atomic_add(
+                    (mArrived.iterator + arrived).llvm_ptr, Int32(1), sem="relaxed", scope="gpu"
+                )
+                if before == pieces - 1:
+                    mArrived[arrived] = Int32(0)  # for the next launch
+                    cute.arch.fence_acq_rel_gpu()  # and what the others have written is there for this warp
+            before = cute.arch.shuffle_sync(before, 0)
+            if before == pieces - 1:
+                for i in range(cute.ceil_div(rows, WARPS * at_once), unroll=1):
+                    row, vector = (i * WARPS + warp_idx) * at_once + lane // own, lane % own
+                    if row < rows:
+                        for p in range(self.head_dim // self.merge_columns, unroll=1):
+                            result, lse = self.row_of_pieces(
+                                mPart, mPartLSE, first_piece, pieces, row, p * own + vector
+                            )
+                            store_row(mO, mLSE, result, lse, o_place, row, p * own + vector, self.dtype)
+
+    @cute.jit
+    def row_of_pieces(self, mPart, mPartLSE, first_piece, pieces, row, vector):
+        """Four columns of a row of O, of all pieces, and log₂ of the row's sum."""
+        at_once = 16  # loads under way
         largest, total = -Float32.inf, Float32(0.0)
         result = cute.make_rmem_tensor(cute.make_layout(4), Float32)
         result.fill(0.0)
-        parts = cute.make_rmem_tensor(cute.make_layout((4, batch)), Float32)
-        lses = cute.make_rmem_tensor(cute.make_layout(batch), Float32)
-        for first in range(0, ctas, batch, unroll=1):
-            for j in range_constexpr(batch):
-                i = cutlass.min(first + j, ctas - 1)
-                piece = (first_cta + i) * PIECE + (1 if i == 0 else 0)
+        parts = cute.make_rmem_tensor(cute.make_layout((4, at_once)), Float32)
+        lses = cute.make_rmem_tensor(cute.make_layout(at_once), Float32)
+        for first in range(0, pieces, at_once, unroll=1):
+            for j in range_constexpr(at_once):
+                i = cutlass.min(first + j, pieces - 1)
+                if const_expr(self.unit > 0):
+                    piece = first_piece + i
+                else:
+                    piece = (first_piece + i) * PIECES + (1 if i == 0 else 0)
                 cute.autovec_copy(cute.local_tile(mPart[piece, row, None], (4,), (vector,)), parts[None, j])
                 lse = mPartLSE[piece, row]
-                lses[j] = lse if first + j < ctas else -Float32.inf
-            new = largest
-            for j in range_constexpr(batch):
-                new = cute.arch.fmax(new, lses[j])
+                lses[j] = lse if first + j < pieces else -Float32.inf
+            new = cute.arch.fmax(largest, lses.load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
             factor = cute.math.exp2(largest - finite(new), fastmath=True)
             total = total * factor
-            for i in range_constexpr(4):
-                result[i] = result[i] * factor
-            for j in range_constexpr(batch):
+            result.store(result.load() * factor)
+            for j in range_constexpr(at_once):
                 weight = cute.math.exp2(lses[j] - finite(new), fastmath=True)
                 total += weight
-                for i in range_constexpr(4):
-                    result[i] += weight * parts[i, j]
+                result.store(result.load() + parts[None, j].load() * weight)
             largest = new
-        inverse = 0.0 if total == 0.0 else 1.0 / total
-        for i in range_constexpr(4):
-            result[i] = result[i] * inverse
+        result.store(result.load() * (0.0 if total == 0.0 else 1.0 / total))
         return result, largest + cute.math.log2(total, fastmath=True)
 
 
-def atomic_count(mArrived, at):
-    return cute.arch.atomic_add((mArrived.iterator + at).llvm_ptr, Int32(1), sem="acq_rel", scope="gpu")
+def expect(barrier, size) -> None:
+    """One lane: arrive at a barrier that waits for so many bytes besides."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+
+
+def arrive(barrier) -> None:
+    """One lane, when all of its warp are here."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
 
 
 @cute.jit
-def store_o(mO, result, batch, head, query, vector, dtype: cutlass.Constexpr):
+def pages_from(mTable, batch, first, pages):
+    """Of each lane one entry of a sequence's page table, from `first` on."""
+    page = Int32(0)
+    if first + cute.arch.lane_idx() < pages:
+        page = mTable[batch, first + cute.arch.lane_idx()]
+    return page
+
+
+@cute.jit
+def store_row(mO, mLSE, result, lse, o_place, row, vector, dtype: cutlass.Constexpr):
+    """Four columns of a row of O; with the first the LSE, which comes as a power of two."""
+    batch, first_head, first_row, group, _ = o_place
+    query, head = (first_row + row) // group, first_head + (first_row + row) % group
     rounded = cute.make_rmem_tensor(cute.make_layout(4), dtype)
     rounded.store(result.load().to(dtype))
     cute.autovec_copy(rounded, cute.local_tile(mO[batch, head, query, None], (4,), (vector,)))
+    if vector == 0:
+        mLSE[batch, head, query] = lse * LN_2
 
 
-def by_half(fragment: cute.Tensor) -> cute.Tensor:
-    """An accumulator ((2, 2), 1, N/8) as (half, (2, N/8)): a thread's two rows."""
-    ((pair, half), _, groups), ((s_pair, s_half), _, s_groups) = fragment.shape, fragment.layout.stride
-    layout = cute.make_layout((half, (pair, groups)), stride=(s_half, (s_pair, s_groups)))
-    return cute.make_tensor(fragment.iterator, layout)
-
-
-def part_of(fragment: cute.Tensor, part: int, parts: int) -> cute.Tensor:
-    """An accumulator ((2, 2), 1, N/8) cut along N."""
-    (own, one, groups) = fragment.shape
-    layout = cute.make_layout((own, one, groups // parts), stride=fragment.layout.stride)
-    return cute.make_tensor(fragment.iterator + part * cute.size(layout), layout)
-
-
-@cute.jit
-def hide(S, limit, key, lane):
-    """−∞ for the keys from each row's limit on."""
-    columns = cute.size(S, mode=[1])
-    for r in range_constexpr(HALVES):
-        for c in range_constexpr(columns):
-            at = key + c // 2 * 8 + c % 2 + lane % LANES * 2
-            S[r, c] = S[r, c] if at < limit[r] else -Float32.inf
-
-
-def compile_decode(kernel: Decode, page_table: bool | None = None) -> object:
+def compile_decode(kernel: Decode) -> object:
     """Stand-ins and a compile."""
     d, element = kernel.head_dim, kernel.dtype
     batch, heads, seqlen_q = (cute.sym_int() for _ in range(3))
 
     def rows(shape, dtype=element):
-        strides = tuple(cute.sym_int64(divisibility=VECTOR) for _ in shape[:-1])
+        vector = 128 // dtype.width
+        strides = tuple(cute.sym_int64(divisibility=vector) for _ in shape[:-1])
         return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
 
+    def plain(dtype, shape, *strides):
+        strides = strides or tuple(cute.sym_int64() for _ in shape[:-1]) + (1,)
+        return make_fake_tensor(dtype, shape, strides, assumed_align=4)
+
     q, o = rows((batch, heads, seqlen_q, d)), rows((batch, heads, seqlen_q, d))
-    kv = (cute.sym_int() if kernel.paged else batch, cute.sym_int(), cute.sym_int(), d)
-    k, v = rows(kv), rows(kv)
-    lse = make_fake_tensor(Float32, (batch, heads, seqlen_q), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
-    lengths = make_fake_tensor(Int32, (batch,), (1,), assumed_align=4) if kernel.lengths else None
-    table = None
-    if kernel.paged:
-        table = make_fake_tensor(Int32, (batch, cute.sym_int()), (cute.sym_int64(), 1), assumed_align=4)
-    part = make_fake_tensor(
-        Float32, (PIECE * kernel.sms, kernel.rows, d), (kernel.rows * d, d, 1), assumed_align=16
+    kv_heads = cute.sym_int()
+    kv = (cute.sym_int() if kernel.paged else batch, kv_heads, cute.sym_int(), d)
+    k, v = rows(kv, kernel.kv_dtype), rows(kv, kernel.kv_dtype)
+    lse = plain(Float32, (batch, heads, seqlen_q))
+    lengths = plain(Int32, (batch,)) if kernel.list.lengths else None
+    table = plain(Int32, (batch, cute.sym_int())) if kernel.paged else None
+    added = cute.sym_int()
+    new = [rows((batch, kv_heads, added, d), kernel.kv_dtype) if kernel.appends else None for _ in range(2)]
+    scales = [
+        plain(Float32, (batch, kv_heads), cute.sym_int64(), cute.sym_int64()) if kernel.eight_bits else None
+        for _ in range(2)
+    ]
+    pieces = cute.sym_int()
+    part = make_fake_tensor(Float32, (pieces, kernel.rows, d), (kernel.rows * d, d, 1), assumed_align=16)
+    part_lse = plain(Float32, (pieces, kernel.rows), kernel.rows, 1)
+    arrived = plain(Int32, (cute.sym_int(),), 1)
+    left = Int32(0) if kernel.window else None
+    return compile_for_torch(
+        kernel, q, k, v, o, lse, lengths, table, *new, *scales, part, part_lse, arrived, Float32(1.0), left
     )
-    part_lse = make_fake_tensor(Float32, (PIECE * kernel.sms, kernel.rows), (kernel.rows, 1), assumed_align=4)
-    arrived = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4)
-    return compile_for_torch(kernel, q, k, v, o, lse, lengths, table, part, part_lse, arrived, Float32(1.0))
