@@ -1,4 +1,5 @@
-"""`attention(q, k, v)`, `attention_backward(do, q, k, v, o, lse)`, and FlashAttention's `flash_attn_func`."""
+"""`attention(q, k, v)`, `attention_backward(do, q, k, v, o, lse)`, and FlashAttention's `flash_attn_func` and
+`flash_attn_with_kvcache`."""
 
 import torch
 
@@ -108,3 +109,79 @@ def flash_attn_func(
     o, lse = attention(*(x.transpose(1, 2) for x in (q, k, v)), **options, return_lse=True)
     o = o.transpose(1, 2)
     return (o, lse) if return_lse or return_attn_probs else o
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    *,
+    cache_seqlens: int | torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    k_descale: float | torch.Tensor | None = None,
+    v_descale: float | torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a few queries to a cache, on PyTorch's current stream: FlashAttention's call for decoding.
+
+    q: (batch, queries, heads, head_dim), bf16 or fp16, head_dim 64, 128 or 256. k_cache, v_cache: (batch,
+    seqlen, kv heads, head_dim), or with `block_table`, int32 (batch, pages of a sequence), (pages, page_size,
+    kv heads, head_dim), pages of 16, 32, 64, 128 or a multiple of 128 keys. They are of q's type, or
+    float8_e4m3fn; then `k_descale` and `v_descale` are what they are to be multiplied by: a number, or fp32
+    of one element, (kv heads,) or (batch, kv heads).
+
+    `cache_seqlens`, int32 (batch,) on the GPU or one number, says how many keys of the cache count; without
+    it all do. With k and v (batch, new keys, kv heads, head_dim), of the cache's type, these are stored
+    behind them, in the same launch, and count too. Nothing behind a length is read, in the page table
+    neither. The last query is at the last key's place: `causal` hides what lies behind a query's own, and
+    window_size (left, right) what lies more than `left` before it; right is −1, or 0 for `causal`.
+
+    Returns o like q, or `out`, and with `return_softmax_lse` also the LSE, fp32 (batch, heads, queries): 0
+    and −∞ for a query that sees no key. Keys are split among all SMs in any case: `num_splits` is taken and
+    ignored. With `batch_invariant` a sequence's bits do not depend on the other sequences; they never depend
+    on the run. There is no gradient. Raises TypeError, ValueError or, with the argument's name,
+    NotImplementedError before anything is launched.
+    """
+    left, right = (-1 if x is None else x for x in window_size)
+    if right not in (-1, 0) or left < -1:
+        raise NotImplementedError(f"flash_attn_with_kvcache does not take window_size = {(left, right)!r}")
+    if softcap != 0.0:
+        raise NotImplementedError(f"flash_attn_with_kvcache does not take softcap = {softcap!r}")
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, x)
+    if torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k_cache, v_cache, k, v)
+    ):
+        raise NotImplementedError("flash_attn_with_kvcache has no gradient: call it under torch.no_grad()")
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    if k_cache.dim() == 4:
+        k_descale, v_descale = (_descale(x, q, k_cache.shape[2]) for x in (k_descale, v_descale))
+    rest = block_table, k_descale, v_descale, softmax_scale, causal or right == 0, left, batch_invariant
+    if k is None and v is None:
+        o, lse = ops.decode(q, k_cache, v_cache, cache_seqlens, *rest)
+    else:
+        for name, x in (("k", k), ("v", v), ("cache_seqlens", cache_seqlens)):
+            check_tensor(name, x)
+        o, lse = ops.decode_append(q, k_cache, v_cache, k, v, cache_seqlens, *rest)
+    if out is not None:
+        o = out.copy_(o)
+    return (o, lse) if return_softmax_lse else o
+
+
+def _descale(x: float | torch.Tensor | None, q: torch.Tensor, kv_heads: int) -> torch.Tensor | None:
+    """As the kernel reads it: (batch, kv heads), without copies."""
+    if x is None:
+        return None
+    if not isinstance(x, torch.Tensor):
+        x = torch.full((), float(x), dtype=torch.float32, device=q.device)
+    return x if x.dim() == 2 and x.shape != (1, 1) else x.reshape(-1).expand(q.shape[0], kv_heads)

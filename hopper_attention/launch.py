@@ -26,6 +26,7 @@ FORWARD_IN_ROWS = {128: "k6_r128", 64: "k6_r64"}  # by the rows that `division.r
 # What gradients are computed with: where tiles of keys are few (`division.parts_of`), in parts.
 BACKWARD, IN_PARTS = "bwd4", "bwd4_parts"
 DETERMINISTIC, DETERMINISTIC_IN_PARTS = "bwd4_det", "bwd4_parts_det"
+DECODE = "decode"  # what queries to a cache are computed with
 # The stages that a call may run.
 LIBRARY = [FORWARD, *FORWARD_IN_ROWS.values(), BACKWARD, IN_PARTS, DETERMINISTIC, DETERMINISTIC_IN_PARTS]
 FUNCTION = "hopper_attention_kernel"  # in a cached file
@@ -131,7 +132,7 @@ def warn_unless_proven() -> None:
 def _compile_or_load(stage_id: str, problem: Problem, options: dict[str, object]) -> Kernel:
     warn_unless_proven()
     what = {"problem": repr(problem), "options": repr(sorted(options.items()))}
-    key = cache.key_of(file=ladder.LADDER[stage_id], **what)
+    key = cache.key_of(file=ladder.FILES[stage_id], **what)
     with cache.alone(key):
         if (entry := cache.load(key)) is not None:
             with contextlib.suppress(Exception):  # what does not load is compiled anew
@@ -143,7 +144,7 @@ def _compile_or_load(stage_id: str, problem: Problem, options: dict[str, object]
         # A kernel that cannot be kept is compiled again by the next process, and serves this one.
         with contextlib.suppress(Exception), tempfile.TemporaryDirectory() as scratch:
             if cache.folder() is not None:
-                about = {"file": ladder.LADDER[stage_id], **what, "constants": kernel.host_constants}
+                about = {"file": ladder.FILES[stage_id], **what, "constants": kernel.host_constants}
                 cache.store(key, _export(compiled, Path(scratch)), kernel.__cubin__, **about)
         return kernel
 

@@ -1,7 +1,8 @@
-"""The operators `torch.ops.hopper_attention.forward` and `.backward`: what PyTorch must know of the kernels.
+"""The operators `torch.ops.hopper_attention.forward`, `.backward` and `.decode`: what PyTorch must know of the kernels.
 
 forward(q, k, v, softmax_scale, causal, top_left, deterministic) → o, lse
 backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic) → dq, dk, dv
+decode(q, k_cache, v_cache, cache_seqlens, block_table, …) → o, lse; decode_append, which stores k and v too
 
 `functional.attention` says what they compute. All checks are in their implementation, so that a wrong input
 gives the same error called eagerly or from a compiled graph; what tracing sees instead (`register_fake`) only
@@ -16,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.library import Library, register_fake, register_vmap
 from torch.utils.flop_counter import register_flop_formula
 
-from . import production
+from . import decoding, production
 from .kernels.contract import Problem
 
 library = Library("hopper_attention", "DEF")
@@ -32,8 +33,22 @@ library.define(
     "-> (Tensor dq, Tensor dk, Tensor dv)",
     tags=TAGS,
 )
+OF_CACHE = (
+    "Tensor? block_table=None, Tensor? k_descale=None, Tensor? v_descale=None, float? softmax_scale=None, "
+    "bool causal=False, int window_left=-1, bool batch_invariant=False) -> (Tensor o, Tensor lse)"
+)
+library.define(
+    f"decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens=None, {OF_CACHE}", tags=TAGS
+)
+library.define(
+    "decode_append(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
+    f"Tensor cache_seqlens, {OF_CACHE}",
+    tags=TAGS,
+)
 forward = torch.ops.hopper_attention.forward.default
 backward = torch.ops.hopper_attention.backward.default
+decode = torch.ops.hopper_attention.decode.default
+decode_append = torch.ops.hopper_attention.decode_append.default
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
@@ -51,9 +66,23 @@ def run_backward(
     return production.backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
 
 
+def run_decode(q, k_cache, v_cache, cache_seqlens=None, block_table=None, k_descale=None, v_descale=None,
+               softmax_scale=None, causal=False, window_left=-1, batch_invariant=False):  # fmt: skip
+    rest = block_table, k_descale, v_descale, softmax_scale, causal, window_left, batch_invariant
+    return decoding.decode(q, k_cache, v_cache, None, None, cache_seqlens, *rest)
+
+
+def run_decode_append(q, k_cache, v_cache, k, v, cache_seqlens, block_table=None, k_descale=None,
+                      v_descale=None, softmax_scale=None, causal=False, window_left=-1, batch_invariant=False):  # fmt: skip
+    rest = block_table, k_descale, v_descale, softmax_scale, causal, window_left, batch_invariant
+    return decoding.decode(q, k_cache, v_cache, k, v, cache_seqlens, *rest)
+
+
 # For every device: what is not on a Hopper GPU is refused with the device's name.
 library.impl("forward", run_forward, "CompositeExplicitAutograd")
 library.impl("backward", run_backward, "CompositeExplicitAutograd")
+library.impl("decode", run_decode, "CompositeExplicitAutograd")
+library.impl("decode_append", run_decode_append, "CompositeExplicitAutograd")
 
 
 # ---- shapes, for tracing ----------------------------------------------------------------------------------
@@ -69,6 +98,16 @@ def fake_backward(
     do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
 ):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+@register_fake("hopper_attention::decode", lib=library)
+def fake_decode(q, k_cache, v_cache, *options, **more):
+    return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+
+
+@register_fake("hopper_attention::decode_append", lib=library)
+def fake_decode_append(q, k_cache, v_cache, k, v, *options, **more):
+    return fake_decode(q, k_cache, v_cache)
 
 
 # ---- gradients --------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
+from .contract import Problem, Stage
+from .decode_calls import CHUNK_BYTES, PIECES, ROWS, WARPS, refuse_decode
 from .device.compiling import ELEMENTS, compile_for_torch
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, VECTOR, WARP, WARPGROUP
 from .device.flat_list import FlatList
@@ -32,11 +34,18 @@ from .device.rows import LANES, finite, largest_of_row, sum_of_row
 from .device.tma import allocate_tiles, load_atom, partition_tma
 from .device.warp_products import GROUP, HALVES, TILE_Q, by_half, columns_of, hide, part_of, warp_products
 
-WARPS = 8  # that compute; one more loads
+STAGES = (
+    Stage(
+        "decode",
+        "a few queries to a cache of keys and values",
+        "split keys, combined in the same launch; pages, lengths on the device, FP8 caches",
+        "k6",
+        direction="decode",
+        model="decode",
+        rounds_p=True,
+    ),
+)
 CONSUMERS = WARPS * WARP
-CHUNK_BYTES = 16384  # of K, and of V
-ROWS = (8, 16, 32, 64, 128)  # of a CTA; what a kernel is compiled for
-PIECES = 2  # that a CTA leaves of sequences it shares with others: of its first and of its last
 
 
 class Barrier(IntEnum):
@@ -72,7 +81,7 @@ class Decode:
         self.kv_dtype = Float8E4M3FN if eight_bits else self.dtype
         self.product_dtype = Float16 if eight_bits else self.dtype  # which has all values of e4m3
         self.kv_bytes = 1 if eight_bits else 2
-        self.chunk = chunk or CHUNK_BYTES // (self.kv_bytes * head_dim)
+        self.chunk = chunk or CHUNK_BYTES // (self.kv_bytes * head_dim)  # keys
         self.box = min(box or self.chunk, self.chunk)
         self.boxes = self.chunk // self.box
         self.unit, self.sms = unit, sms
@@ -107,7 +116,8 @@ class Decode:
         self, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE,
         mArrived, scale, left, stream,
     ):  # fmt: skip
-        """What options leave out is None."""
+        """Tensors are (batch or page, seqlen, heads, head_dim); what options leave out is None."""
+        mQ, mK, mV, mO, mNewK, mNewV = (heads_first(mX) for mX in (mQ, mK, mV, mO, mNewK, mNewV))
         loads = *load_atom(mK, self.box), *load_atom(mV, self.box)
         self.kernel(
             *loads, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived,
@@ -482,7 +492,7 @@ class Decode:
                         sStats[warp_idx, lane // LANES + r * (TILE_Q // HALVES), 1] = row_sum[r]
             self.put_columns(rO, sO, warp_idx, lane, p)
             cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
-            for i in range(cute.ceil_div(rows, WARPS * at_once), unroll=1):
+            for i in range(cute.ceil_div(self.rows, WARPS * at_once), unroll=1):
                 row, vector = (i * WARPS + warp_idx) * at_once + lane // own, lane % own
                 if row < rows:
                     result, lse = self.row_of_warps(sO, sStats, row, vector, value_scale)
@@ -552,7 +562,7 @@ class Decode:
                     cute.arch.fence_acq_rel_gpu()  # and what the others have written is there for this warp
             before = cute.arch.shuffle_sync(before, 0)
             if before == pieces - 1:
-                for i in range(cute.ceil_div(rows, WARPS * at_once), unroll=1):
+                for i in range(cute.ceil_div(self.rows, WARPS * at_once), unroll=1):
                     row, vector = (i * WARPS + warp_idx) * at_once + lane // own, lane % own
                     if row < rows:
                         for p in range(self.head_dim // self.merge_columns, unroll=1):
@@ -593,6 +603,13 @@ class Decode:
         return result, largest + cute.math.log2(total, fastmath=True)
 
 
+def heads_first(mX: cute.Tensor | None) -> cute.Tensor | None:
+    """(batch, seqlen, heads, head_dim) as (batch, heads, seqlen, head_dim)."""
+    if mX is None:
+        return None
+    return cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[0, 2, 1, 3]))
+
+
 def expect(barrier, size) -> None:
     """One lane: arrive at a barrier that waits for so many bytes besides."""
     with cute.arch.elect_one():
@@ -627,38 +644,41 @@ def store_row(mO, mLSE, result, lse, o_place, row, vector, dtype: cutlass.Conste
         mLSE[batch, head, query] = lse * LN_2
 
 
-def compile_decode(kernel: Decode) -> object:
-    """Stand-ins and a compile."""
-    d, element = kernel.head_dim, kernel.dtype
-    batch, heads, seqlen_q = (cute.sym_int() for _ in range(3))
+def supports(problem: Problem) -> str | None:
+    """Why the kernel refuses the problem, or None."""
+    return refuse_decode(problem)
 
-    def rows(shape, dtype=element):
-        vector = 128 // dtype.width
-        strides = tuple(cute.sym_int64(divisibility=vector) for _ in shape[:-1])
-        return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
 
-    def plain(dtype, shape, *strides):
-        strides = strides or tuple(cute.sym_int64() for _ in shape[:-1]) + (1,)
-        return make_fake_tensor(dtype, shape, strides, assumed_align=4)
+def compile_kernel(problem: Problem, **options: object) -> object:
+    """Needs no tensors and no GPU. Of the problem head_dim, mask and dtype are compiled in; `options` are
+    Decode's, of which `decode_calls.options_of` makes those of a call."""
+    kernel = Decode(problem.head_dim, problem.dtype, causal=problem.causal, **options)
+    d, element, of_kv = kernel.head_dim, kernel.dtype, kernel.kv_dtype
+    batch, heads, kv_heads, seqlen_q, added, pieces = (cute.sym_int() for _ in range(6))
 
-    q, o = rows((batch, heads, seqlen_q, d)), rows((batch, heads, seqlen_q, d))
-    kv_heads = cute.sym_int()
-    kv = (cute.sym_int() if kernel.paged else batch, kv_heads, cute.sym_int(), d)
-    k, v = rows(kv, kernel.kv_dtype), rows(kv, kernel.kv_dtype)
-    lse = plain(Float32, (batch, heads, seqlen_q))
-    lengths = plain(Int32, (batch,)) if kernel.list.lengths else None
-    table = plain(Int32, (batch, cute.sym_int())) if kernel.paged else None
-    added = cute.sym_int()
-    new = [rows((batch, kv_heads, added, d), kernel.kv_dtype) if kernel.appends else None for _ in range(2)]
-    scales = [
-        plain(Float32, (batch, kv_heads), cute.sym_int64(), cute.sym_int64()) if kernel.eight_bits else None
-        for _ in range(2)
-    ]
-    pieces = cute.sym_int()
-    part = make_fake_tensor(Float32, (pieces, kernel.rows, d), (kernel.rows * d, d, 1), assumed_align=16)
-    part_lse = plain(Float32, (pieces, kernel.rows), kernel.rows, 1)
-    arrived = plain(Int32, (cute.sym_int(),), 1)
-    left = Int32(0) if kernel.window else None
+    def rows(dtype, *shape):
+        strides = tuple(cute.sym_int64(divisibility=128 // dtype.width) for _ in shape)
+        return make_fake_tensor(dtype, (*shape, d), (*strides, 1), assumed_align=16)
+
+    def plain(dtype, *shape, last=1):
+        strides = tuple(cute.sym_int64() for _ in shape[1:])
+        return make_fake_tensor(dtype, shape, (*strides, last), assumed_align=4)
+
+    q, o = (rows(element, batch, seqlen_q, heads) for _ in range(2))
+    places = cute.sym_int() if kernel.paged else batch
+    seqlen_kv = cute.sym_int()
+    k, v = (rows(of_kv, places, seqlen_kv, kv_heads) for _ in range(2))
+    lse = plain(Float32, batch, heads, seqlen_q)
+    lengths = plain(Int32, batch) if kernel.list.lengths else None
+    table = plain(Int32, batch, cute.sym_int()) if kernel.paged else None
+    new = [rows(of_kv, batch, added, kv_heads) if kernel.appends else None for _ in range(2)]
+    one_scale = lambda: plain(Float32, batch, kv_heads, last=cute.sym_int64())
+    scales = [one_scale() if kernel.eight_bits else None for _ in range(2)]
+    part_shape = pieces, kernel.rows, d
+    part = make_fake_tensor(Float32, part_shape, (kernel.rows * d, d, 1), assumed_align=16)
+    part_lse = make_fake_tensor(Float32, part_shape[:2], (kernel.rows, 1), assumed_align=4)
+    arrived = plain(Int32, cute.sym_int())
+    given = Float32(1.0), Int32(0) if kernel.window else None
     return compile_for_torch(
-        kernel, q, k, v, o, lse, lengths, table, *new, *scales, part, part_lse, arrived, Float32(1.0), left
+        kernel, q, k, v, o, lse, lengths, table, *new, *scales, part, part_lse, arrived, *given
     )

@@ -30,6 +30,10 @@ LADDER: dict[str, str] = {
     "bwd4_parts_det": "bwd4_parts",
 }
 
+# Stages that have other problems than the ladder's, and so other peers and another judge: harness.decoding.
+BESIDE: dict[str, str] = {"decode": "decode"}
+FILES = LADDER | BESIDE
+
 
 def stages_named(names: list[str]) -> list[str]:
     """The stages that a user names: by id, by kernel file, whose stages they then are ("k3" is three), or
@@ -45,10 +49,10 @@ def load(stage_id: str) -> tuple[Stage, KernelFile]:
 
     Raises ValueError for an id the ladder does not have, ModuleNotFoundError where there is no compiler.
     """
-    if stage_id not in LADDER:
+    if stage_id not in FILES:
         raise ValueError(f"unknown stage {stage_id!r}; the ladder has {', '.join(LADDER)}")
     try:
-        file = cast(KernelFile, importlib.import_module(f".{LADDER[stage_id]}", __package__))
+        file = cast(KernelFile, importlib.import_module(f".{FILES[stage_id]}", __package__))
     except ModuleNotFoundError as error:
         if error.name != "cutlass":
             raise

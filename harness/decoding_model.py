@@ -1,0 +1,207 @@
+"""What `decode` computes, in NumPy: the flat list of chunks, every CTA's slice of it, every warp's share of a
+chunk, and how the results are put together. One sequence after the other, in any one floating-point type.
+
+A `Defect` makes one piece wrong, for the tests that the rule of correctness must catch it.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from hopper_attention.kernels.decode_calls import PIECES, ROWS, WARPS
+
+Array = np.ndarray
+TILE_Q, GROUP = 16, 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A kernel's constants, as `Decode` has them."""
+
+    rows: int
+    chunk: int
+    unit: int = 0
+    ctas: int = 132
+
+    @property
+    def slices(self) -> int:
+        """Warps that share a tile of 16 rows; each has keys of its own."""
+        return WARPS // max(1, self.rows // TILE_Q)
+
+    @property
+    def teams(self) -> int:
+        return max(1, self.slices * GROUP // self.chunk)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What a CTA reads of one sequence and column."""
+
+    cta: int
+    batch: int
+    column: int
+    first: int  # chunk
+    chunks: int  # 0 where the sequence has no key
+    piece: int  # where its result goes, if it is not all of the sequence
+    pieces: tuple[int, ...]  # of the sequence and column, in their order; empty if this is all of it
+
+
+def first_chunk(plan: Plan, length: int, queries: int, left: int | None) -> int:
+    return 0 if left is None else max(0, length - queries - left) // plan.chunk
+
+
+def segments(
+    plan: Plan, lengths: list[int], columns: int, queries: int = 1, left: int | None = None
+) -> list[Segment]:
+    """Every CTA's, in the order in which it works on them."""
+    firsts = [first_chunk(plan, n, queries, left) for n in lengths]
+    chunks = [math.ceil(n / plan.chunk) - first for n, first in zip(lengths, firsts)]
+    entries = [max(1, math.ceil(n / (plan.unit or 1))) for n in chunks]
+    share = max(1, math.ceil(columns * sum(entries) / plan.ctas))
+    found, start = [], 0
+    for batch, n in enumerate(entries):
+        for column in range(columns):
+            if plan.unit:
+                pieces, cuts = tuple(range(start, start + n)), range(start, start + n + 1)
+            else:
+                ctas = range(start // share, (start + n - 1) // share + 1)
+                pieces = tuple(cta * PIECES + (i == 0) for i, cta in enumerate(ctas))
+                cuts = [start, *(cta * share for cta in ctas[1:]), start + n]
+            for i, (at, end) in enumerate(zip(cuts, cuts[1:])):
+                entry, width = at - start, plan.unit or 1
+                here = min(chunks[batch] - entry * width, (end - at) * width)
+                where = at // share, batch, column, firsts[batch] + entry * width, max(0, here)
+                found.append(Segment(*where, pieces[i], pieces if len(pieces) > 1 else ()))
+            start += n
+    return sorted(found, key=lambda segment: segment.cta)
+
+
+def softmax_piece(scores: Array, values: Array) -> tuple[Array, Array, Array]:
+    """(O not yet divided, the largest score, the sum) of rows; 0, −∞ and 0 of a row without a key."""
+    largest = scores.max(-1, initial=-np.inf)
+    p = np.exp(scores - np.where(np.isfinite(largest), largest, 0)[:, None])
+    return p @ values, largest, p.sum(-1)
+
+
+def combined(parts: list[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array]:
+    """Pieces of a softmax in their order."""
+    largest = np.max([m for _, m, _ in parts], axis=0)
+    shift = np.where(np.isfinite(largest), largest, 0)
+    weights = [np.exp(m - shift) for _, m, _ in parts]
+    o = sum(w[:, None] * o for w, (o, _, _) in zip(weights, parts))
+    return o, largest, sum(w * l for w, (_, _, l) in zip(weights, parts))
+
+
+def finished(o: Array, largest: Array, total: Array) -> tuple[Array, Array]:
+    """(O, LSE); 0 and −∞ of a row without a key."""
+    with np.errstate(divide="ignore"):
+        lse = largest + np.log(total)
+    return o / np.where(total == 0, 1, total)[:, None], lse
+
+
+DEFECTS = (
+    "a piece dropped",
+    "two pieces in each other's place",
+    "a piece of the launch before",
+    "a page read twice",
+    "a length off by one",
+    "a team's chunk skipped",
+    "a maximum not its piece's",
+)
+
+
+def decode(
+    plan: Plan, q: Array, k: Array, v: Array, lengths: list[int], *, causal: bool = False,
+    left: int | None = None, scale: float | None = None, defect: str | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """q (batch, queries, heads, d), k and v (batch, seqlen, kv heads, d): o like q, lse (batch, heads,
+    queries)."""
+    batch, queries, heads, d = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    blocks = math.ceil(queries * group / plan.rows)
+    scale = d**-0.5 if scale is None else scale
+    o, lse = np.full_like(q, np.nan), np.full((batch, heads, queries), np.nan, q.dtype)
+    scratch: dict[int, tuple[Array, Array]] = {}
+    arrived: dict[tuple[int, int], int] = {}
+    for x in segments(plan, lengths, kv_heads * blocks, queries, left):
+        head, block = x.column // blocks, x.column % blocks
+        rows = np.arange(block * plan.rows, min((block + 1) * plan.rows, queries * group))
+        of_query, of_head = rows // group, head * group + rows % group
+        length = lengths[x.batch] - (defect == "a length off by one" and lengths[x.batch] > 1)
+        parts = []
+        for warp in range(plan.slices):
+            mine = []
+            in_chunk = plan.slices // plan.teams
+            team, own = warp // in_chunk, warp % in_chunk
+            width = plan.chunk // in_chunk
+            for i in range(x.chunks):
+                if i % plan.teams != team or (defect == DEFECTS[5] and i == x.chunks - 1):
+                    continue
+                first = (x.first + i) * plan.chunk + own * width
+                keys = np.arange(first, min(first + width, length))
+                source = keys - 16 if defect == "a page read twice" and first == 16 else keys
+                scores = q[x.batch, of_query, of_head] @ k[x.batch, source, head].T * scale
+                place = lengths[x.batch] - queries + of_query[:, None]
+                hidden = causal & (keys > place)
+                if left is not None:
+                    hidden = hidden | (keys < place - left)
+                scores = np.where(hidden, -np.inf, scores)
+                mine.append(softmax_piece(scores, v[x.batch, source, head]))
+            none = np.zeros((len(rows), d), q.dtype), np.full(len(rows), -np.inf, q.dtype), np.zeros(len(rows))
+            parts.append(combined(mine) if mine else none)
+        result = finished(*combined(parts))
+        if x.pieces:
+            scratch[x.piece] = result
+            where = x.batch, x.column
+            arrived[where] = arrived.get(where, 0) + 1
+            early = defect == "a piece of the launch before" and arrived[where] == len(x.pieces) - 1
+            if arrived[where] < len(x.pieces) and not early:
+                continue
+            stale = np.zeros_like(result[0]), np.zeros_like(result[1])
+            pieces = [scratch.get(piece, stale) for piece in x.pieces]
+            if defect == "a piece dropped":
+                pieces = pieces[:-1]
+            lses = [m for _, m in pieces]
+            if defect == "two pieces in each other's place":
+                lses[:2] = lses[1::-1]
+            if defect == "a maximum not its piece's":
+                lses = [lses[0]] * len(lses)
+            ones = np.ones(len(rows), q.dtype)
+            result = finished(
+                *combined([(o_, m, np.where(np.isfinite(m), ones, 0)) for (o_, _), m in zip(pieces, lses)])
+            )
+            if early:
+                arrived[where] = -len(x.pieces)
+        o[x.batch, of_query, of_head], lse[x.batch, of_head, of_query] = result
+    return o, lse
+
+
+def attention(
+    q: Array, k: Array, v: Array, lengths: list[int], *, causal: bool = False, left: int | None = None,
+    scale: float | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """The definition: all scores of a sequence, their softmax, its output."""
+    batch, queries, heads, d = q.shape
+    group = heads // k.shape[2]
+    o, lse = np.zeros_like(q), np.full((batch, heads, queries), -np.inf, q.dtype)
+    place = np.arange(queries)[:, None] - queries
+    for b, length in enumerate(lengths):
+        keys = np.arange(length)
+        hidden = causal & (keys > place + length)
+        if left is not None:
+            hidden = hidden | (keys < place + length - left)
+        for h in range(heads):
+            scores = q[b, :, h] @ k[b, :length, h // group].T * (d**-0.5 if scale is None else scale)
+            piece = softmax_piece(np.where(hidden, -np.inf, scores), v[b, :length, h // group])
+            o[b, :, h], lse[b, h] = finished(*piece)
+    return o, lse
+
+
+def plan_of(queries: int, group: int, head_dim: int, unit: int = 0, ctas: int = 132, eight_bits=False) -> Plan:
+    """As `decode_calls` chooses."""
+    from hopper_attention.kernels.decode_calls import chunk_of
+
+    rows = next(rows for rows in ROWS if rows >= min(queries * group, ROWS[-1]))
+    return Plan(rows, chunk_of(head_dim, eight_bits), unit, ctas)

@@ -1,0 +1,207 @@
+"""Attention to a cache on torch tensors: inputs of one kind are checked and their kernel compiled or loaded
+once, as in `production`, whose scratch and counters it shares.
+
+Nothing is read on the host: neither lengths nor page table, so a call never waits for the GPU, and a CUDA
+graph that captured one serves all lengths.
+"""
+
+import torch
+
+from . import production, tuned
+from .checks import check_device, check_layout, check_scale, check_tensor
+from .kernels import decode_calls
+from .kernels.contract import DTYPES, Problem
+from .launch import DECODE, kernel_for, sms_option
+from .production import KINDS_MAX, WHOLE, Plan
+
+E4M3 = torch.float8_e4m3fn
+_plans: dict[tuple[object, ...], tuple[Plan, float, int | None]] = {}
+
+
+def decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    k_descale: torch.Tensor | None,
+    v_descale: torch.Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    batch_invariant: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o like q and lse (batch, heads, queries) on PyTorch's current stream; with k and v the cache has them
+    too.
+
+    Raises TypeError or ValueError before anything is launched.
+    """
+    tensors = q, k_cache, v_cache, k, v, cache_seqlens, block_table, k_descale, v_descale
+    options = softmax_scale, causal, window_left, batch_invariant
+    kind = (
+        *[None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors],
+        q.device,
+        options,
+    )
+    found = _plans.get(kind)
+    if found is None:
+        found = _plan(*tensors, *options)
+        if found[0].launch is not None:
+            production._keep(_plans, KINDS_MAX, kind, found)
+    plan, scale, left = found
+    device = q.device
+    if plan.launch is None:  # without a query; new keys and values are the kernel's to store
+        return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    try:
+        with production.NOTHING if device.index == production.current_device() else torch.cuda.device(device):
+            o, lse = (production.empty(*x) for x in plan.outputs)
+            scratch = production._scratch(plan.parts[0], device)
+            new, descales = (k, v), (k_descale, v_descale)
+            decode_calls.launch_decode(
+                plan.launch, q, k_cache, v_cache, o, lse, cache_seqlens, block_table, new, descales, scratch,
+                scale, left,
+            )  # fmt: skip
+            return o, lse
+    except Exception:
+        _plan(*tensors, *options)  # raises with the name of what is wrong
+        raise
+
+
+def problem_of(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    causal: bool = False,
+) -> Problem:
+    """The `Problem` of q (batch, queries, heads, head_dim) and caches (batch or page, keys, kv heads,
+    head_dim); its seqlen_kv is the most keys that a sequence can have.
+
+    Raises TypeError and ValueError as `checks.problem_of` does.
+    """
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, x)
+        if x.dim() != 4:
+            first, length = ("batch", "seqlen") if name == "q" or block_table is None else ("page", "page_size")
+            raise ValueError(
+                f"{name} must have 4 dimensions ({first}, {length}, heads, head_dim), not {x.dim()}"
+            )
+    dtype = str(q.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise TypeError(f"q must be {' or '.join(DTYPES)}, not {dtype}")
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.dtype not in (q.dtype, E4M3):
+            raise TypeError(
+                f"{name} must be {dtype} as q, or float8_e4m3fn, not {str(x.dtype).removeprefix('torch.')}"
+            )
+        if x.device != q.device:
+            raise ValueError(f"q and {name} must be on one device, not {q.device} and {x.device}")
+    if (k_cache.shape, k_cache.dtype) != (v_cache.shape, v_cache.dtype):
+        raise ValueError(
+            f"k_cache and v_cache must have one shape and type, not {tuple(k_cache.shape)} {k_cache.dtype} "
+            f"and {tuple(v_cache.shape)} {v_cache.dtype}"
+        )
+    (batch, queries, heads, head_dim), (places, keys, kv_heads, _) = q.shape, k_cache.shape
+    if head_dim != k_cache.shape[3]:
+        raise ValueError(f"q {tuple(q.shape)} and k_cache {tuple(k_cache.shape)} must agree in head_dim")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"the {heads} query heads must be a multiple of the {kv_heads} key/value heads")
+    if block_table is None and places != batch:
+        raise ValueError(
+            f"q {tuple(q.shape)} and k_cache {tuple(k_cache.shape)} must agree in batch; a cache of pages "
+            "needs a block_table"
+        )
+    if block_table is not None:
+        _check_integers("block_table", block_table, q, (batch, None))
+        keys *= block_table.shape[1]
+    causal = bool(causal) and queries > 1  # one query sees every key in any case
+    return Problem(batch, heads, kv_heads, queries, keys, head_dim, causal, dtype, direction="decode")
+
+
+def _plan(
+    q, k_cache, v_cache, k, v, cache_seqlens, block_table, k_descale, v_descale, softmax_scale, causal,
+    window_left, batch_invariant,
+) -> tuple[Plan, float, int | None]:  # fmt: skip
+    problem = problem_of(q, k_cache, v_cache, block_table, causal)
+    eight_bits, window = k_cache.dtype == E4M3, window_left >= 0
+    if reason := decode_calls.refuse_decode(problem):
+        raise ValueError(f"{DECODE} {reason}")
+    if block_table is not None:
+        if cache_seqlens is None:
+            raise ValueError("a cache of pages needs cache_seqlens: how many keys each sequence has")
+        if not decode_calls.takes_pages(k_cache.shape[1], problem.head_dim, eight_bits):
+            raise ValueError(f"pages must have {decode_calls.PAGES}, not {k_cache.shape[1]}")
+    if cache_seqlens is not None:
+        _check_integers("cache_seqlens", cache_seqlens, q, (problem.batch,))
+    _check_new(q, k_cache, k, v, cache_seqlens)
+    for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
+        _check_descale(name, x, q, problem, eight_bits)
+    scale = check_scale(softmax_scale, problem.head_dim) or problem.head_dim**-0.5
+    check_device(DECODE, q)
+    check_layout("q", q)
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_layout(name, x, written=k is not None)
+    for name, x in (("k", k), ("v", v)):
+        if x is not None:
+            check_layout(name, x)
+    options = decode_calls.options_of(
+        problem, cache_seqlens is not None, 0 if block_table is None else k_cache.shape[1], eight_bits, window,
+        k is not None, batch_invariant,
+    )  # fmt: skip
+    gpu = tuned.gpu(q.device)
+    part = production._part(WHOLE, WHOLE, decode_calls.decode_scratch(problem, options, gpu.sms))
+    lse_shape = problem.batch, problem.heads, problem.seqlen_q
+    outputs = production._dense_like(q), production._dense(lse_shape, torch.float32)
+    launch = None
+    if q.numel():
+        least = Problem(1, 1, 1, 1, 1, problem.head_dim, problem.causal, problem.dtype, direction="decode")
+        launch = kernel_for(DECODE, least, options | sms_option(gpu.sms)).launch
+    return Plan(launch, outputs, (part,), ()), scale, window_left if window else None
+
+
+def _check_integers(name: str, x: object, q: torch.Tensor, shape: tuple[int | None, ...]) -> None:
+    check_tensor(name, x)
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, not {str(x.dtype).removeprefix('torch.')}")
+    fits = len(x.shape) == len(shape) and all(b in (None, a) for a, b in zip(x.shape, shape))
+    if not fits or x.device != q.device:
+        wanted = ", ".join("pages" if n is None else str(n) for n in shape) + "," * (len(shape) == 1)
+        raise ValueError(f"{name} must be ({wanted}) on {q.device}, not {tuple(x.shape)} on {x.device}")
+    if x.numel() and x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension")
+
+
+def _check_new(q, k_cache, k, v, cache_seqlens) -> None:
+    """Keys and values to append."""
+    if (k is None) != (v is None):
+        raise ValueError("k and v must be given together, or neither")
+    if k is None:
+        return
+    if cache_seqlens is None:
+        raise ValueError("k and v are stored behind the first cache_seqlens keys: give them, too")
+    wanted = q.shape[0], k.shape[1] if k.dim() == 4 else None, *k_cache.shape[2:]
+    for name, x in (("k", k), ("v", v)):
+        check_tensor(name, x)
+        if x.dtype != k_cache.dtype:
+            raise TypeError(f"{name} must be of the cache's type {k_cache.dtype}, not {x.dtype}")
+        if tuple(x.shape) != wanted or x.device != q.device:
+            raise ValueError(
+                f"{name} must be (batch, new keys, kv heads, head_dim) = ({wanted[0]}, n, {wanted[2]}, "
+                f"{wanted[3]}) on {q.device}, not {tuple(x.shape)} on {x.device}"
+            )
+
+
+def _check_descale(name: str, x: object, q: torch.Tensor, problem: Problem, eight_bits: bool) -> None:
+    if not eight_bits:
+        if x is not None:
+            raise ValueError(f"{name} is for caches in float8_e4m3fn, and this one is {problem.dtype}")
+        return
+    if x is None:
+        raise ValueError(f"a cache in float8_e4m3fn needs {name}")
+    if (x.shape, x.dtype, x.device) != ((problem.batch, problem.kv_heads), torch.float32, q.device):
+        raise ValueError(
+            f"{name} must be float32 ({problem.batch}, {problem.kv_heads}) on {q.device}, "
+            f"not {x.dtype} {tuple(x.shape)} on {x.device}"
+        )

@@ -1,0 +1,94 @@
+"""What a caller of `decode` must know to launch it: which of its kernels a call takes, the scratch that one
+needs, the order of its arguments. Imports no compiler."""
+
+import math
+from typing import Any
+
+from .contract import Compiled, Problem, Scratch
+from .device.constants import ROWS_MAX
+from .device.limits import HEAD_DIMS
+
+WARPS = 8  # of a CTA, that compute
+CHUNK_BYTES = 16384  # of K, and of V: what one stage of the ring takes
+ROWS = (8, 16, 32, 64, 128)  # queries × heads of a group that a CTA takes: a kernel for each
+PIECES = 2  # that a CTA leaves of sequences it shares with others: of its first and of its last
+UNIT_KEYS = 1024  # of a piece, where the pieces are the same in every batch
+PAGES = "16, 32, 64, 128 or a multiple of 128 keys"
+
+
+def refuse_decode(problem: Problem) -> str | None:
+    """Why the kernel refuses a problem, or None."""
+    if problem.direction != "decode":
+        return f"computes attention to a cache, not {problem.direction!r}"
+    if problem.head_dim not in HEAD_DIMS:
+        return f"takes head_dim 64, 128 or 256, not {problem.head_dim}"
+    if problem.top_left:
+        return "aligns a causal mask at the bottom right"
+    if problem.batch * problem.heads * problem.seqlen_q > ROWS_MAX:
+        return f"takes at most {ROWS_MAX} rows (batch·heads·queries), its row index being 32-bit"
+    chunks = math.ceil(max(1, problem.seqlen_kv) * problem.head_dim / CHUNK_BYTES)  # of the largest, e4m3's
+    if problem.batch * columns_of(problem) * (2 * chunks + 1) > ROWS_MAX:
+        return "takes fewer keys: the list of all chunks of 16 KiB of K is counted in 32 bits"
+    return None
+
+
+def rows_of(problem: Problem) -> int:
+    """The rows of the kernel that takes a problem: the fewest that hold them, or the most there are."""
+    wanted = min(problem.seqlen_q * (problem.heads // max(1, problem.kv_heads)), ROWS[-1])
+    return next(rows for rows in ROWS if rows >= wanted)
+
+
+def columns_of(problem: Problem) -> int:
+    """How often a sequence's keys are read: by each key head, and by each block of its rows."""
+    rows = problem.seqlen_q * (problem.heads // max(1, problem.kv_heads))
+    return problem.kv_heads * math.ceil(rows / rows_of(problem))
+
+
+def chunk_of(head_dim: int, eight_bits: bool) -> int:
+    """Keys of a chunk."""
+    return CHUNK_BYTES // (head_dim * (1 if eight_bits else 2))
+
+
+def takes_pages(page_size: int, head_dim: int, eight_bits: bool) -> bool:
+    chunk = chunk_of(head_dim, eight_bits)
+    return page_size >= 16 and (page_size % chunk == 0 or chunk % page_size == 0)
+
+
+def options_of(
+    problem: Problem, lengths: bool, page_size: int, eight_bits: bool, window: bool, appends: bool,
+    invariant: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Of the kernel that takes a call: options of `decode.Decode`. `page_size` 0: no pages."""
+    chunk = chunk_of(problem.head_dim, eight_bits)
+    return {
+        "rows": rows_of(problem),
+        "lengths": lengths or page_size > 0,
+        "box": min(page_size, chunk),
+        "eight_bits": eight_bits,
+        "window": window,
+        "appends": appends,
+        "unit": max(1, UNIT_KEYS // chunk) if invariant else 0,
+    }
+
+
+def decode_scratch(problem: Problem, options: dict[str, Any], sms: int) -> Scratch:
+    """Pieces of O and of the LSE, and how many of each are there. No two launches at once may share it."""
+    rows, unit = options["rows"], options["unit"]
+    columns = problem.batch * columns_of(problem)
+    pieces = PIECES * sms
+    if unit:
+        keys = unit * chunk_of(problem.head_dim, options["eight_bits"])
+        pieces = columns * max(1, math.ceil(problem.seqlen_kv / keys))
+    return {
+        "pieces": ((pieces, rows, problem.head_dim), "float32"),
+        "pieces_lse": ((pieces, rows), "float32"),
+        "arrived": ((columns * WARPS,), "int32"),
+    }
+
+
+def launch_decode(
+    compiled: Compiled, q, k, v, o, lse, lengths, table, new, descales, scratch, scale: float, left: int | None
+) -> None:
+    """All tensors (batch or page, seqlen, heads, head_dim), lse (batch, heads, queries); `new` and `descales`
+    are pairs, for K and V, of tensors or None."""
+    compiled(q, k, v, o, lse, lengths, table, *new, *descales, *scratch, scale, left)

@@ -1,0 +1,254 @@
+"""Decoding without a GPU: the model of split and combine, the calls' checks, the operators, the machine code."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from harness import decoding_model as model
+from harness.machine_code import disassemble
+from hopper_attention import decoding, flash_attn_with_kvcache, ops
+from hopper_attention.kernels import decode_calls, ladder
+from hopper_attention.kernels.contract import Problem
+from hopper_attention.launch import compile_kernel
+
+E4M3 = torch.float8_e4m3fn
+
+
+def tensors(queries: int, group: int, kv_heads: int, lengths: list[int], d: int = 64, seed: int = 0):
+    """q, k and v; what lies behind a length is NaN."""
+    random_ = np.random.default_rng(seed)
+    shape = len(lengths), max(1, *lengths) + 3, kv_heads, d
+    q = random_.standard_normal((len(lengths), queries, kv_heads * group, d))
+    k, v = (random_.standard_normal(shape) for _ in range(2))
+    for b, length in enumerate(lengths):
+        k[b, length:] = v[b, length:] = np.nan
+    return q, k, v
+
+
+LENGTHS = [[0, 1, 17, 64, 129, 700], [1500], [256, 256, 256], [5] * 40]
+
+
+# ---- the model --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("queries, group", [(1, 1), (1, 8), (4, 4), (8, 4), (3, 7), (16, 16)])
+@pytest.mark.parametrize("unit", [0, 2])
+def test_split_and_combine_is_attention(lengths, queries, group, unit) -> None:
+    q, k, v = tensors(queries, group, 2, lengths)
+    for causal, left, ctas in itertools.product((False, True), (None, 0, 100), (3, 132)):
+        plan = model.plan_of(queries, group, 64, unit, ctas)
+        o, lse = model.decode(plan, q, k, v, lengths, causal=causal, left=left)
+        same_o, same_lse = model.attention(q, k, v, lengths, causal=causal, left=left)
+        np.testing.assert_allclose(o, same_o, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(lse, same_lse, rtol=1e-12)
+
+
+@pytest.mark.parametrize("unit", [0, 4])
+def test_slices_are_equal_and_hold_every_chunk_once(unit: int) -> None:
+    random_ = random.Random(1)
+    for _ in range(50):
+        lengths = [random_.choice((0, 1, random_.randint(0, 5000))) for _ in range(random_.randint(1, 70))]
+        plan = model.Plan(8, 64, unit, random_.choice((1, 7, 132)))
+        columns = random_.randint(1, 9)
+        found = model.segments(plan, lengths, columns)
+        read = [(x.batch, x.column, x.first + i) for x in found for i in range(x.chunks)]
+        wanted = [
+            (b, c, i) for b, n in enumerate(lengths) for c in range(columns) for i in range(-(-n // 64))
+        ]
+        assert sorted(read) == wanted
+        # No two results share a place, and a sequence's pieces are there.
+        places = [x.piece for x in found if x.pieces]
+        assert len(set(places)) == len(places)
+        for _, same in itertools.groupby(sorted(found, key=lambda x: x[1:3] if False else (x.batch, x.column)),
+                                         key=lambda x: (x.batch, x.column)):  # fmt: skip
+            same = list(same)
+            assert all(x.pieces == (tuple(y.piece for y in same) if len(same) > 1 else ()) for x in same)
+        work = [sum(max(1, x.chunks) for x in found if x.cta == cta) for cta in range(plan.ctas)]
+        entries = sum(max(1, -(-n // 64)) for n in lengths) * columns
+        if not unit:
+            assert max(work) == -(-entries // plan.ctas)
+
+
+def test_a_sequence_does_not_depend_on_its_batch() -> None:
+    """With pieces by tokens: the same segments, whatever else is there."""
+    plan = model.Plan(8, 64, 16)
+    alone = [(x.first, x.chunks) for x in model.segments(plan, [5000], 1)]
+    among = [(x.first, x.chunks) for x in model.segments(plan, [77, 5000, 0, 20000], 1) if x.batch == 1]
+    assert alone == among and len(alone) == 5
+
+
+@pytest.mark.parametrize("defect", model.DEFECTS)
+def test_every_defect_is_seen(defect: str) -> None:
+    """On a ragged batch, against what rounding to bf16 explains."""
+    lengths = [700, 40, 1500]
+    q, k, v = tensors(1, 4, 2, lengths)
+    plan = model.plan_of(1, 4, 64, ctas=7)
+    exact, lse = model.attention(q, k, v, lengths)
+    rounding = np.abs(torch.from_numpy(exact).bfloat16().double().numpy() - exact)
+    o, own_lse = model.decode(plan, q, k, v, lengths, defect=defect)
+    error = np.nan_to_num(np.abs(o - exact), nan=np.inf)
+    assert error.max() > 4 * rounding.max() or np.abs(own_lse - lse).max() > 1e-4, defect
+
+
+def test_a_needle_at_every_edge_of_a_piece() -> None:
+    """A key that dominates its row, at the first and the last key of every CTA's piece and every chunk."""
+    length, plan = 1500, model.plan_of(1, 4, 64, ctas=11)
+    edges = {x.first * plan.chunk for x in model.segments(plan, [length], 2)}
+    places = sorted({n for edge in edges for n in (edge - 1, edge, edge + 15, edge + 16) if 0 <= n < length})
+    q, k, v = tensors(1, 4, 2, [length])
+    for place in [*places, length - 1]:
+        needle = k.copy()
+        needle[0, place] = 40 * q[0, 0, ::4]
+        o, _ = model.decode(plan, q, needle, v, [length])
+        np.testing.assert_allclose(o[0, 0, ::4], v[0, place], atol=1e-6)
+
+
+# ---- the call ---------------------------------------------------------------------------------------------
+
+
+def call(queries=1, heads=8, kv_heads=2, d=128, dtype=torch.bfloat16, cache=None, page=0, batch=2, **options):
+    q = torch.zeros(batch, queries, heads, d, dtype=dtype)
+    shape = (9, page, kv_heads, d) if page else (batch, 96, kv_heads, d)
+    k, v = (torch.zeros(shape, dtype=cache or dtype) for _ in range(2))
+    if page:
+        options.setdefault("block_table", torch.zeros(batch, 3, dtype=torch.int32))
+        options.setdefault("cache_seqlens", torch.zeros(batch, dtype=torch.int32))
+    return flash_attn_with_kvcache(q, k, v, **options)
+
+
+new = lambda *shape, dtype=torch.bfloat16: torch.zeros(shape, dtype=dtype)
+lengths_of = torch.tensor([3, 4], dtype=torch.int32)
+REFUSED = [
+    ({"d": 96}, ValueError, "head_dim 64, 128 or 256, not 96"),
+    ({"dtype": torch.float32}, TypeError, "q must be bfloat16 or float16, not float32"),
+    ({"cache": torch.float16}, TypeError, "k_cache must be bfloat16 as q, or float8_e4m3fn, not float16"),
+    ({"heads": 7}, ValueError, "7 query heads must be a multiple of the 2"),
+    ({"page": 24}, ValueError, "pages must have 16, 32, 64"),
+    ({"page": 16, "cache_seqlens": None}, ValueError, "needs cache_seqlens"),
+    ({"page": 16, "block_table": new(2, 3)}, TypeError, "block_table must be int32, not bfloat16"),
+    ({"page": 16, "block_table": lengths_of}, ValueError, "block_table must be (2, pages) on cpu"),
+    ({"cache_seqlens": lengths_of.long()}, TypeError, "cache_seqlens must be int32, not int64"),
+    ({"cache_seqlens": lengths_of[:1]}, ValueError, "cache_seqlens must be (2,) on cpu, not (1,)"),
+    ({"k": new(2, 1, 2, 128)}, TypeError, "v must be a torch.Tensor, not NoneType"),
+    ({"k": new(2, 1, 2, 128), "v": new(2, 1, 2, 128)}, TypeError, "cache_seqlens must be a torch.Tensor"),
+    (
+        {"k": new(2, 1, 2, 128), "v": new(2, 2, 2, 128), "cache_seqlens": 3},
+        ValueError,
+        "v must be (batch, new keys, kv heads, head_dim) = (2, n, 2, 128)",
+    ),
+    ({"k_descale": 1.0}, ValueError, "k_descale is for caches in float8_e4m3fn"),
+    ({"cache": E4M3, "v_descale": 1.0}, ValueError, "needs k_descale"),
+    ({"softmax_scale": -1.0}, ValueError, "softmax_scale must be positive and finite"),
+    ({"window_size": (5, 3)}, NotImplementedError, "window_size = (5, 3)"),
+    ({"softcap": 30.0}, NotImplementedError, "softcap = 30.0"),
+    ({}, ValueError, "must be on a CUDA device, not cpu"),
+    ({"page": 16}, ValueError, "must be on a CUDA device, not cpu"),
+    ({"cache": E4M3, "k_descale": 1.0, "v_descale": torch.ones(2)}, ValueError, "must be on a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("options, error, message", REFUSED, ids=[x[2][:40] for x in REFUSED])
+def test_wrong_inputs_are_refused(options, error, message) -> None:
+    with pytest.raises(error) as raised:
+        call(**options)
+    assert message in str(raised.value)
+
+
+def test_there_is_no_gradient() -> None:
+    q, k = new(2, 1, 8, 128).requires_grad_(), new(2, 32, 2, 128)
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        flash_attn_with_kvcache(q, k, k)
+
+
+# ---- the operators ----------------------------------------------------------------------------------------
+
+
+def stand_in(q, k_cache, v_cache, k, v, cache_seqlens, block_table, k_descale, v_descale, softmax_scale,
+             causal, window_left, batch_invariant):  # fmt: skip
+    """A dense cache's attention, by the model."""
+    lengths = [k_cache.shape[1]] * len(q) if cache_seqlens is None else cache_seqlens.tolist()
+    for b, length in enumerate(lengths if k is not None else ()):
+        k_cache[b, length : length + k.shape[1]], v_cache[b, length : length + k.shape[1]] = k[b], v[b]
+        lengths[b] += k.shape[1]
+    arrays = [x.double().numpy() for x in (q, k_cache, v_cache)]
+    left = window_left if window_left >= 0 else None
+    o, lse = model.attention(*arrays, lengths, causal=causal, left=left, scale=softmax_scale)
+    return torch.empty_like(q).copy_(torch.from_numpy(o)), torch.from_numpy(lse).float()
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "decode", stand_in)
+
+
+def random_inputs(queries: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, queries, 8, 64), (2, 40, 2, 64), (2, 40, 2, 64)
+    return [torch.randn(x, generator=generator).bfloat16() for x in shapes]
+
+
+def test_opcheck(on_cpu: None) -> None:
+    q, k, v = random_inputs()
+    lengths = torch.tensor([5, 38], dtype=torch.int32)
+    tests = "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"
+    torch.library.opcheck(ops.decode, (q, k, v, lengths), {"causal": True}, test_utils=tests)
+    torch.library.opcheck(ops.decode_append, (q, k, v, k[:, :2], v[:, :2], lengths), test_utils=tests)
+
+
+def test_a_compiled_step_stores_what_is_new(on_cpu: None) -> None:
+    def step(q, k_cache, v_cache, k, v, lengths):
+        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
+
+    q, k, v = random_inputs()
+    lengths = torch.tensor([5, 38], dtype=torch.int32)
+    caches = [(k.clone(), v.clone()) for _ in range(2)]
+    results = [
+        run(q, *cache, k[:, :2] + 1, v[:, :2] + 1, lengths)
+        for run, cache in zip((step, torch.compile(step, backend="aot_eager", fullgraph=True)), caches)
+    ]
+    assert torch.equal(*results)
+    assert all(torch.equal(a, b) for a, b in zip(*caches))
+    assert torch.equal(caches[0][0][1, 38:], k[1, :2] + 1)
+
+
+# ---- launches and machine code ----------------------------------------------------------------------------
+
+
+def test_scratch_is_of_the_capacity_not_of_the_lengths() -> None:
+    problem = Problem(64, 32, 8, 1, 8192, 128, False, direction="decode")
+    options = decode_calls.options_of(problem, True, 0, False, False, False, False)
+    assert decode_calls.decode_scratch(problem, options, 132) == {
+        "pieces": ((264, 8, 128), "float32"),
+        "pieces_lse": ((264, 8), "float32"),
+        "arrived": ((64 * 8 * 8,), "int32"),
+    }
+    options |= {"unit": 16}
+    assert decode_calls.decode_scratch(problem, options, 132)["pieces"][0] == (64 * 8 * 8, 8, 128)
+
+
+KERNELS = [
+    (128, 8, {}),
+    (128, 16, {"page": 16, "causal": True}),
+    (64, 32, {"page": 128, "appends": True, "causal": True}),
+    (128, 8, {"eight_bits": True, "page": 64}),
+    (128, 64, {"causal": True, "window": True}),
+    (256, 8, {"lengths": False}),
+]
+
+
+@pytest.mark.parametrize("head_dim, rows, more", KERNELS, ids=str)
+def test_kernels_compile_without_spills(head_dim: int, rows: int, more: dict) -> None:
+    more = {"lengths": True, "page": 0, "eight_bits": False, "window": False, "appends": False} | more
+    problem = Problem(1, rows, 1, 1, 1, head_dim, more.pop("causal", False), direction="decode")
+    options = decode_calls.options_of(
+        problem, more["lengths"], more["page"], more["eight_bits"], more["window"], more["appends"], False
+    )
+    assert options["rows"] == rows
+    assert ladder.load("decode")[1].supports(problem) is None
+    kernel = compile_kernel("decode", problem, **options)
+    code = disassemble(kernel.__cubin__)
+    assert [x.frame_bytes for x in code] == [0] * len(code)
