@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hopper_attention.kernels.decode_calls import PIECES, ROWS, WARPS
+from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.decode_calls import (
+    PIECES,
+    WARPS,
+    chunk_of,
+    columns_of,
+    rows_of,
+    together_of,
+)
 
 Array = np.ndarray
 TILE_Q, GROUP = 16, 16
@@ -23,6 +31,7 @@ class Plan:
     chunk: int
     unit: int = 0
     ctas: int = 132
+    together: int = 1  # CTAs that read the same keys' columns at the same time
 
     @property
     def slices(self) -> int:
@@ -58,21 +67,28 @@ def segments(
     firsts = [first_chunk(plan, n, queries, left) for n in lengths]
     chunks = [math.ceil(n / plan.chunk) - first for n, first in zip(lengths, firsts)]
     entries = [max(1, math.ceil(n / (plan.unit or 1))) for n in chunks]
-    share = max(1, math.ceil(columns * sum(entries) / plan.ctas))
+    together, groups = plan.together, columns // plan.together
+    share = max(1, math.ceil(groups * sum(entries) / (plan.ctas // together)))
     found, start = [], 0
     for batch, n in enumerate(entries):
-        for column in range(columns):
+        for group in range(groups):
+            teams = range(start // share, (start + n - 1) // share + 1)
             if plan.unit:
-                pieces, cuts = tuple(range(start, start + n)), range(start, start + n + 1)
+                cuts = range(start, start + n + 1)
             else:
-                ctas = range(start // share, (start + n - 1) // share + 1)
-                pieces = tuple(cta * PIECES + (i == 0) for i, cta in enumerate(ctas))
-                cuts = [start, *(cta * share for cta in ctas[1:]), start + n]
-            for i, (at, end) in enumerate(zip(cuts, cuts[1:])):
-                entry, width = at - start, plan.unit or 1
-                here = min(chunks[batch] - entry * width, (end - at) * width)
-                where = at // share, batch, column, firsts[batch] + entry * width, max(0, here)
-                found.append(Segment(*where, pieces[i], pieces if len(pieces) > 1 else ()))
+                cuts = [start, *(team * share for team in teams[1:]), start + n]
+            for mine in range(together):
+                if plan.unit:
+                    pieces = tuple(at * together + mine for at in cuts[:-1])
+                else:
+                    pieces = tuple((t * together + mine) * PIECES + (i == 0) for i, t in enumerate(teams))
+                for i, (at, end) in enumerate(zip(cuts, cuts[1:])):
+                    entry, width = at - start, plan.unit or 1
+                    here = max(0, min(chunks[batch] - entry * width, (end - at) * width))
+                    cta, column = at // share * together + mine, group * together + mine
+                    first = firsts[batch] + entry * width
+                    of_all = pieces if len(pieces) > 1 else ()
+                    found.append(Segment(cta, batch, column, first, here, pieces[i], of_all))
             start += n
     return sorted(found, key=lambda segment: segment.cta)
 
@@ -199,9 +215,10 @@ def attention(
     return o, lse
 
 
-def plan_of(queries: int, group: int, head_dim: int, unit: int = 0, ctas: int = 132, eight_bits=False) -> Plan:
-    """As `decode_calls` chooses."""
-    from hopper_attention.kernels.decode_calls import chunk_of
-
-    rows = next(rows for rows in ROWS if rows >= min(queries * group, ROWS[-1]))
-    return Plan(rows, chunk_of(head_dim, eight_bits), unit, ctas)
+def plan_of(
+    queries: int, heads: int, kv_heads: int, head_dim: int, unit: int = 0, ctas: int = 132
+) -> Plan:  # fmt: skip
+    """As `decode_calls` chooses for 16-bit keys."""
+    problem = Problem(1, heads, kv_heads, queries, 1, head_dim, False, direction="decode")
+    together = together_of(columns_of(problem), ctas)
+    return Plan(rows_of(problem), chunk_of(head_dim, False), unit, ctas, together)

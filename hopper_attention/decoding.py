@@ -15,7 +15,8 @@ from .launch import DECODE, kernel_for, sms_option
 from .production import KINDS_MAX, WHOLE, Plan
 
 E4M3 = torch.float8_e4m3fn
-_plans: dict[tuple[object, ...], tuple[Plan, float, int | None]] = {}
+# A plan, and what its kernel is given: CTAs that work together, the scale, the window.
+_plans: dict[tuple[object, ...], tuple[Plan, tuple[int, float, int | None]]] = {}
 
 
 def decode(
@@ -50,7 +51,7 @@ def decode(
         found = _plan(*tensors, *options)
         if found[0].launch is not None:
             production._keep(_plans, KINDS_MAX, kind, found)
-    plan, scale, left = found
+    plan, given = found
     device = q.device
     if plan.launch is None:  # without a query; new keys and values are the kernel's to store
         return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
@@ -61,7 +62,7 @@ def decode(
             new, descales = (k, v), (k_descale, v_descale)
             decode_calls.launch_decode(
                 plan.launch, q, k_cache, v_cache, o, lse, cache_seqlens, block_table, new, descales, scratch,
-                scale, left,
+                *given,
             )  # fmt: skip
             return o, lse
     except Exception:
@@ -123,7 +124,7 @@ def problem_of(
 def _plan(
     q, k_cache, v_cache, k, v, cache_seqlens, block_table, k_descale, v_descale, softmax_scale, causal,
     window_left, batch_invariant,
-) -> tuple[Plan, float, int | None]:  # fmt: skip
+) -> tuple[Plan, tuple[int, float, int | None]]:  # fmt: skip
     problem = problem_of(q, k_cache, v_cache, block_table, causal)
     eight_bits, window = k_cache.dtype == E4M3, window_left >= 0
     if reason := decode_calls.refuse_decode(problem):
@@ -158,7 +159,8 @@ def _plan(
     if q.numel():
         least = Problem(1, 1, 1, 1, 1, problem.head_dim, problem.causal, problem.dtype, direction="decode")
         launch = kernel_for(DECODE, least, options | sms_option(gpu.sms)).launch
-    return Plan(launch, outputs, (part,), ()), scale, window_left if window else None
+    together = decode_calls.together_of(decode_calls.columns_of(problem), gpu.sms)
+    return Plan(launch, outputs, (part,), ()), (together, scale, window_left if window else None)
 
 
 def _check_integers(name: str, x: object, q: torch.Tensor, shape: tuple[int | None, ...]) -> None:

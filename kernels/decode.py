@@ -85,7 +85,7 @@ class Decode:
         self.box = min(box or self.chunk, self.chunk)
         self.boxes = self.chunk // self.box
         self.unit, self.sms = unit, sms
-        self.list = FlatList(self.chunk, unit, lengths or self.paged, appends, window, sms)
+        self.list = FlatList(self.chunk, unit, lengths or self.paged, appends, window)
         self.tiles = max(1, rows // TILE_Q)  # of 16 rows
         self.halves = 1 if rows < TILE_Q else HALVES  # rows of a thread that count
         self.slices = WARPS // self.tiles  # of keys: that many warps share a tile of rows
@@ -100,6 +100,7 @@ class Decode:
         self.registers = (56, 224) if head_dim == 256 or rows >= 64 else None
         self.threads = CONSUMERS + (WARPGROUP if self.registers else WARP)
         self.stages = stages or (SMEM_MAX - 1024 - self.other_bytes) // self.stage_bytes
+        assert 3 * self.stages + 2 <= WARP, "a lane initialises one barrier"
 
     @property
     def stage_bytes(self) -> int:
@@ -114,13 +115,26 @@ class Decode:
     @cute.jit
     def __call__(
         self, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE,
-        mArrived, scale, left, stream,
+        mArrived, together, scale, left, stream,
     ):  # fmt: skip
         """Tensors are (batch or page, seqlen, heads, head_dim); what options leave out is None."""
         mQ, mK, mV, mO, mNewK, mNewV = (heads_first(mX) for mX in (mQ, mK, mV, mO, mNewK, mNewV))
         loads = *load_atom(mK, self.box), *load_atom(mV, self.box)
+        # What is the same for all CTAs is computed here, divisors included.
+        batch, heads, seqlen_q, _ = mQ.shape
+        group = heads // mK.shape[1]
+        blocks = cute.ceil_div(seqlen_q * group, self.rows)
+        column_groups = mK.shape[1] * blocks // together
+        teams = self.sms // together
+        entries = Int32(1)
+        if const_expr(not self.list.lengths):
+            length = self.list.length(None, mK.shape[2], mNewK.shape[2] if const_expr(self.appends) else 0, 0)
+            entries = self.list.entries_of(self.list.chunks_of(length, seqlen_q, left))
+        share = cutlass.max(1, cute.ceil_div(batch * column_groups * entries, teams))
+        divisor = cute.FastDivmodDivisorV2
+        sizes = divisor(together), teams, column_groups, divisor(entries), divisor(column_groups * entries), share
         self.kernel(
-            *loads, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived,
+            divisor(group), divisor(blocks), *sizes, *loads, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived,
             scale, left,
         ).launch(
             grid=(self.sms, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
@@ -128,9 +142,11 @@ class Decode:
 
     @cute.kernel
     def kernel(
-        self, load_K, tmaK, load_V, tmaV, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart,
+        self, group, blocks, together, teams, column_groups, entries_of_all, of_batch, share_of_all,
+        load_K, tmaK, load_V, tmaV, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart,
         mPartLSE, mArrived, scale, left,
     ):  # fmt: skip
+        sizes = together, teams, column_groups, entries_of_all, of_batch, share_of_all
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         if warp_idx == WARPS:
@@ -147,58 +163,53 @@ class Decode:
         merge_layout = cute.make_layout(merge_shape, stride=(self.merge_rows * pitch, pitch, 1))
         sO = smem.allocate_tensor(Float32, merge_layout, 16)  # (warp, row, column)
         sStats = smem.allocate_tensor(Float32, cute.make_layout((WARPS, TILE_Q, 2), stride=(32, 2, 1)), 16)
-        full_k, full_v, empty = (smem.allocate_array(Int64, self.stages) for _ in range(3))
-        q_full, q_empty = smem.allocate_array(Int64, 1), smem.allocate_array(Int64, 1)
-        rings = full_k, full_v, empty, q_full, q_empty
+        full_k = smem.allocate_array(Int64, 3 * self.stages + 2)
+        full_v, empty, q_full = (full_k + i * self.stages for i in (1, 2, 3))
+        rings = full_k, full_v, empty, q_full, q_full + 1
 
-        # 1. the problem, and where this CTA's slice of it lies
-        batch_size, heads, seqlen_q, _ = mQ.shape
-        seqlen_kv, kv_heads = mK.shape[2], mK.shape[1]  # of a page, if there are pages
+        # 1. the problem
+        batch_size, _, seqlen_q, _ = mQ.shape
+        seqlen_kv = mK.shape[2]  # of a page, if there are pages
         added = mNewK.shape[2] if const_expr(self.appends) else 0
-        group = heads // kv_heads
-        blocks = cute.ceil_div(seqlen_q * group, self.rows)
-        columns = kv_heads * blocks
         flat = seqlen_kv, added, seqlen_q, left
         if warp_idx >= WARPS:
             # 2. the producer: loads as far ahead as the ring has room, across the ends of sequences
             if const_expr(self.registers is not None):
                 cute.arch.setmaxregister_decrease(self.registers[0])
             if warp_idx == WARPS:
-                with cute.arch.elect_one():
-                    for i in range_constexpr(self.stages):
-                        cute.arch.mbarrier_init(full_k + i, 1)
-                        cute.arch.mbarrier_init(full_v + i, 1)
-                        cute.arch.mbarrier_init(empty + i, WARPS)
-                    cute.arch.mbarrier_init(q_full, 1)
-                    cute.arch.mbarrier_init(q_empty, WARPS)
+                # The barriers lie next to each other; each lane makes one.
+                lane = cute.arch.lane_idx()
+                if lane < 3 * self.stages + 2:
+                    by_consumers = (lane >= 2 * self.stages) & (lane != 3 * self.stages)
+                    cute.arch.mbarrier_init(full_k + lane, WARPS if by_consumers else 1)
                 cute.arch.mbarrier_init_fence()
                 cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=Barrier.INITIALISED, number_of_threads=self.threads)
             if warp_idx == WARPS:
-                share, at, end, batch, column, entry, entries = self.list.own_slice(
-                    mLengths, *flat, batch_size, columns
+                mine, share, at, end, batch, columns, entry, entries = self.list.own_slice(
+                    mLengths, flat, batch_size, sizes
                 )
                 done, turn = Int32(0), Int32(0)  # chunks that went through the ring; sequences, whose Q did
                 while at < end:
                     length = self.list.length(mLengths, seqlen_kv, added, batch)
                     n, first, count = self.segment(entry, entries, end - at, length, seqlen_q, left)
                     if count > 0:
-                        kv_head, block = column // blocks, column % blocks
+                        kv_head, block = divmod(columns * together.divisor + mine, blocks)
                         self.load(
                             load_K, tmaK, sK, load_V, tmaV, sV, mQ, sQ, mTable, rings,
                             batch, kv_head, block, group, first, count, length, done, turn,
                         )  # fmt: skip
                         done += count
                         turn += 1
-                    at, batch, column, entry, entries = self.list.behind(
-                        mLengths, *flat, columns, at, end, batch, column, entry, entries, n
+                    at, batch, columns, entry, entries = self.list.behind(
+                        mLengths, flat, column_groups, at, end, batch, columns, entry, entries, n
                     )
         else:
             if const_expr(self.registers is not None):
                 cute.arch.setmaxregister_increase(self.registers[1])
             self.consume(
                 mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived,
-                scale, left, sQ, sK, sV, sO, sStats, rings, added, group, blocks, columns,
+                scale, left, sQ, sK, sV, sO, sStats, rings, added, group, blocks, sizes,
             )  # fmt: skip
 
     def segment(self, entry, entries, left_of_slice, length, seqlen_q, left):
@@ -265,13 +276,13 @@ class Decode:
     @cute.jit
     def load_q(self, mQ, sQ, q_full, batch, kv_head, group, first_row):
         """Rows of Q, one copy each: row r is of query r / group and head r mod group."""
-        rows = cutlass.min(mQ.shape[2] * group - first_row, self.rows)
+        rows = cutlass.min(mQ.shape[2] * group.divisor - first_row, self.rows)
         expect(q_full, rows * self.head_dim * 2)
         cute.arch.sync_warp()
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=self.head_dim * 16)
         for row in range(cute.arch.lane_idx(), rows, WARP, unroll=1):
-            query, head = (first_row + row) // group, (first_row + row) % group
-            cute.copy(atom, mQ[batch, kv_head * group + head, query, None], sQ[row, None], mbar_ptr=q_full)
+            query, head = divmod(first_row + row, group)
+            cute.copy(atom, mQ[batch, kv_head * group.divisor + head, query, None], sQ[row, None], mbar_ptr=q_full)
         cute.arch.sync_warp()
 
     # ---- products -------------------------------------------------------------------------------------------
@@ -279,16 +290,19 @@ class Decode:
     @cute.jit
     def consume(
         self, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived,
-        scale, left, sQ, sK, sV, sO, sStats, rings, added, group, blocks, columns,
+        scale, left, sQ, sK, sV, sO, sStats, rings, added, group, blocks, sizes,
     ):  # fmt: skip
         full_k, full_v, empty, q_full, q_empty = rings
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
         batch_size, _, seqlen_q, _ = mQ.shape
         seqlen_kv = mK.shape[2]
-        all_rows = seqlen_q * group
+        all_rows = seqlen_q * group.divisor
         flat = seqlen_kv, added, seqlen_q, left
-        share, at, end, batch, column, entry, entries = self.list.own_slice(mLengths, *flat, batch_size, columns)
+        together, column_groups = sizes[0].divisor, sizes[2]
+        mine, share, at, end, batch, columns, entry, entries = self.list.own_slice(
+            mLengths, flat, batch_size, sizes
+        )
         tile, key_slice = warp_idx % self.tiles, warp_idx // self.tiles
         team_slices = self.slices // self.teams
         team, own_slice = key_slice // team_slices, key_slice % team_slices
@@ -310,8 +324,18 @@ class Decode:
         while at < end:
             length = self.list.length(mLengths, seqlen_kv, added, batch)
             n, first, count = self.segment(entry, entries, end - at, length, seqlen_q, left)
-            kv_head, block = column // blocks, column % blocks
+            column = columns * together + mine
+            kv_head, block = divmod(column, blocks)
             first_row = block * self.rows
+            # Where the result goes: `pieces` of CTAs in this place of consecutive teams, or of entries
+            start = at - entry  # of these columns in the flat list
+            first_piece, pieces, piece = start, entries, at * together + mine
+            if const_expr(self.unit == 0):
+                first_piece = start // share
+                pieces = (start + entries - 1) // share - first_piece + 1
+                piece = cute.arch.block_idx()[0] * PIECES + (1 if entry == 0 else 0)
+            rows = cutlass.min(all_rows - first_row, self.rows)
+            o_place = batch, kv_head * group.divisor, first_row, group, rows
             own_row = first_row + tile * TILE_Q  # the warp's first
             scale_log2 = scale * LOG2_E
             if const_expr(self.eight_bits):
@@ -381,25 +405,16 @@ class Decode:
 
             # 4. the warps' results are put together; then, by who comes last, those of the CTAs
             value_scale = mVScale[batch, kv_head] if const_expr(self.eight_bits) else Float32(1.0)
-            start = at - entry  # of this column in the flat list
-            if const_expr(self.unit > 0):
-                first_piece, pieces, piece = start, entries, at
-            else:
-                first_piece = start // share
-                pieces = (start + entries - 1) // share - first_piece + 1
-                cta, _, _ = cute.arch.block_idx()
-                piece = cta * PIECES + (1 if entry == 0 else 0)
-            rows = cutlass.min(all_rows - first_row, self.rows)
-            o_place = batch, kv_head * group, first_row, group, rows
             self.merge_warps(
                 rO, row_max, row_sum, value_scale, sO, sStats, mO, mLSE, mPart, mPartLSE, o_place, piece, pieces
             )
             if pieces > 1:
                 self.merge_pieces(
-                    mO, mLSE, mPart, mPartLSE, mArrived, o_place, batch * columns + column, first_piece, pieces
-                )
-            at, batch, column, entry, entries = self.list.behind(
-                mLengths, *flat, columns, at, end, batch, column, entry, entries, n
+                    mO, mLSE, mPart, mPartLSE, mArrived, o_place, batch * column_groups * together + column,
+                    first_piece * together + mine, together, pieces,
+                )  # fmt: skip
+            at, batch, columns, entry, entries = self.list.behind(
+                mLengths, flat, column_groups, at, end, batch, columns, entry, entries, n
             )
 
     @cute.jit
@@ -540,7 +555,7 @@ class Decode:
         return result, largest + cute.math.log2(total, fastmath=True)
 
     @cute.jit
-    def merge_pieces(self, mO, mLSE, mPart, mPartLSE, mArrived, o_place, column, first_piece, pieces):
+    def merge_pieces(self, mO, mLSE, mPart, mPartLSE, mArrived, o_place, column, first, stride, pieces):
         """A warp: say that its rows of a piece are there, and if it is the last to say so of these rows, put
         the pieces together, in their order."""
         tidx, _, _ = cute.arch.thread_idx()
@@ -558,49 +573,54 @@ class Decode:
                     (mArrived.iterator + arrived).llvm_ptr, Int32(1), sem="relaxed", scope="gpu"
                 )
                 if before == pieces - 1:
-                    mArrived[arrived] = Int32(0)  # for the next launch
                     cute.arch.fence_acq_rel_gpu()  # and what the others have written is there for this warp
             before = cute.arch.shuffle_sync(before, 0)
             if before == pieces - 1:
+                if lane == 0:
+                    mArrived[arrived] = Int32(0)  # for the next launch
                 for i in range(cute.ceil_div(self.rows, WARPS * at_once), unroll=1):
                     row, vector = (i * WARPS + warp_idx) * at_once + lane // own, lane % own
-                    if row < rows:
-                        for p in range(self.head_dim // self.merge_columns, unroll=1):
-                            result, lse = self.row_of_pieces(
-                                mPart, mPartLSE, first_piece, pieces, row, p * own + vector
-                            )
+                    for p in range(self.head_dim // self.merge_columns, unroll=1):
+                        # All lanes, since they tell each other what pieces weigh.
+                        result, lse = self.row_of_pieces(
+                            mPart, mPartLSE, first, stride, pieces, cutlass.min(row, rows - 1), p * own + vector
+                        )
+                        if row < rows:
                             store_row(mO, mLSE, result, lse, o_place, row, p * own + vector, self.dtype)
 
     @cute.jit
-    def row_of_pieces(self, mPart, mPartLSE, first_piece, pieces, row, vector):
-        """Four columns of a row of O, of all pieces, and log₂ of the row's sum."""
-        at_once = 16  # loads under way
+    def row_of_pieces(self, mPart, mPartLSE, first_piece, stride, pieces, row, vector):
+        """Four columns of a row of O, of all pieces, and log₂ of the row's sum. Of `own` lanes each weighs one
+        piece, and tells the others."""
+        lane, own = cute.arch.lane_idx(), self.merge_columns // 4
+        at_once = min(16, own)  # loads under way
         largest, total = -Float32.inf, Float32(0.0)
         result = cute.make_rmem_tensor(cute.make_layout(4), Float32)
         result.fill(0.0)
         parts = cute.make_rmem_tensor(cute.make_layout((4, at_once)), Float32)
-        lses = cute.make_rmem_tensor(cute.make_layout(at_once), Float32)
         for first in range(0, pieces, at_once, unroll=1):
+            mine = cutlass.min(first + lane % at_once, pieces - 1)
+            lse = mPartLSE[self.place_of(first_piece, stride, mine), row]
+            lse = lse if first + lane % at_once < pieces else -Float32.inf
             for j in range_constexpr(at_once):
-                i = cutlass.min(first + j, pieces - 1)
-                if const_expr(self.unit > 0):
-                    piece = first_piece + i
-                else:
-                    piece = (first_piece + i) * PIECES + (1 if i == 0 else 0)
-                cute.autovec_copy(cute.local_tile(mPart[piece, row, None], (4,), (vector,)), parts[None, j])
-                lse = mPartLSE[piece, row]
-                lses[j] = lse if first + j < pieces else -Float32.inf
-            new = cute.arch.fmax(largest, lses.load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
+                place = self.place_of(first_piece, stride, cutlass.min(first + j, pieces - 1))
+                cute.autovec_copy(cute.local_tile(mPart[place, row, None], (4,), (vector,)), parts[None, j])
+            new = cute.arch.fmax(largest, cute.arch.warp_reduction_max(lse, threads_in_group=at_once))
+            weight = cute.math.exp2(lse - finite(new), fastmath=True)
             factor = cute.math.exp2(largest - finite(new), fastmath=True)
-            total = total * factor
+            total = total * factor + cute.arch.warp_reduction_sum(weight, threads_in_group=at_once)
             result.store(result.load() * factor)
             for j in range_constexpr(at_once):
-                weight = cute.math.exp2(lses[j] - finite(new), fastmath=True)
-                total += weight
-                result.store(result.load() + parts[None, j].load() * weight)
+                of_piece = cute.arch.shuffle_sync(weight, lane // own * own + j)
+                result.store(result.load() + parts[None, j].load() * of_piece)
             largest = new
         result.store(result.load() * (0.0 if total == 0.0 else 1.0 / total))
         return result, largest + cute.math.log2(total, fastmath=True)
+
+    def place_of(self, first_piece, stride, i):
+        """Where the i-th piece of a sequence and column lies."""
+        at = first_piece + i * stride
+        return at if self.unit else at * PIECES + Int32(i == 0)
 
 
 def heads_first(mX: cute.Tensor | None) -> cute.Tensor | None:
@@ -636,7 +656,8 @@ def pages_from(mTable, batch, first, pages):
 def store_row(mO, mLSE, result, lse, o_place, row, vector, dtype: cutlass.Constexpr):
     """Four columns of a row of O; with the first the LSE, which comes as a power of two."""
     batch, first_head, first_row, group, _ = o_place
-    query, head = (first_row + row) // group, first_head + (first_row + row) % group
+    query, head = divmod(first_row + row, group)
+    head = first_head + head
     rounded = cute.make_rmem_tensor(cute.make_layout(4), dtype)
     rounded.store(result.load().to(dtype))
     cute.autovec_copy(rounded, cute.local_tile(mO[batch, head, query, None], (4,), (vector,)))
@@ -678,7 +699,7 @@ def compile_kernel(problem: Problem, **options: object) -> object:
     part = make_fake_tensor(Float32, part_shape, (kernel.rows * d, d, 1), assumed_align=16)
     part_lse = make_fake_tensor(Float32, part_shape[:2], (kernel.rows, 1), assumed_align=4)
     arrived = plain(Int32, cute.sym_int())
-    given = Float32(1.0), Int32(0) if kernel.window else None
+    given = Int32(1), Float32(1.0), Int32(0) if kernel.window else None
     return compile_for_torch(
         kernel, q, k, v, o, lse, lengths, table, *new, *scales, part, part_lse, arrived, *given
     )

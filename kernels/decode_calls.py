@@ -86,9 +86,17 @@ def decode_scratch(problem: Problem, options: dict[str, Any], sms: int) -> Scrat
     }
 
 
+def together_of(columns: int, sms: int) -> int:
+    """How many CTAs work on the same keys at the same time, each for another column: as many columns as
+    divide them evenly and leave at most 7 % of the SMs without work."""
+    fits = (n for n in range(1, min(columns, sms) + 1) if columns % n == 0 and sms // n * n >= 0.93 * sms)
+    return max(fits, default=1)
+
+
 def launch_decode(
-    compiled: Compiled, q, k, v, o, lse, lengths, table, new, descales, scratch, scale: float, left: int | None
-) -> None:
+    compiled: Compiled, q, k, v, o, lse, lengths, table, new, descales, scratch, together: int, scale: float,
+    left: int | None,
+) -> None:  # fmt: skip
     """All tensors (batch or page, seqlen, heads, head_dim), lse (batch, heads, queries); `new` and `descales`
     are pairs, for K and V, of tensors or None."""
-    compiled(q, k, v, o, lse, lengths, table, *new, *descales, *scratch, scale, left)
+    compiled(q, k, v, o, lse, lengths, table, *new, *descales, *scratch, together, scale, left)

@@ -40,7 +40,7 @@ LENGTHS = [[0, 1, 17, 64, 129, 700], [1500], [256, 256, 256], [5] * 40]
 def test_split_and_combine_is_attention(lengths, queries, group, unit) -> None:
     q, k, v = tensors(queries, group, 2, lengths)
     for causal, left, ctas in itertools.product((False, True), (None, 0, 100), (3, 132)):
-        plan = model.plan_of(queries, group, 64, unit, ctas)
+        plan = model.plan_of(queries, 2 * group, 2, 64, unit, ctas)
         o, lse = model.decode(plan, q, k, v, lengths, causal=causal, left=left)
         same_o, same_lse = model.attention(q, k, v, lengths, causal=causal, left=left)
         np.testing.assert_allclose(o, same_o, rtol=0, atol=1e-12)
@@ -52,8 +52,8 @@ def test_slices_are_equal_and_hold_every_chunk_once(unit: int) -> None:
     random_ = random.Random(1)
     for _ in range(50):
         lengths = [random_.choice((0, 1, random_.randint(0, 5000))) for _ in range(random_.randint(1, 70))]
-        plan = model.Plan(8, 64, unit, random_.choice((1, 7, 132)))
-        columns = random_.randint(1, 9)
+        columns, ctas = random_.randint(1, 9), random_.choice((1, 7, 132))
+        plan = model.Plan(8, 64, unit, ctas, decode_calls.together_of(columns, ctas))
         found = model.segments(plan, lengths, columns)
         read = [(x.batch, x.column, x.first + i) for x in found for i in range(x.chunks)]
         wanted = [
@@ -63,14 +63,23 @@ def test_slices_are_equal_and_hold_every_chunk_once(unit: int) -> None:
         # No two results share a place, and a sequence's pieces are there.
         places = [x.piece for x in found if x.pieces]
         assert len(set(places)) == len(places)
-        for _, same in itertools.groupby(sorted(found, key=lambda x: x[1:3] if False else (x.batch, x.column)),
-                                         key=lambda x: (x.batch, x.column)):  # fmt: skip
+        whose = lambda x: (x.batch, x.column)
+        for _, same in itertools.groupby(sorted(found, key=whose), key=whose):
             same = list(same)
             assert all(x.pieces == (tuple(y.piece for y in same) if len(same) > 1 else ()) for x in same)
         work = [sum(max(1, x.chunks) for x in found if x.cta == cta) for cta in range(plan.ctas)]
-        entries = sum(max(1, -(-n // 64)) for n in lengths) * columns
+        entries = sum(max(1, -(-n // 64)) for n in lengths) * columns // plan.together
         if not unit:
-            assert max(work) == -(-entries // plan.ctas)
+            assert max(work) == -(-entries // (plan.ctas // plan.together))
+
+
+def test_teams_leave_few_sms_without_work() -> None:
+    assert [decode_calls.together_of(n, 132) for n in (1, 2, 4, 8, 16, 32, 40, 64)] == [
+        1, 2, 4, 8, 16, 32, 10, 64,
+    ]  # fmt: skip
+    for columns, sms in itertools.product(range(1, 300), (78, 114, 132)):
+        together = decode_calls.together_of(columns, sms)
+        assert columns % together == 0 and sms // together * together >= 0.93 * sms
 
 
 def test_a_sequence_does_not_depend_on_its_batch() -> None:
@@ -86,7 +95,7 @@ def test_every_defect_is_seen(defect: str) -> None:
     """On a ragged batch, against what rounding to bf16 explains."""
     lengths = [700, 40, 1500]
     q, k, v = tensors(1, 4, 2, lengths)
-    plan = model.plan_of(1, 4, 64, ctas=7)
+    plan = model.plan_of(1, 8, 2, 64, ctas=7)
     exact, lse = model.attention(q, k, v, lengths)
     rounding = np.abs(torch.from_numpy(exact).bfloat16().double().numpy() - exact)
     o, own_lse = model.decode(plan, q, k, v, lengths, defect=defect)
@@ -96,7 +105,7 @@ def test_every_defect_is_seen(defect: str) -> None:
 
 def test_a_needle_at_every_edge_of_a_piece() -> None:
     """A key that dominates its row, at the first and the last key of every CTA's piece and every chunk."""
-    length, plan = 1500, model.plan_of(1, 4, 64, ctas=11)
+    length, plan = 1500, model.plan_of(1, 8, 2, 64, ctas=11)
     edges = {x.first * plan.chunk for x in model.segments(plan, [length], 2)}
     places = sorted({n for edge in edges for n in (edge - 1, edge, edge + 15, edge + 16) if 0 <= n < length})
     q, k, v = tensors(1, 4, 2, [length])

@@ -1,11 +1,14 @@
 """All keys of all sequences as one list of chunks, and the equal, contiguous slice of it that is a CTA's.
 
-    sequence 0: kv head 0, chunks 0 1 2 | kv head 1, chunks 0 1 2 | sequence 1: kv head 0, chunks 0 … 6 | …
-    CTA                    0 0 0             0 1 1                                      1 1 2 2 2 2 3
+A sequence is read by several *columns*: key heads, and of each the blocks of its rows where they are too many
+for one CTA. CTAs work in teams of `together`, a column each: keys of neighbouring heads lie next to each
+other in memory, and are read at the same time. The list, then, is one of columns `together` at a time:
 
-A sequence stands in it once for every *column*: a kv head, and a block of its rows where they are too many
-for one CTA. The lengths are on the device, and every warp computes from them where its CTA's slice begins.
-With `unit` chunks to an entry, a CTA's slice is of whole entries, and what is computed of a sequence does not
+    sequence 0: heads 0 … 7, chunks 0 1 2 | sequence 1: heads 0 … 7, chunks 0 1 2 3 4 5 6 | …
+    team                     0 0 0                                  0 1 1 1 1 2 2
+
+The lengths are on the device, and every warp computes from them where its team's slice begins. With `unit`
+chunks to an entry of the list, slices are of whole entries, and what is computed of a sequence does not
 depend on the others.
 """
 
@@ -27,7 +30,6 @@ class FlatList:
     lengths: bool  # whether sequences have lengths of their own
     appends: bool  # whether keys come to those that the length counts
     window: bool  # whether a query sees no further back than so many keys
-    sms: int  # CTAs
 
     def length(self, mLengths, seqlen_kv, added, batch):
         """Keys of a sequence, of which `added` are new."""
@@ -60,25 +62,26 @@ class FlatList:
         return entries
 
     @cute.jit
-    def own_slice(self, mLengths, seqlen_kv, added, seqlen_q, left, batch_size, columns):
-        """(entries of a slice, where this CTA's begins and ends; batch, column and entry there, and how many
-        entries that column has)."""
+    def own_slice(self, mLengths, flat, batch_size, sizes):
+        """Of this CTA: (its place in its team, entries of a slice, where its team's begins and ends; batch,
+        group of columns and entry there, and how many entries there are of them)."""
         cta, _, _ = cute.arch.block_idx()
+        _, added, seqlen_q, left = flat
+        together, teams, column_groups, entries_of_all, of_batch, share_of_all = sizes
+        team, mine = divmod(cta, together)
         if const_expr(not self.lengths):
-            length = self.length(mLengths, seqlen_kv, added, 0)
-            entries = self.entries_of(self.chunks_of(length, seqlen_q, left))
-            total = batch_size * columns * entries
-            share = cutlass.max(1, cute.ceil_div(total, self.sms))
-            at = cta * share
-            batch, rest = at // (columns * entries), at % (columns * entries)
+            share, entries = share_of_all, entries_of_all.divisor
+            at, total = team * share, batch_size * of_batch.divisor
+            batch, rest = divmod(at, of_batch)
+            columns, entry = divmod(rest, entries_of_all)
         else:
             lane = cute.arch.lane_idx()
             total = Int32(0)
             for first in range(0, batch_size, WARP, unroll=4):
                 total += self.entries_or_none(mLengths, added, seqlen_q, left, first + lane)
-            total = columns * cute.arch.warp_reduction_sum(total)
-            share = cutlass.max(1, cute.ceil_div(total, self.sms))
-            at = cta * share
+            total = column_groups * cute.arch.warp_reduction_sum(total)
+            share = cutlass.max(1, cute.ceil_div(total, teams))
+            at = team * share
             # 32 sequences at a time, until one ends behind `at`
             first, before = Int32(0), Int32(0)  # a sequence, and the entries of a column of those before it
             batch, rest, entries = Int32(batch_size), Int32(0), Int32(1)
@@ -88,36 +91,38 @@ class FlatList:
                 for i in range_constexpr(5):
                     other = cute.arch.shuffle_sync_up(up_to, 1 << i)
                     up_to += other if lane >= (1 << i) else 0
-                behind = cute.arch.vote_ballot_sync((before + up_to) * columns > at)
+                behind = cute.arch.vote_ballot_sync((before + up_to) * column_groups > at)
                 found = cutlass.min(cute.arch.popc((behind & -behind) - 1), WARP - 1)
                 entries_there = cute.arch.shuffle_sync(own, found)
                 before_there = before + cute.arch.shuffle_sync(up_to, found) - entries_there
                 before += cute.arch.shuffle_sync(up_to, WARP - 1)
                 if behind != 0:
-                    batch, entries, rest = first + found, entries_there, at - before_there * columns
+                    batch, entries, rest = first + found, entries_there, at - before_there * column_groups
                     first = Int32(batch_size)
                 first += WARP
-        share, at, total, batch, rest, entries = [
-            cute.arch.make_warp_uniform(x) for x in (share, at, total, batch, rest, entries)
+            columns, entry = Int32(0), rest
+            if column_groups > 1:
+                columns, entry = rest // entries, rest % entries
+        mine, share, at, total, batch, columns, entry, entries = [
+            cute.arch.make_warp_uniform(x) for x in (mine, share, at, total, batch, columns, entry, entries)
         ]
         end = cutlass.min(at + share, total)
-        return share, at, end, batch, rest // entries, rest % entries, entries
+        return mine, share, at, end, batch, columns, entry, entries
 
     @cute.jit
-    def behind(
-        self, mLengths, seqlen_kv, added, seqlen_q, left, columns, at, end, batch, column, entry, entries, n
-    ):  # fmt: skip
-        """The place `n` entries further on, which is at most the end of this column."""
+    def behind(self, mLengths, flat, column_groups, at, end, batch, columns, entry, entries, n):
+        """The place `n` entries further on, which is at most the end of these columns."""
+        seqlen_kv, added, seqlen_q, left = flat
         at += n
         entry += n
         if entry == entries:
             entry = Int32(0)
-            column += 1
-            if column == columns:
-                column = Int32(0)
+            columns += 1
+            if columns == column_groups:
+                columns = Int32(0)
                 batch += 1
                 if const_expr(self.lengths):
                     if at < end:
                         length = self.length(mLengths, seqlen_kv, added, batch)
                         entries = self.entries_of(self.chunks_of(length, seqlen_q, left))
-        return at, batch, column, entry, entries
+        return at, batch, columns, entry, entries

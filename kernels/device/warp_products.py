@@ -21,7 +21,7 @@ from cutlass import Float16, Float32, Int32, range_constexpr
 from cutlass.cute.nvgpu import warp
 
 from .rows import LANES
-from .tma import row_slices
+from .tma import row_slices, swizzled_tiles
 
 TILE_Q = 16  # rows of a product
 GROUP = 16  # keys
@@ -158,8 +158,9 @@ def warp_products(
     )
     copy_q = cute.make_tiled_copy_A(plain, mma).get_slice(lane)
     copy_k, copy_v = (cute.make_tiled_copy_B(atom, mma).get_slice(lane) for atom in (plain, transposed))
-    if eight_bits:
-        sK, sV = cute.recast_tensor(sK, dtype), cute.recast_tensor(sV, dtype)
+    if eight_bits:  # which would drop the swizzle
+        swizzle = swizzled_tiles(sK.element_type, *(cute.size(sK, mode=[i]) for i in range(3))).inner
+        sK, sV = (cute.recast_tensor(sX, dtype, swizzle) for sX in (sK, sV))
     sK, sV = row_slices(sK, GROUP), row_slices(sV, GROUP)
     sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
     q_tile = cute.make_identity_tensor((TILE_Q, head_dim))
