@@ -4,6 +4,7 @@
     python bench.py k1 fa1 k2             several stages in one interleaved run; `all` for the 16-bit ladder
     python bench.py bwd4                  a backward stage, beside the peers' backward passes
     python bench.py k7                    a stage in FP8, beside the peers that have it, in a run of its own
+    python bench.py decode                a few queries to a cache, with rows of its own (harness/decoding.py)
     python bench.py k6 --suite models     the library on models' shapes (harness/suite.py), beside the peers
     CHECK=1 SEQLEN=512 HEADDIM=64 CAUSAL=0 python bench.py k1
     python bench.py k1 --check --seqlen 512 --head-dim 64 --causal 0
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from harness import cases, machine_code, peers, results, suite, suites, timing
+from harness import cases, decoding, machine_code, peers, results, suite, suites, timing
 from harness.command import Parser, Usage, run
 from harness.inputs import hopper_gpu
 from harness.measuring import Bench, Contender, Saved, stages_for
@@ -74,6 +75,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args.peers = [] if args.peers == "none" else args.peers.split(",")
     if unknown := [name for name in args.peers if name not in peers.PEERS]:
         raise Usage(f"unknown peer {unknown[0]!r}; there are {', '.join(peers.PEERS)}")
+    if other := [x for x in args.stages if x in ladder.BESIDE]:
+        if args.stages != other[:1] or args.suite:
+            raise Usage(f"{other[0]} has rows of its own: measure it alone")
+        return args
     everything = args.stages == ["all"]
     args.stages = ladder.stages_named(args.stages)
     if everything:  # that one run can hold
@@ -228,6 +233,10 @@ def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
 def command(arguments: list[str] | None) -> bool:
     console = Console(width=None if sys.stdout.isatty() else 150)
     args = parse(arguments)
+    if args.stages == ["decode"]:
+        if args.save and not hopper_gpu():
+            raise Usage("nothing to save without a Hopper GPU: no kernel would be executed")
+        return decoding.run(args.save, console) if hopper_gpu() else decoding.run_model(console)
     if args.suite:
         if not hopper_gpu():
             raise Usage("--suite times the library: it needs a Hopper GPU")

@@ -4,6 +4,7 @@ chunk, and how the results are put together. One sequence after the other, in an
 A `Defect` makes one piece wrong, for the tests that the rule of correctness must catch it.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -82,7 +83,7 @@ def segments(
                     pieces = tuple(at * together + mine for at in cuts[:-1])
                 else:
                     pieces = tuple((t * together + mine) * PIECES + (i == 0) for i, t in enumerate(teams))
-                for i, (at, end) in enumerate(zip(cuts, cuts[1:])):
+                for i, (at, end) in enumerate(itertools.pairwise(cuts)):
                     entry, width = at - start, plan.unit or 1
                     here = max(0, min(chunks[batch] - entry * width, (end - at) * width))
                     cta, column = at // share * together + mine, group * together + mine
@@ -165,7 +166,11 @@ def decode(
                     hidden = hidden | (keys < place - left)
                 scores = np.where(hidden, -np.inf, scores)
                 mine.append(softmax_piece(scores, v[x.batch, source, head]))
-            none = np.zeros((len(rows), d), q.dtype), np.full(len(rows), -np.inf, q.dtype), np.zeros(len(rows))
+            none = (
+                np.zeros((len(rows), d), q.dtype),
+                np.full(len(rows), -np.inf, q.dtype),
+                np.zeros(len(rows)),
+            )
             parts.append(combined(mine) if mine else none)
         result = finished(*combined(parts))
         if x.pieces:

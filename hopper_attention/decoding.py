@@ -26,13 +26,13 @@ def decode(
     k: torch.Tensor | None,
     v: torch.Tensor | None,
     cache_seqlens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    k_descale: torch.Tensor | None,
-    v_descale: torch.Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int,
-    batch_invariant: bool,
+    block_table: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o like q and lse (batch, heads, queries) on PyTorch's current stream; with k and v the cache has them
     too.
@@ -85,7 +85,9 @@ def problem_of(
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, x)
         if x.dim() != 4:
-            first, length = ("batch", "seqlen") if name == "q" or block_table is None else ("page", "page_size")
+            first, length = (
+                ("batch", "seqlen") if name == "q" or block_table is None else ("page", "page_size")
+            )
             raise ValueError(
                 f"{name} must have 4 dimensions ({first}, {length}, heads, head_dim), not {x.dim()}"
             )
@@ -147,10 +149,10 @@ def _plan(
     for name, x in (("k", k), ("v", v)):
         if x is not None:
             check_layout(name, x)
+    page_size = 0 if block_table is None else k_cache.shape[1]
     options = decode_calls.options_of(
-        problem, cache_seqlens is not None, 0 if block_table is None else k_cache.shape[1], eight_bits, window,
-        k is not None, batch_invariant,
-    )  # fmt: skip
+        problem, cache_seqlens is not None, page_size, eight_bits, window, k is not None, batch_invariant
+    )
     gpu = tuned.gpu(q.device)
     part = production._part(WHOLE, WHOLE, decode_calls.decode_scratch(problem, options, gpu.sms))
     lse_shape = problem.batch, problem.heads, problem.seqlen_q

@@ -1,4 +1,4 @@
-"""The operators `torch.ops.hopper_attention.forward`, `.backward` and `.decode`: what PyTorch must know of the kernels.
+"""The operators of `torch.ops.hopper_attention`: what PyTorch must know of the kernels.
 
 forward(q, k, v, softmax_scale, causal, top_left, deterministic) → o, lse
 backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic) → dq, dk, dv
@@ -66,16 +66,12 @@ def run_backward(
     return production.backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
 
 
-def run_decode(q, k_cache, v_cache, cache_seqlens=None, block_table=None, k_descale=None, v_descale=None,
-               softmax_scale=None, causal=False, window_left=-1, batch_invariant=False):  # fmt: skip
-    rest = block_table, k_descale, v_descale, softmax_scale, causal, window_left, batch_invariant
-    return decoding.decode(q, k_cache, v_cache, None, None, cache_seqlens, *rest)
+def run_decode(q, k_cache, v_cache, cache_seqlens=None, *options, **named):
+    return decoding.decode(q, k_cache, v_cache, None, None, cache_seqlens, *options, **named)
 
 
-def run_decode_append(q, k_cache, v_cache, k, v, cache_seqlens, block_table=None, k_descale=None,
-                      v_descale=None, softmax_scale=None, causal=False, window_left=-1, batch_invariant=False):  # fmt: skip
-    rest = block_table, k_descale, v_descale, softmax_scale, causal, window_left, batch_invariant
-    return decoding.decode(q, k_cache, v_cache, k, v, cache_seqlens, *rest)
+def run_decode_append(q, k_cache, v_cache, k, v, cache_seqlens, *options, **named):
+    return decoding.decode(q, k_cache, v_cache, k, v, cache_seqlens, *options, **named)
 
 
 # For every device: what is not on a Hopper GPU is refused with the device's name.

@@ -15,7 +15,6 @@ Supports          bf16 and fp16; head_dim 64, 128, 256; any number of queries, o
 Note              notes/decode.md
 """
 
-import math
 from enum import IntEnum
 
 import cutlass
@@ -27,12 +26,14 @@ from cutlass.memory import SmemAllocator
 
 from .contract import Problem, Stage
 from .decode_calls import CHUNK_BYTES, PIECES, ROWS, WARPS, refuse_decode
+from .device.cache_rows import append, blank
 from .device.compiling import ELEMENTS, compile_for_torch
-from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, VECTOR, WARP, WARPGROUP
+from .device.constants import LOG2_E, SMEM_MAX, SMS, VECTOR, WARP, WARPGROUP
 from .device.flat_list import FlatList
-from .device.rows import LANES, finite, largest_of_row, sum_of_row
+from .device.merging import CONSUMERS, Merging
+from .device.rows import LANES, finite, largest_of_row
 from .device.tma import allocate_tiles, load_atom, partition_tma
-from .device.warp_products import GROUP, HALVES, TILE_Q, by_half, columns_of, hide, part_of, warp_products
+from .device.warp_products import GROUP, HALVES, TILE_Q, by_half, hide, part_of, warp_products
 
 STAGES = (
     Stage(
@@ -45,7 +46,6 @@ STAGES = (
         rounds_p=True,
     ),
 )
-CONSUMERS = WARPS * WARP
 
 
 class Barrier(IntEnum):
@@ -92,12 +92,10 @@ class Decode:
         groups = self.chunk // GROUP
         self.teams = max(1, self.slices // groups)  # of warps, that take chunks in turn
         self.own_groups = max(1, groups // self.slices)  # of a chunk, a warp's
-        # What the warps put together at once: rows of each, columns.
-        self.merge_rows = TILE_Q // HALVES * self.halves
-        self.merge_columns = min(head_dim, 128 if self.halves == 1 else 64)
+        self.merging = Merging(head_dim, self.dtype, rows, eight_bits, unit, Barrier.CONSUMERS)
         self.keep_q = head_dim <= 128  # in registers
         # Of a thread of the producer's warpgroup and of a consumer, where 168 are too few.
-        self.registers = (56, 224) if head_dim == 256 or rows >= 64 else None
+        self.registers = (56, 224) if head_dim == 256 or rows >= 64 or window else None
         self.threads = CONSUMERS + (WARPGROUP if self.registers else WARP)
         self.stages = stages or (SMEM_MAX - 1024 - self.other_bytes) // self.stage_bytes
         assert 3 * self.stages + 2 <= WARP, "a lane initialises one barrier"
@@ -109,8 +107,7 @@ class Decode:
     @property
     def other_bytes(self) -> int:
         q = max(self.rows, TILE_Q) * (self.head_dim + VECTOR) * 2
-        merge = WARPS * (self.merge_rows * (self.merge_columns + VECTOR) + 2 * TILE_Q) * 4
-        return q + merge + 512  # and barriers
+        return q + self.merging.smem_bytes + 512  # and barriers
 
     @cute.jit
     def __call__(
@@ -132,10 +129,17 @@ class Decode:
             entries = self.list.entries_of(self.list.chunks_of(length, seqlen_q, left))
         share = cutlass.max(1, cute.ceil_div(batch * column_groups * entries, teams))
         divisor = cute.FastDivmodDivisorV2
-        sizes = divisor(together), teams, column_groups, divisor(entries), divisor(column_groups * entries), share
+        sizes = (
+            divisor(together),
+            teams,
+            column_groups,
+            divisor(entries),
+            divisor(column_groups * entries),
+            share,
+        )
         self.kernel(
-            divisor(group), divisor(blocks), *sizes, *loads, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived,
-            scale, left,
+            divisor(group), divisor(blocks), *sizes, *loads, mQ, mK, mV, mO, mLSE, mLengths, mTable,
+            mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived, scale, left,
         ).launch(
             grid=(self.sms, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )  # fmt: skip
@@ -143,8 +147,8 @@ class Decode:
     @cute.kernel
     def kernel(
         self, group, blocks, together, teams, column_groups, entries_of_all, of_batch, share_of_all,
-        load_K, tmaK, load_V, tmaV, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart,
-        mPartLSE, mArrived, scale, left,
+        load_K, tmaK, load_V, tmaV, mQ, mK, mV, mO, mLSE, mLengths, mTable,
+        mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived, scale, left,
     ):  # fmt: skip
         sizes = together, teams, column_groups, entries_of_all, of_batch, share_of_all
         tidx, _, _ = cute.arch.thread_idx()
@@ -157,12 +161,10 @@ class Decode:
         sK, sV = allocate_tiles(*tiles), allocate_tiles(*tiles)  # (key, head_dim, box)
         # Rows of Q are padded, so that eight of them lie in different banks.
         q_shape = max(self.rows, TILE_Q), self.head_dim
-        sQ = smem.allocate_tensor(self.dtype, cute.make_layout(q_shape, stride=(self.head_dim + VECTOR, 1)), 16)
-        pitch = self.merge_columns + VECTOR
-        merge_shape = WARPS, self.merge_rows, self.merge_columns
-        merge_layout = cute.make_layout(merge_shape, stride=(self.merge_rows * pitch, pitch, 1))
-        sO = smem.allocate_tensor(Float32, merge_layout, 16)  # (warp, row, column)
-        sStats = smem.allocate_tensor(Float32, cute.make_layout((WARPS, TILE_Q, 2), stride=(32, 2, 1)), 16)
+        sQ = smem.allocate_tensor(
+            self.dtype, cute.make_layout(q_shape, stride=(self.head_dim + VECTOR, 1)), 16
+        )
+        sO, sStats = self.merging.allocate(smem)
         full_k = smem.allocate_array(Int64, 3 * self.stages + 2)
         full_v, empty, q_full = (full_k + i * self.stages for i in (1, 2, 3))
         rings = full_k, full_v, empty, q_full, q_full + 1
@@ -186,7 +188,7 @@ class Decode:
                 cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=Barrier.INITIALISED, number_of_threads=self.threads)
             if warp_idx == WARPS:
-                mine, share, at, end, batch, columns, entry, entries = self.list.own_slice(
+                mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(
                     mLengths, flat, batch_size, sizes
                 )
                 done, turn = Int32(0), Int32(0)  # chunks that went through the ring; sequences, whose Q did
@@ -208,8 +210,8 @@ class Decode:
             if const_expr(self.registers is not None):
                 cute.arch.setmaxregister_increase(self.registers[1])
             self.consume(
-                mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived,
-                scale, left, sQ, sK, sV, sO, sStats, rings, added, group, blocks, sizes,
+                mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE,
+                mArrived, scale, left, sQ, sK, sV, sO, sStats, rings, added, group, blocks, sizes,
             )  # fmt: skip
 
     def segment(self, entry, entries, left_of_slice, length, seqlen_q, left):
@@ -222,7 +224,7 @@ class Decode:
         n = cutlass.min(entries - entry, left_of_slice)
         return n, first_chunk + entry, cutlass.min(chunks - entry, n)
 
-    # ---- loads ----------------------------------------------------------------------------------------------
+    # ---- loads --------------------------------------------------------------------------------------------
 
     @cute.jit
     def load(
@@ -282,15 +284,17 @@ class Decode:
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=self.head_dim * 16)
         for row in range(cute.arch.lane_idx(), rows, WARP, unroll=1):
             query, head = divmod(first_row + row, group)
-            cute.copy(atom, mQ[batch, kv_head * group.divisor + head, query, None], sQ[row, None], mbar_ptr=q_full)
+            cute.copy(
+                atom, mQ[batch, kv_head * group.divisor + head, query, None], sQ[row, None], mbar_ptr=q_full
+            )
         cute.arch.sync_warp()
 
-    # ---- products -------------------------------------------------------------------------------------------
+    # ---- products -----------------------------------------------------------------------------------------
 
     @cute.jit
     def consume(
-        self, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived,
-        scale, left, sQ, sK, sV, sO, sStats, rings, added, group, blocks, sizes,
+        self, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE,
+        mArrived, scale, left, sQ, sK, sV, sO, sStats, rings, added, group, blocks, sizes,
     ):  # fmt: skip
         full_k, full_v, empty, q_full, q_empty = rings
         tidx, _, _ = cute.arch.thread_idx()
@@ -378,9 +382,9 @@ class Decode:
                     if const_expr(self.appends):
                         if key + own_keys > length - added:
                             cute.arch.mbarrier_wait(full_v + stage, phase)
-                            self.append(
+                            append(
                                 mK, mV, mNewK, mNewV, mTable, sK_groups, sV_groups,
-                                batch, kv_head, key, own_group, length - added, added,
+                                batch, kv_head, key, own_group, length - added, added, self.own_groups,
                             )  # fmt: skip
                     rS.fill(0.0)
                     for g in range_constexpr(self.own_groups):
@@ -391,7 +395,7 @@ class Decode:
                     rP.store(rS.load().to(self.product_dtype))
                     cute.arch.mbarrier_wait(full_v + stage, phase)
                     if key + own_keys > length:
-                        self.blank(sV_groups, own_group, length - key)
+                        blank(sV_groups, own_group, length - key, self.own_groups)
                     for g in range_constexpr(self.own_groups):
                         x.multiply_pv(rO, part_of(rP, g, self.own_groups), own_group + g)
                 else:
@@ -405,11 +409,23 @@ class Decode:
 
             # 4. the warps' results are put together; then, by who comes last, those of the CTAs
             value_scale = mVScale[batch, kv_head] if const_expr(self.eight_bits) else Float32(1.0)
-            self.merge_warps(
-                rO, row_max, row_sum, value_scale, sO, sStats, mO, mLSE, mPart, mPartLSE, o_place, piece, pieces
+            self.merging.merge_warps(
+                rO,
+                row_max,
+                row_sum,
+                value_scale,
+                sO,
+                sStats,
+                mO,
+                mLSE,
+                mPart,
+                mPartLSE,
+                o_place,
+                piece,
+                pieces,
             )
             if pieces > 1:
-                self.merge_pieces(
+                self.merging.merge_pieces(
                     mO, mLSE, mPart, mPartLSE, mArrived, o_place, batch * column_groups * together + column,
                     first_piece * together + mine, together, pieces,
                 )  # fmt: skip
@@ -436,191 +452,6 @@ class Decode:
             p = cute.math.exp2(S[r, None].load() * scale_log2 - finite(row_max[r]), fastmath=True)
             S[r, None].store(p)
             row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
-
-    @cute.jit
-    def blank(self, sV_groups, own_group, visible):
-        """Zero the rows of V behind the length: P is 0 there, but 0 · NaN is NaN."""
-        zero = cute.make_rmem_tensor(cute.make_layout(VECTOR), sV_groups.element_type)
-        zero.fill(0)
-        row_vectors = cute.size(sV_groups, mode=[1]) // VECTOR
-        for i in range_constexpr(self.own_groups * GROUP * row_vectors // WARP):
-            row = (i * WARP + cute.arch.lane_idx()) // row_vectors
-            vector = (i * WARP + cute.arch.lane_idx()) % row_vectors
-            if row >= visible:
-                to = sV_groups[row % GROUP, None, own_group + row // GROUP]
-                cute.autovec_copy(zero, cute.local_tile(to, (VECTOR,), (vector,)))
-        cute.arch.fence_view_async_shared()  # before the TMA writes there again
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def append(
-        self, mK, mV, mNewK, mNewV, mTable, sK_groups, sV_groups, batch, kv_head, key, own_group, old, added
-    ):  # fmt: skip
-        """New keys and values of this warp's slice of a chunk: to the cache, and over what the TMA found
-        there. They begin at `old`. Whoever else has these keys in a slice writes the same."""
-        kind = sK_groups.element_type  # 16-bit units
-        row_vectors = cute.size(sK_groups, mode=[1]) // VECTOR
-        vector_kv = VECTOR * 2 // self.kv_bytes  # elements of the cache in 16 bytes
-        one = cute.make_rmem_tensor(cute.make_layout(VECTOR), kind)
-        for i in range_constexpr(self.own_groups * GROUP * row_vectors // WARP):
-            row = (i * WARP + cute.arch.lane_idx()) // row_vectors
-            vector = (i * WARP + cute.arch.lane_idx()) % row_vectors
-            at = key + row
-            if (at >= old) & (at < old + added):
-                place, inside = batch, at
-                if const_expr(self.paged):
-                    place, inside = mTable[batch, at // mK.shape[2]], at % mK.shape[2]
-                for mX, mNew, sX in ((mK, mNewK, sK_groups), (mV, mNewV, sV_groups)):
-                    source = cute.local_tile(mNew[batch, kv_head, at - old, None], (vector_kv,), (vector,))
-                    cute.autovec_copy(cute.recast_tensor(source, kind), one)
-                    to = sX[row % GROUP, None, own_group + row // GROUP]
-                    cute.autovec_copy(one, cute.local_tile(to, (VECTOR,), (vector,)))
-                    target = cute.local_tile(mX[place, kv_head, inside, None], (vector_kv,), (vector,))
-                    cute.autovec_copy(one, cute.recast_tensor(target, kind))
-        cute.arch.fence_view_async_shared()  # before the TMA writes there again
-        cute.arch.sync_warp()
-
-    # ---- merging --------------------------------------------------------------------------------------------
-    # Rows are dealt out to warps, with all their columns: `own` lanes have four columns each of a row. It is
-    # the same row in every CTA, so that the warp which comes last to a row needs no other warp.
-
-    @cute.jit
-    def merge_warps(
-        self, rO, row_max, row_sum, value_scale, sO, sStats, mO, mLSE, mPart, mPartLSE, o_place, piece, pieces
-    ):  # fmt: skip
-        """Put the results of warps with the same rows together, through shared memory: O and LSE, or a
-        piece of them if there are several."""
-        tidx, _, _ = cute.arch.thread_idx()
-        warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
-        rows = o_place[4]
-        own = self.merge_columns // 4
-        at_once = WARP // own  # rows of a warp
-        for r in range_constexpr(self.halves):
-            row_sum[r] = sum_of_row(row_sum[r])
-        for p in range_constexpr(self.head_dim // self.merge_columns):
-            # All have read what was there before.
-            cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
-            if const_expr(p == 0):
-                if lane % LANES == 0:
-                    for r in range_constexpr(self.halves):
-                        sStats[warp_idx, lane // LANES + r * (TILE_Q // HALVES), 0] = row_max[r]
-                        sStats[warp_idx, lane // LANES + r * (TILE_Q // HALVES), 1] = row_sum[r]
-            self.put_columns(rO, sO, warp_idx, lane, p)
-            cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
-            for i in range(cute.ceil_div(self.rows, WARPS * at_once), unroll=1):
-                row, vector = (i * WARPS + warp_idx) * at_once + lane // own, lane % own
-                if row < rows:
-                    result, lse = self.row_of_warps(sO, sStats, row, vector, value_scale)
-                    if pieces == 1:
-                        store_row(mO, mLSE, result, lse, o_place, row, p * own + vector, self.dtype)
-                    else:
-                        to = cute.local_tile(mPart[piece, row, None], (4,), (p * own + vector,))
-                        cute.autovec_copy(result, to)
-                        if p * own + vector == 0:
-                            mPartLSE[piece, row] = lse
-
-    def put_columns(self, rO, sO, warp_idx, lane, p: int) -> None:
-        """The p-th columns of this warp's O to shared memory."""
-        vector = 4 if self.eight_bits else 2
-        values = cute.make_rmem_tensor(cute.make_layout(vector), Float32)
-        units = self.merge_columns // 16
-        for r in range(self.halves):
-            row = sO[warp_idx, lane // LANES + r * (TILE_Q // HALVES), None]
-            for unit in range(units):
-                found = columns_of(rO, r, p * units + unit, self.eight_bits)
-                for part in range(4 // vector):
-                    for i in range(vector):
-                        values[i] = found[part * vector + i]
-                    at = (unit * (4 // vector) + part) * LANES + lane % LANES
-                    cute.autovec_copy(values, cute.local_tile(row, (vector,), (at,)))
-
-    @cute.jit
-    def row_of_warps(self, sO, sStats, row, vector, value_scale):
-        """Four columns of a row of O, of all warps that share it, and log₂ of the row's sum."""
-        tile, inside = row // TILE_Q, row % TILE_Q
-        largest = -Float32.inf
-        for s in range_constexpr(self.slices):
-            largest = cute.arch.fmax(largest, sStats[s * self.tiles + tile, inside, 0])
-        result = cute.make_rmem_tensor(cute.make_layout(4), Float32)
-        part = cute.make_rmem_tensor(cute.make_layout(4), Float32)
-        result.fill(0.0)
-        total = Float32(0.0)
-        for s in range_constexpr(self.slices):
-            w = s * self.tiles + tile
-            weight = cute.math.exp2(sStats[w, inside, 0] - finite(largest), fastmath=True)
-            total += weight * sStats[w, inside, 1]
-            cute.autovec_copy(cute.local_tile(sO[w, inside, None], (4,), (vector,)), part)
-            result.store(result.load() + part.load() * weight)
-        result.store(result.load() * (value_scale * (0.0 if total == 0.0 else 1.0 / total)))
-        return result, largest + cute.math.log2(total, fastmath=True)
-
-    @cute.jit
-    def merge_pieces(self, mO, mLSE, mPart, mPartLSE, mArrived, o_place, column, first, stride, pieces):
-        """A warp: say that its rows of a piece are there, and if it is the last to say so of these rows, put
-        the pieces together, in their order."""
-        tidx, _, _ = cute.arch.thread_idx()
-        warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
-        rows = o_place[4]
-        own = self.merge_columns // 4
-        at_once = WARP // own
-        arrived = column * WARPS + warp_idx
-        if warp_idx * at_once < rows:
-            cute.arch.sync_warp()
-            before = Int32(0)
-            if lane == 0:
-                cute.arch.fence_acq_rel_gpu()  # what the warp has written is there for whoever counts on
-                before = cute.arch.atomic_add(
-                    (mArrived.iterator + arrived).llvm_ptr, Int32(1), sem="relaxed", scope="gpu"
-                )
-                if before == pieces - 1:
-                    cute.arch.fence_acq_rel_gpu()  # and what the others have written is there for this warp
-            before = cute.arch.shuffle_sync(before, 0)
-            if before == pieces - 1:
-                if lane == 0:
-                    mArrived[arrived] = Int32(0)  # for the next launch
-                for i in range(cute.ceil_div(self.rows, WARPS * at_once), unroll=1):
-                    row, vector = (i * WARPS + warp_idx) * at_once + lane // own, lane % own
-                    for p in range(self.head_dim // self.merge_columns, unroll=1):
-                        # All lanes, since they tell each other what pieces weigh.
-                        result, lse = self.row_of_pieces(
-                            mPart, mPartLSE, first, stride, pieces, cutlass.min(row, rows - 1), p * own + vector
-                        )
-                        if row < rows:
-                            store_row(mO, mLSE, result, lse, o_place, row, p * own + vector, self.dtype)
-
-    @cute.jit
-    def row_of_pieces(self, mPart, mPartLSE, first_piece, stride, pieces, row, vector):
-        """Four columns of a row of O, of all pieces, and log₂ of the row's sum. Of `own` lanes each weighs one
-        piece, and tells the others."""
-        lane, own = cute.arch.lane_idx(), self.merge_columns // 4
-        at_once = min(16, own)  # loads under way
-        largest, total = -Float32.inf, Float32(0.0)
-        result = cute.make_rmem_tensor(cute.make_layout(4), Float32)
-        result.fill(0.0)
-        parts = cute.make_rmem_tensor(cute.make_layout((4, at_once)), Float32)
-        for first in range(0, pieces, at_once, unroll=1):
-            mine = cutlass.min(first + lane % at_once, pieces - 1)
-            lse = mPartLSE[self.place_of(first_piece, stride, mine), row]
-            lse = lse if first + lane % at_once < pieces else -Float32.inf
-            for j in range_constexpr(at_once):
-                place = self.place_of(first_piece, stride, cutlass.min(first + j, pieces - 1))
-                cute.autovec_copy(cute.local_tile(mPart[place, row, None], (4,), (vector,)), parts[None, j])
-            new = cute.arch.fmax(largest, cute.arch.warp_reduction_max(lse, threads_in_group=at_once))
-            weight = cute.math.exp2(lse - finite(new), fastmath=True)
-            factor = cute.math.exp2(largest - finite(new), fastmath=True)
-            total = total * factor + cute.arch.warp_reduction_sum(weight, threads_in_group=at_once)
-            result.store(result.load() * factor)
-            for j in range_constexpr(at_once):
-                of_piece = cute.arch.shuffle_sync(weight, lane // own * own + j)
-                result.store(result.load() + parts[None, j].load() * of_piece)
-            largest = new
-        result.store(result.load() * (0.0 if total == 0.0 else 1.0 / total))
-        return result, largest + cute.math.log2(total, fastmath=True)
-
-    def place_of(self, first_piece, stride, i):
-        """Where the i-th piece of a sequence and column lies."""
-        at = first_piece + i * stride
-        return at if self.unit else at * PIECES + Int32(i == 0)
 
 
 def heads_first(mX: cute.Tensor | None) -> cute.Tensor | None:
@@ -650,19 +481,6 @@ def pages_from(mTable, batch, first, pages):
     if first + cute.arch.lane_idx() < pages:
         page = mTable[batch, first + cute.arch.lane_idx()]
     return page
-
-
-@cute.jit
-def store_row(mO, mLSE, result, lse, o_place, row, vector, dtype: cutlass.Constexpr):
-    """Four columns of a row of O; with the first the LSE, which comes as a power of two."""
-    batch, first_head, first_row, group, _ = o_place
-    query, head = divmod(first_row + row, group)
-    head = first_head + head
-    rounded = cute.make_rmem_tensor(cute.make_layout(4), dtype)
-    rounded.store(result.load().to(dtype))
-    cute.autovec_copy(rounded, cute.local_tile(mO[batch, head, query, None], (4,), (vector,)))
-    if vector == 0:
-        mLSE[batch, head, query] = lse * LN_2
 
 
 def supports(problem: Problem) -> str | None:

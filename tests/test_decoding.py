@@ -1,4 +1,4 @@
-"""Decoding without a GPU: the model of split and combine, the calls' checks, the operators, the machine code."""
+"""Decoding without a GPU: the model of split and combine, the call's checks, the operators, machine code."""
 
 import itertools
 import random
@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+import bench
+from harness import decoding as decoding_on_gpu
 from harness import decoding_model as model
 from harness.machine_code import disassemble
 from hopper_attention import decoding, flash_attn_with_kvcache, ops
@@ -116,6 +118,28 @@ def test_a_needle_at_every_edge_of_a_piece() -> None:
         np.testing.assert_allclose(o[0, 0, ::4], v[0, place], atol=1e-6)
 
 
+def test_bench_without_a_gpu(capsys: pytest.CaptureFixture) -> None:
+    assert bench.main(["decode"]) == 0
+    assert "no kernel was executed" in capsys.readouterr().out
+    assert bench.main(["decode", "k6"]) == bench.main(["decode", "--save"]) == 2
+
+
+def test_cases_have_a_reference() -> None:
+    """Inputs and both references of some cases, on the CPU: the yardstick is near, but not the reference."""
+    for case in list(decoding_on_gpu.cases())[::11]:
+        arguments, k, v = decoding_on_gpu.inputs_of(case, "cpu")
+        exact, lse = decoding_on_gpu.expected(case, arguments["q"], k, v)
+        rounded, _ = decoding_on_gpu.expected(case, arguments["q"], k, v, torch.bfloat16)
+        assert torch.isfinite(exact).all() and 0 < (exact - rounded).abs().max() < 0.05
+        wanted = [
+            n >= 1 and (i - case.queries + n >= 0 or not case.causal)
+            for n in case.lengths
+            for i in range(case.queries)
+        ]
+        if not case.appends:
+            assert torch.isfinite(lse[:, 0]).flatten().tolist() == wanted
+
+
 # ---- the call ---------------------------------------------------------------------------------------------
 
 
@@ -176,8 +200,10 @@ def test_there_is_no_gradient() -> None:
 # ---- the operators ----------------------------------------------------------------------------------------
 
 
-def stand_in(q, k_cache, v_cache, k, v, cache_seqlens, block_table, k_descale, v_descale, softmax_scale,
-             causal, window_left, batch_invariant):  # fmt: skip
+def stand_in(
+    q, k_cache, v_cache, k, v, cache_seqlens=None, block_table=None, k_descale=None, v_descale=None,
+    softmax_scale=None, causal=False, window_left=-1, batch_invariant=False,
+):  # fmt: skip
     """A dense cache's attention, by the model."""
     lengths = [k_cache.shape[1]] * len(q) if cache_seqlens is None else cache_seqlens.tolist()
     for b, length in enumerate(lengths if k is not None else ()):

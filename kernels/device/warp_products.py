@@ -153,9 +153,7 @@ def warp_products(
         warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16)), permutation_mnk=(TILE_Q, GROUP, 16)
     )
     thread = mma.get_slice(lane)
-    plain, transposed = (
-        cute.make_copy_atom(warp.LdMatrix8x8x16bOp(t, 4), dtype) for t in (False, True)
-    )
+    plain, transposed = (cute.make_copy_atom(warp.LdMatrix8x8x16bOp(t, 4), dtype) for t in (False, True))
     copy_q = cute.make_tiled_copy_A(plain, mma).get_slice(lane)
     copy_k, copy_v = (cute.make_tiled_copy_B(atom, mma).get_slice(lane) for atom in (plain, transposed))
     if eight_bits:  # which would drop the swizzle
@@ -163,7 +161,6 @@ def warp_products(
         sK, sV = (cute.recast_tensor(sX, dtype, swizzle) for sX in (sK, sV))
     sK, sV = row_slices(sK, GROUP), row_slices(sV, GROUP)
     sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
-    q_tile = cute.make_identity_tensor((TILE_Q, head_dim))
     x = WarpProducts(
         mma=mma,
         head_dim=head_dim,

@@ -1,0 +1,441 @@
+"""Decoding on a GPU: cases through the public call, and its time beside the peers'.
+
+    python bench.py decode            every case, then every row of ROWS; --save keeps results/<gpu>/decode/
+
+A row is timed as a CUDA graph of calls over caches that rotate through more than L2 holds, so that K and V
+come from memory in each; and as single calls, which a host that does not capture graphs sees.
+"""
+
+import dataclasses
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from hopper_attention import flash_attn_with_kvcache
+
+from . import decoding_model as model
+from . import fa3, results, timing
+from .reference import LSE_TOLERANCE, MAX_FACTOR, RMS_FACTOR
+
+ROTATION_BYTES = 1.05e9  # of caches that calls go through: 20 times L2
+CALLS = 40  # of a graph, at least
+REPEATS = 9
+E4M3 = torch.float8_e4m3fn
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A batch of sequences with caches, as it is timed."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int = 128
+    page: int = 0
+    eight_bits: bool = False
+    ragged: bool = False  # lengths between 1 and `keys`, at random
+
+    @property
+    def lengths(self) -> list[int]:
+        if not self.ragged:
+            return [self.keys] * self.batch
+        return [random.Random(b).randint(1, self.keys) for b in range(self.batch)]
+
+    @property
+    def bytes(self) -> int:
+        """Of K and V that must be read."""
+        return sum(self.lengths) * 2 * self.kv_heads * self.head_dim * (1 if self.eight_bits else 2)
+
+    def __str__(self) -> str:
+        more = (
+            f" pages of {self.page}" * (self.page > 0) + " e4m3" * self.eight_bits + " ragged" * self.ragged
+        )
+        shape = f"b{self.batch} h{self.heads}:{self.kv_heads} q{self.queries} n{self.keys} d{self.head_dim}"
+        return shape + more
+
+
+EVEN = [
+    Row(1, 32, 8, 1, 2048), Row(1, 32, 8, 1, 8192), Row(1, 64, 8, 1, 8192), Row(4, 16, 1, 1, 16384),
+    Row(1, 32, 8, 1, 32768), Row(8, 32, 8, 1, 4096), Row(1, 32, 32, 1, 8192), Row(1, 32, 8, 1, 131072),
+    Row(64, 32, 8, 1, 2048), Row(16, 64, 8, 1, 8192), Row(8, 32, 8, 1, 32768), Row(16, 32, 32, 1, 4096),
+    Row(64, 32, 8, 1, 8192), Row(8, 32, 8, 4, 8192), Row(1, 32, 8, 8, 32768),
+]  # fmt: skip
+MORE = [
+    *(dataclasses.replace(EVEN[i], page=page) for i in (0, 5, 7, 12) for page in (16, 64, 256)),
+    Row(32, 32, 8, 1, 16384, ragged=True),
+    Row(32, 32, 8, 1, 16384, page=16, ragged=True),
+    Row(8, 32, 8, 1, 32768, eight_bits=True),
+    Row(8, 32, 8, 1, 32768, eight_bits=True, page=64),
+    Row(16, 32, 8, 1, 8192, 64),
+    Row(8, 32, 8, 1, 8192, 256),
+]
+ROWS = [*EVEN, *MORE]
+
+
+# ---- cases ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call to judge. What lies behind a length is NaN, and −1 in the page table."""
+
+    lengths: tuple[int, ...]
+    queries: int = 1
+    group: int = 4
+    kv_heads: int = 2
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    page: int = 0
+    eight_bits: bool = False
+    causal: bool = True
+    left: int = -1
+    appends: bool = False
+    invariant: bool = False
+
+
+EDGES = (0, 1, 17, 63, 64, 65, 128, 129, 1000)
+
+
+def cases() -> Iterator[Case]:
+    """Every head_dim, type, number of rows and feature, on lengths 0 and 1, around a chunk, and long."""
+    many = tuple(random.Random(1).randint(0, 700) for _ in range(40))
+    for head_dim in (64, 128, 256):
+        for queries, group in ((1, 1), (1, 8), (4, 4), (8, 4), (16, 4), (16, 8), (9, 16)):
+            for lengths in (EDGES, (8199,), many):
+                yield Case(lengths, queries, group, head_dim=head_dim)
+        for page in (16, 64, 128, 256):
+            for eight_bits in (False, True):
+                yield Case(EDGES, 1, 4, head_dim=head_dim, page=page, eight_bits=eight_bits)
+                yield Case((8199, 300), 4, 4, head_dim=head_dim, page=page, eight_bits=eight_bits)
+        yield Case(EDGES, 1, 8, head_dim=head_dim, eight_bits=True)
+        yield Case(EDGES, 4, 4, head_dim=head_dim, dtype="float16")
+        yield Case(many, 4, 4, head_dim=head_dim, left=100)
+        yield Case(EDGES, 4, 4, head_dim=head_dim, left=0, page=16)
+        yield Case(EDGES, 1, 4, head_dim=head_dim, appends=True)
+        yield Case(EDGES, 4, 4, head_dim=head_dim, appends=True, page=16)
+        yield Case(EDGES, 1, 4, head_dim=head_dim, appends=True, page=64, eight_bits=True)
+        yield Case((8199, 5000, 1), 4, 4, head_dim=head_dim, invariant=True)
+    yield Case((4, 5), 4, 4, causal=False)
+    yield Case(tuple(n % 200 for n in range(300)), 1, 8, 1)
+    yield Case((20001,), 1, 16, 1)
+    yield Case((4096,) * 8, 1, 4, 8)
+    yield Case((333, 4000), 1, 5, 7)
+
+
+def inputs_of(case: Case, device: str = "cuda") -> tuple[dict[str, object], torch.Tensor, torch.Tensor]:
+    """Arguments of `flash_attn_with_kvcache`, and the keys and values that count as (batch, most keys, kv
+    heads, head_dim) in fp64."""
+    torch.manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+    kind = E4M3 if case.eight_bits else dtype
+    most, batch = max(1, *case.lengths), len(case.lengths)
+    added = min(case.queries, 4) if case.appends else 0
+    lengths = [max(n, added) for n in case.lengths]
+    most = max(most, added)
+    q = torch.randn(batch, case.queries, case.group * case.kv_heads, case.head_dim, device=device).to(dtype)
+    k, v = (torch.randn(batch, most, case.kv_heads, case.head_dim, device=device).to(kind) for _ in range(2))
+    options: dict[str, object] = {"causal": case.causal, "batch_invariant": case.invariant}
+    scales = [torch.ones(batch, case.kv_heads, device=device)] * 2
+    if case.eight_bits:
+        scales = [torch.rand(batch, case.kv_heads, device=device) + 0.5 for _ in range(2)]
+        options |= {"k_descale": scales[0], "v_descale": scales[1]}
+    exact = [x.double() * scale.double()[:, None, :, None] for x, scale in zip((k, v), scales)]
+    page = case.page or most
+    pages = [math.ceil(n / page) for n in lengths]
+    table = torch.full((batch, max(1, *pages)), -1, dtype=torch.int32)
+    order = torch.randperm(sum(pages) + 2)
+    caches = [torch.full((len(order), page, *k.shape[2:]), math.nan, device=device).to(kind) for _ in "kv"]
+    new = [torch.zeros(batch, added, *k.shape[2:], device=device).to(kind) for _ in "kv"]
+    taken = iter(order.tolist())
+    if not case.page:
+        caches = [torch.full_like(k.float(), math.nan).to(kind) for _ in "kv"]
+    for b, n in enumerate(lengths):
+        for x, cache, of_new in zip((k, v), caches, new):
+            of_new[b] = x[b, n - added : n]
+            if not case.page:
+                cache[b, : n - added] = x[b, : n - added]
+        for p in range(pages[b]) if case.page else ():
+            table[b, p] = next(taken)
+            for x, cache in zip((k, v), caches):
+                end = max(0, min(page, n - added - p * page))
+                cache[table[b, p], :end] = x[b, p * page : p * page + end]
+    options |= {"q": q, "k_cache": caches[0], "v_cache": caches[1], "window_size": (case.left, -1)}
+    options["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=device) - added
+    if case.page:
+        options["block_table"] = table.to(device)
+    if added:
+        options |= {"k": new[0], "v": new[1]}
+    return options, *exact
+
+
+def expected(
+    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p_dtype: torch.dtype | None = None
+):
+    """(O, LSE) in float64; with `p_dtype` the yardstick: in fp32, with P and O rounded as the kernel rounds
+    them."""
+    exact = p_dtype is None
+    kind = torch.float64 if exact else torch.float32
+    added = min(case.queries, 4) if case.appends else 0
+    o = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    lse = torch.full((len(q), q.shape[2], q.shape[1]), -math.inf, dtype=torch.float64, device=q.device)
+    for b, n in enumerate(max(n, added) for n in case.lengths):
+        keys, values = (x[b, :n].to(kind).repeat_interleave(case.group, 1) for x in (k, v))
+        scores = torch.einsum("qhd,nhd->hqn", q[b].to(kind), keys) * q.shape[-1] ** -0.5
+        place = torch.arange(q.shape[1], device=q.device)[:, None] + n - q.shape[1]
+        at = torch.arange(n, device=q.device)
+        hidden = (at > place) & case.causal
+        if case.left >= 0:
+            hidden = hidden | (at < place - case.left)
+        scores = scores.masked_fill(hidden, -math.inf)
+        largest = scores.amax(-1, keepdim=True) if n else scores.new_full((*scores.shape[:2], 1), -math.inf)
+        p = (scores - largest.nan_to_num(neginf=0.0)).exp()
+        total = p.sum(-1, keepdim=True)
+        p = p if exact else p.to(p_dtype).to(kind)
+        result = torch.einsum("hqn,nhd->qhd", p, values) / total.clamp(min=1e-30).transpose(0, 1)
+        o[b] = (result if exact else result.to(q.dtype)).double()
+        lse[b] = (largest + total.log())[..., 0].double()
+    return o, lse
+
+
+def judge(case: Case) -> str | None:
+    """What is wrong with the call's results, or None."""
+    arguments, k, v = inputs_of(case)
+    caches = arguments["k_cache"], arguments["v_cache"]
+    before = [x.clone() for x in caches]
+    found = []
+    for _ in range(3):
+        for cache, x in zip(caches, before):
+            cache.copy_(x)
+        found.append(flash_attn_with_kvcache(**arguments, return_softmax_lse=True))
+    (o, lse), q = found[0], arguments["q"]
+    bits = lambda x: x.view(torch.int16 if x.element_size() == 2 else torch.int32)
+    if not all(torch.equal(bits(a), bits(b)) for again in found[1:] for a, b in zip(again, found[0])):
+        return "two runs differ"
+    exact, exact_lse = expected(case, q, k, v)
+    rounded, _ = expected(case, q, k, v, torch.float16 if case.eight_bits else q.dtype)
+    if not torch.isfinite(o).all() or not torch.equal(torch.isfinite(lse), torch.isfinite(exact_lse)):
+        return "not finite where it should be, or finite where not"
+    error, slack = (o.double() - exact), (rounded - exact)
+    rms = lambda x: x.square().mean().sqrt().item()
+    if error.abs().max() > MAX_FACTOR * slack.abs().max():
+        return f"max {error.abs().max() / slack.abs().max():.2f} × the yardstick's"
+    if rms(error) > RMS_FACTOR * rms(slack):
+        return f"rms {rms(error) / rms(slack):.2f} × the yardstick's"
+    seen = torch.isfinite(exact_lse)
+    off = ((lse.double() - exact_lse).abs() / exact_lse.abs().clamp(min=1))[seen]
+    if off.numel() and off.max() > LSE_TOLERANCE:
+        return f"LSE off by {off.max():.1e}"
+    return _cache_is_wrong(case, arguments, before)
+
+
+def _cache_is_wrong(case: Case, arguments: dict[str, object], before: list[torch.Tensor]) -> str | None:
+    """Whether the caches are not what they were with the new keys and values in their places."""
+    for name, was in zip("kv", before):
+        wanted, new = was.view(torch.uint8), arguments.get(name)
+        for b, n in enumerate(arguments["cache_seqlens"].tolist()) if new is not None else ():
+            for i in range(new.shape[1]):
+                place = b, n + i
+                if case.page:
+                    place = arguments["block_table"][b, (n + i) // case.page].item(), (n + i) % case.page
+                wanted[place] = new.view(torch.uint8)[b, i]
+        if not torch.equal(arguments[f"{name}_cache"].view(torch.uint8), wanted):
+            return f"{name}_cache is not what it should be"
+    return None
+
+
+# ---- times ------------------------------------------------------------------------------------------------
+
+
+class Pool:
+    """Random memory that all caches are views of: a row may rotate through gigabytes."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(int(2.2e9), dtype=torch.bfloat16, device="cuda")
+        for piece in self.memory.split(2**28):
+            piece.normal_()
+
+    def caches(self, row: Row) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        memory = self.memory
+        if row.eight_bits:  # of which no code is NaN
+            memory = (memory.view(torch.uint8)[: int(2.4e9)] & 0xBF).view(E4M3)
+        shape = row.batch, row.keys, row.kv_heads, row.head_dim
+        size = math.prod(shape)
+        count = max(2, math.ceil(ROTATION_BYTES / (2 * size * memory.element_size())))
+        views = [memory[i * size : (i + 1) * size].view(shape) for i in range(2 * count)]
+        return list(zip(views[::2], views[1::2]))
+
+
+def ours(row: Row, q: torch.Tensor, caches) -> list[Call]:
+    options: dict[str, object] = {"causal": row.queries > 1}
+    if row.page or row.ragged:
+        options["cache_seqlens"] = torch.tensor(row.lengths, dtype=torch.int32, device="cuda")
+    if row.page:
+        pages = math.ceil(row.keys / row.page)
+        order = torch.randperm(row.batch * pages, device="cuda").int()
+        options["block_table"] = order.view(row.batch, pages)
+        caches = [[x.reshape(-1, row.page, row.kv_heads, row.head_dim) for x in pair] for pair in caches]
+    if row.eight_bits:
+        one = torch.ones((), device="cuda")
+        options |= {"k_descale": one, "v_descale": one}
+    return [lambda k=k, v=v: flash_attn_with_kvcache(q, k, v, **options) for k, v in caches]
+
+
+def sdpa(backend: SDPBackend) -> Callable[[Row, torch.Tensor, object], list[Call]]:
+    def calls(row: Row, q: torch.Tensor, caches) -> list[Call]:
+        if row.page or row.ragged or row.eight_bits or row.queries > 1:
+            raise NotImplementedError("takes neither lengths, pages nor a mask aligned at the bottom right")
+        first = lambda x: x.transpose(1, 2)
+
+        def call(k: torch.Tensor, v: torch.Tensor) -> None:
+            with sdpa_kernel(backend):
+                scaled_dot_product_attention(*map(first, (q, k, v)), enable_gqa=row.heads != row.kv_heads)
+
+        return [lambda k=k, v=v: call(k, v) for k, v in caches]
+
+    return calls
+
+
+def fa3_calls(row: Row, q: torch.Tensor, caches) -> list[Call]:
+    if row.eight_bits:
+        raise NotImplementedError("takes e4m3 keys only with e4m3 queries")
+    options = {"is_causal": row.queries > 1, "num_splits": 0, "window_size_left": -1, "window_size_right": -1}
+    options["seqused_k"] = torch.tensor(row.lengths, dtype=torch.int32, device="cuda")
+    if row.page:
+        pages = math.ceil(row.keys / row.page)
+        order = torch.randperm(row.batch * pages, device="cuda").int()
+        options["page_table"] = order.view(row.batch, pages)
+        caches = [[x.reshape(-1, row.page, row.kv_heads, row.head_dim) for x in pair] for pair in caches]
+    for build in fa3.builds().values():
+        try:
+            calls = [fa3._call(build.fwd, q=q, k=k, v=v, **options) for k, v in caches]
+            calls[0]()
+            return calls
+        except RuntimeError:
+            continue
+    raise RuntimeError("no build of FlashAttention-3 runs this")
+
+
+PROVIDERS = {
+    "hopper_attention": ours,
+    "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+    "fa2": sdpa(SDPBackend.FLASH_ATTENTION),
+    "fa3": fa3_calls,
+}
+
+
+def replayed(calls: list[Call]) -> float:
+    """Microseconds of a call, in a graph of them all: the median of replays."""
+    calls = calls * max(1, CALLS // len(calls))
+    calls[0]()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        calls[0]()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+    return _median(graph.replay) / len(calls)
+
+
+def single(calls: list[Call]) -> float:
+    """Microseconds of a call where the host launches each: the slower of host and GPU."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return _median(run) / len(calls)
+
+
+def _median(run: Call) -> float:
+    run()
+    times = []
+    for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def time_row(row: Row, pool: Pool) -> dict[str, object]:
+    """One row of the results: µs of each provider, in a graph and, of ours, called one by one."""
+    caches = pool.caches(row)
+    q = torch.randn(row.batch, row.queries, row.heads, row.head_dim, device="cuda", dtype=torch.bfloat16)
+    found: dict[str, object] = dataclasses.asdict(row) | {"bytes": row.bytes, "us": {}, "errors": {}}
+    for name, make in PROVIDERS.items():
+        try:
+            calls = make(row, q, caches)
+            found["us"][name] = round(replayed(calls), 2)
+            if name == "hopper_attention":
+                found["single_us"] = round(single(calls), 2)
+        except (NotImplementedError, RuntimeError) as error:
+            found["errors"][name] = str(error).splitlines()[0][:120]
+    return found
+
+
+# ---- the command ------------------------------------------------------------------------------------------
+
+
+def run(save: Path | None = None, console: Console | None = None) -> bool:
+    """Judge every case, time every row; whether all cases passed."""
+    console = console or Console()
+    failures = 0
+    every = list(cases())
+    for case in every:
+        if wrong := judge(case):
+            failures += 1
+            console.print(f"FAIL {case}: {wrong}", soft_wrap=True)
+    console.print(f"{len(every) - failures} of {len(every)} cases passed")
+    environment = timing.environment({})
+    pool, rows = Pool(), []
+    for row in ROWS:
+        found = time_row(row, pool)
+        rows.append(found)
+        own = found["us"].get("hopper_attention")
+        best = min((us for name, us in found["us"].items() if name != "hopper_attention"), default=None)
+        text = f"{row!s:48} " + "  ".join(f"{name} {us:.1f}" for name, us in found["us"].items())
+        if own:
+            text += f"   {row.bytes / own / 1e6:.2f} TB/s" + (f"  {best / own:.2f} ×" if best else "")
+        console.print(text, soft_wrap=True, highlight=False)
+    if save and not failures:
+        path = save / results.gpu_folder(environment["gpu"]) / "decode" / "bench.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"environment": environment, "cases": len(every), "rows": rows}, indent=1))
+        console.print(f"wrote {path}")
+    return failures == 0
+
+
+def run_model(console: Console) -> bool:
+    """Without a GPU: the model of split and combine against the definition."""
+    import numpy as np
+
+    random_ = np.random.default_rng(0)
+    lengths = [0, 1, 130, 700]
+    q = random_.standard_normal((4, 4, 8, 64))
+    k, v = (random_.standard_normal((4, 700, 2, 64)) for _ in range(2))
+    worst = 0.0
+    for unit in (0, 2):
+        plan = model.plan_of(4, 8, 2, 64, unit)
+        pairs = zip(
+            *(f(q, k, v, lengths, causal=True) for f in (partial(model.decode, plan), model.attention))
+        )
+        finite = (map(partial(np.nan_to_num, neginf=0.0), pair) for pair in pairs)
+        worst = max(worst, *(float(np.abs(a - b).max()) for a, b in finite))
+    console.print("No Hopper GPU here: no kernel was executed.")
+    console.print(f"model of split and combine: off by {worst:.1e} from attention in float64")
+    return worst < 1e-12

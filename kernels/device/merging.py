@@ -1,0 +1,208 @@
+"""Results put together: of the warps of a CTA, which have keys of their own each, through shared memory; of
+CTAs, through global memory, by whichever warp comes last.
+
+Rows are dealt out to warps, with all their columns: 16 or 32 lanes have four columns each of a row. A row is
+the same warp's in every CTA, so that the warp which comes last to a row needs no other warp. Nobody waits for
+another CTA: a warp that is not the last goes on. Sums are formed in the order of the pieces, whoever comes
+last, so that results have the same bits in every run.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, range_constexpr
+
+from ..decode_calls import PIECES, WARPS
+from .constants import LN_2, VECTOR, WARP
+from .rows import LANES, finite, sum_of_row
+from .warp_products import HALVES, TILE_Q, columns_of
+
+CONSUMERS = WARPS * WARP
+
+
+class Merging:
+    """Of a CTA with `rows` rows, in `tiles` of 16, each shared by `slices` warps."""
+
+    def __init__(
+        self, head_dim: int, dtype: type, rows: int, eight_bits: bool, unit: int, barrier_id: int
+    ):  # fmt: skip
+        self.head_dim, self.dtype, self.rows = head_dim, dtype, rows
+        self.eight_bits, self.unit, self.barrier_id = eight_bits, unit, barrier_id
+        self.tiles = max(1, rows // TILE_Q)
+        self.slices = WARPS // self.tiles
+        self.halves = 1 if rows < TILE_Q else HALVES  # rows of a thread that count
+        # What is put together at once: rows of a warp, columns.
+        self.merge_rows = TILE_Q // HALVES * self.halves
+        self.merge_columns = min(head_dim, 128 if self.halves == 1 else 64)
+
+    @property
+    def smem_bytes(self) -> int:
+        return WARPS * (self.merge_rows * (self.merge_columns + VECTOR) + 2 * TILE_Q) * 4
+
+    def allocate(self, smem: object) -> tuple[cute.Tensor, cute.Tensor]:
+        """O of each warp, (warp, row, column), and its rows' maxima and sums, (warp, row, 2)."""
+        pitch = self.merge_columns + VECTOR
+        shape = WARPS, self.merge_rows, self.merge_columns
+        layout = cute.make_layout(shape, stride=(self.merge_rows * pitch, pitch, 1))
+        sO = smem.allocate_tensor(Float32, layout, 16)
+        stats = cute.make_layout((WARPS, TILE_Q, 2), stride=(2 * TILE_Q, 2, 1))
+        return sO, smem.allocate_tensor(Float32, stats, 16)
+
+    def all_warps(self) -> None:
+        cute.arch.barrier(barrier_id=self.barrier_id, number_of_threads=CONSUMERS)
+
+    @cute.jit
+    def merge_warps(
+        self, rO, row_max, row_sum, value_scale, sO, sStats, mO, mLSE, mPart, mPartLSE, o_place, piece, pieces
+    ):  # fmt: skip
+        """Put the results of warps with the same rows together, through shared memory: O and LSE, or a
+        piece of them if there are several."""
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
+        rows = o_place[4]
+        own = self.merge_columns // 4
+        at_once = WARP // own  # rows of a warp
+        for r in range_constexpr(self.halves):
+            row_sum[r] = sum_of_row(row_sum[r])
+        for p in range_constexpr(self.head_dim // self.merge_columns):
+            # All have read what was there before.
+            self.all_warps()
+            if const_expr(p == 0):
+                if lane % LANES == 0:
+                    for r in range_constexpr(self.halves):
+                        sStats[warp_idx, lane // LANES + r * (TILE_Q // HALVES), 0] = row_max[r]
+                        sStats[warp_idx, lane // LANES + r * (TILE_Q // HALVES), 1] = row_sum[r]
+            self.put_columns(rO, sO, warp_idx, lane, p)
+            self.all_warps()
+            for i in range(cute.ceil_div(self.rows, WARPS * at_once), unroll=1):
+                row, vector = (i * WARPS + warp_idx) * at_once + lane // own, lane % own
+                if row < rows:
+                    result, lse = self.row_of_warps(sO, sStats, row, vector, value_scale)
+                    if pieces == 1:
+                        store_row(mO, mLSE, result, lse, o_place, row, p * own + vector, self.dtype)
+                    else:
+                        to = cute.local_tile(mPart[piece, row, None], (4,), (p * own + vector,))
+                        cute.autovec_copy(result, to)
+                        if p * own + vector == 0:
+                            mPartLSE[piece, row] = lse
+
+    def put_columns(self, rO, sO, warp_idx, lane, p: int) -> None:
+        """The p-th columns of this warp's O to shared memory."""
+        vector = 4 if self.eight_bits else 2
+        values = cute.make_rmem_tensor(cute.make_layout(vector), Float32)
+        units = self.merge_columns // 16
+        for r in range(self.halves):
+            row = sO[warp_idx, lane // LANES + r * (TILE_Q // HALVES), None]
+            for unit in range(units):
+                found = columns_of(rO, r, p * units + unit, self.eight_bits)
+                for part in range(4 // vector):
+                    for i in range(vector):
+                        values[i] = found[part * vector + i]
+                    at = (unit * (4 // vector) + part) * LANES + lane % LANES
+                    cute.autovec_copy(values, cute.local_tile(row, (vector,), (at,)))
+
+    @cute.jit
+    def row_of_warps(self, sO, sStats, row, vector, value_scale):
+        """Four columns of a row of O, of all warps that share it, and log₂ of the row's sum."""
+        tile, inside = row // TILE_Q, row % TILE_Q
+        largest = -Float32.inf
+        for s in range_constexpr(self.slices):
+            largest = cute.arch.fmax(largest, sStats[s * self.tiles + tile, inside, 0])
+        result = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+        part = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+        result.fill(0.0)
+        total = Float32(0.0)
+        for s in range_constexpr(self.slices):
+            w = s * self.tiles + tile
+            weight = cute.math.exp2(sStats[w, inside, 0] - finite(largest), fastmath=True)
+            total += weight * sStats[w, inside, 1]
+            cute.autovec_copy(cute.local_tile(sO[w, inside, None], (4,), (vector,)), part)
+            result.store(result.load() + part.load() * weight)
+        result.store(result.load() * (value_scale * (0.0 if total == 0.0 else 1.0 / total)))
+        return result, largest + cute.math.log2(total, fastmath=True)
+
+    @cute.jit
+    def merge_pieces(self, mO, mLSE, mPart, mPartLSE, mArrived, o_place, column, first, stride, pieces):
+        """A warp: say that its rows of a piece are there, and if it is the last to say so of these rows, put
+        the pieces together, in their order."""
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
+        rows = o_place[4]
+        own = self.merge_columns // 4
+        at_once = WARP // own
+        arrived = column * WARPS + warp_idx
+        if warp_idx * at_once < rows:
+            cute.arch.sync_warp()
+            before = Int32(0)
+            if lane == 0:
+                cute.arch.fence_acq_rel_gpu()  # what the warp has written is there for whoever counts on
+                before = cute.arch.atomic_add(
+                    (mArrived.iterator + arrived).llvm_ptr, Int32(1), sem="relaxed", scope="gpu"
+                )
+                if before == pieces - 1:
+                    cute.arch.fence_acq_rel_gpu()  # and what the others have written is there for this warp
+            before = cute.arch.shuffle_sync(before, 0)
+            if before == pieces - 1:
+                if lane == 0:
+                    mArrived[arrived] = Int32(0)  # for the next launch
+                for i in range(cute.ceil_div(self.rows, WARPS * at_once), unroll=1):
+                    row, vector = (i * WARPS + warp_idx) * at_once + lane // own, lane % own
+                    for p in range(self.head_dim // self.merge_columns, unroll=1):
+                        # All lanes, since they tell each other what pieces weigh.
+                        result, lse = self.row_of_pieces(
+                            mPart,
+                            mPartLSE,
+                            first,
+                            stride,
+                            pieces,
+                            cutlass.min(row, rows - 1),
+                            p * own + vector,
+                        )
+                        if row < rows:
+                            store_row(mO, mLSE, result, lse, o_place, row, p * own + vector, self.dtype)
+
+    @cute.jit
+    def row_of_pieces(self, mPart, mPartLSE, first_piece, stride, pieces, row, vector):
+        """Four columns of a row of O, of all pieces, and log₂ of the row's sum. Each lane weighs one piece,
+        and tells the others of the row."""
+        lane, own = cute.arch.lane_idx(), self.merge_columns // 4
+        at_once = min(16, own)  # loads under way
+        largest, total = -Float32.inf, Float32(0.0)
+        result = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+        result.fill(0.0)
+        parts = cute.make_rmem_tensor(cute.make_layout((4, at_once)), Float32)
+        for first in range(0, pieces, at_once, unroll=1):
+            mine = cutlass.min(first + lane % at_once, pieces - 1)
+            lse = mPartLSE[self.place_of(first_piece, stride, mine), row]
+            lse = lse if first + lane % at_once < pieces else -Float32.inf
+            for j in range_constexpr(at_once):
+                place = self.place_of(first_piece, stride, cutlass.min(first + j, pieces - 1))
+                cute.autovec_copy(cute.local_tile(mPart[place, row, None], (4,), (vector,)), parts[None, j])
+            new = cute.arch.fmax(largest, cute.arch.warp_reduction_max(lse, threads_in_group=at_once))
+            weight = cute.math.exp2(lse - finite(new), fastmath=True)
+            factor = cute.math.exp2(largest - finite(new), fastmath=True)
+            total = total * factor + cute.arch.warp_reduction_sum(weight, threads_in_group=at_once)
+            result.store(result.load() * factor)
+            for j in range_constexpr(at_once):
+                of_piece = cute.arch.shuffle_sync(weight, lane // own * own + j)
+                result.store(result.load() + parts[None, j].load() * of_piece)
+            largest = new
+        result.store(result.load() * (0.0 if total == 0.0 else 1.0 / total))
+        return result, largest + cute.math.log2(total, fastmath=True)
+
+    def place_of(self, first_piece, stride, i):
+        """Where the i-th piece of a sequence and column lies."""
+        at = first_piece + i * stride
+        return at if self.unit else at * PIECES + Int32(i == 0)
+
+
+@cute.jit
+def store_row(mO, mLSE, result, lse, o_place, row, vector, dtype: cutlass.Constexpr):
+    """Four columns of a row of O; with the first the LSE, which comes as a power of two."""
+    batch, first_head, first_row, group, _ = o_place
+    query, head = divmod(first_row + row, group)
+    head = first_head + head
+    rounded = cute.make_rmem_tensor(cute.make_layout(4), dtype)
+    rounded.store(result.load().to(dtype))
+    cute.autovec_copy(rounded, cute.local_tile(mO[batch, head, query, None], (4,), (vector,)))
+    if vector == 0:
+        mLSE[batch, head, query] = lse * LN_2
