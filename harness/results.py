@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from harness.timing import Timing
 
 SCHEMA = 2  # 2: cubin_sha256 is machine_code.identity, symbol names normalised
-DIRECTION_WORDS = {"fwd": "forward", "fp8": "FP8 forward", "bwd": "backward", "decode": "decode"}
+DIRECTION_WORDS = {
+    "fwd": "forward",
+    "fp8": "FP8 forward",
+    "fp8_rows": "FP8 forward, of rows",
+    "fp8_cast": "FP8 forward, of 16 bits",
+    "bwd": "backward",
+    "decode": "decode",
+}
 FILE_KEYS = ("schema", "stage", "environment", "rows")
 # Rows measured under different values of these do not belong in one table.
 ENVIRONMENT_IDENTITY = ("gpu", "driver", "torch", "cutlass_dsl")

@@ -27,7 +27,7 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 from .calls import forward_scratch
 from .contract import Compiled, LazyMaximum, Problem, Scratch, Stage, Tensors, Work
 from .device.arithmetic import largest_positive
-from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32
+from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa, fake_rows
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
 from .device.e4m3 import round_to_codes
 from .device.flushed import add_flushed, flush, own_quads, zeroed_here
@@ -467,20 +467,24 @@ def lazy_maximum(problem: Problem, **options: object) -> LazyMaximum:
 
 def compile_kernel(problem: Problem, **options: object) -> object:
     kernel, d = kernel_for(problem, **options), problem.head_dim
-    batch, heads, kv_heads, seqlen_q, seqlen_kv, tokens = (cute.sym_int() for _ in range(6))
-    q, k = (rows_of(E4M3, batch, *extents, d) for extents in ((heads, seqlen_q), (kv_heads, seqlen_kv)))
-    vt = rows_of(E4M3, batch, kv_heads, d + ONES_ROWS, tokens)
-    o = rows_of(kernel.dtype, batch, heads, seqlen_q, d)
-    flushed = make_fake_tensor(Float32, (cute.sym_int(), ROWS * d), (ROWS * d, 1), assumed_align=128)
-    counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
+    q, k, _, o = fake_gqa(d, problem.dtype)
     scales = [fake_fp32(x, last=cute.sym_int()) for x in (q if kernel.block_scales else k, k, k)]
-    return compile_for_torch(kernel, q, k, vt, o, fake_fp32(q), flushed, counter, *scales, Float32(1.0))
+    given = *fake_scratch(d), *scales, Float32(1.0)
+    return compile_for_torch(kernel, *fake_operands(q, k), o, fake_fp32(q), *given)
 
 
-def rows_of(dtype: type, *shape: object) -> object:
-    """A stand-in for a tensor of rows that the TMA takes: 16-byte aligned, any strides but the last."""
-    strides = tuple(cute.sym_int64(divisibility=128 // dtype.width) for _ in shape[:-1])
-    return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
+def fake_operands(q: object, k: object) -> tuple[object, object, object]:
+    """Stand-ins for Q8, K8 and Vt8, of 16-bit ones."""
+    batch, kv_heads, _, head_dim = k.shape
+    vt8 = batch, kv_heads, head_dim + ONES_ROWS, cute.sym_int()
+    return tuple(fake_rows(E4M3, shape) for shape in (q.shape, k.shape, vt8))
+
+
+def fake_scratch(head_dim: int) -> tuple[object, object]:
+    """Stand-ins for what `workspace` lists."""
+    row = ROWS * head_dim
+    flushed = make_fake_tensor(Float32, (cute.sym_int(), row), (row, 1), assumed_align=128)
+    return flushed, make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
 
 
 def run_kernel(compiled: Compiled, t: Tensors) -> None:
