@@ -173,7 +173,10 @@ def needle_in(stage_id: str, problem: Problem) -> Iterator[str]:
         inputs, exact = reference.needle_gradient_inputs(problem, "cuda")
         yield from reference.needles_missed(problem, run_poisoned(stage_id, inputs, **mask), exact)
         return
-    q, k, v, target = reference.needle_inputs(problem, "cuda")
+    # Sums of 8-bit products of one sign are up to 1 % short: of a logit of 45 that is less than what a tile
+    # that is counted twice adds to the LSE, and e⁻¹⁷, which other keys then have at most, is no code.
+    amplitude = 4.0 if problem.in_fp8 else 32.0
+    q, k, v, target = reference.needle_inputs(problem, "cuda", amplitude)
     found = run_poisoned(stage_id, as_read(problem.direction, q, k, v), **mask)
     q, k, v = as_multiplied(stage_id, problem, q, k, v)
     wrong = (found["o"] != v[:, :, target].to(found["o"].dtype)).any(-1).nonzero()

@@ -130,9 +130,9 @@ def in_e4m3(*tensors: torch.Tensor) -> tuple:
 
 
 def behind_a_cast(peer: Peer, problem: Problem, *tensors: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A peer's call in FP8 behind one launch that casts 16-bit tensors, as the peer has them, to codes. A peer
-    wants one scale for a head at least, which no single pass finds: here they are those of the largest
-    values, found before."""
+    """A peer's call in FP8 behind one launch that casts 16-bit tensors, as the peer has them, to codes. A
+    peer wants one scale for a head at least, which no single pass finds: here they are those of the
+    largest values, found before."""
     from hopper_attention.kernels.quantize import compile_quantize
 
     cast = compile_quantize(problem.head_dim, problem.dtype, given_scales=True, in_rows=True)

@@ -473,8 +473,8 @@ def cancellation(q, k, v, do, scale: float | None = None) -> dict[str, float]:
 
 
 class Quantized(NamedTuple):
-    """What is multiplied instead of q, k and v: fp32; the exponents of V's blocks, one for each key; and O and
-    LSE of those in float64."""
+    """What is multiplied instead of q, k and v: fp32; the exponents of V's blocks, one for each key; and O
+    and LSE of those in float64."""
 
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     exponents: torch.Tensor

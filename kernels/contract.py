@@ -29,8 +29,8 @@ class Problem:
     head_dim: int
     causal: bool
     dtype: str = "bfloat16"
-    # Or "bwd". Or forward in FP8: "fp8" of operands as `device.fp8` has them, "fp8_rows" of e4m3 Q, K and V in
-    # rows, "fp8_cast" of 16-bit ones.
+    # Or "bwd". Or forward in FP8: "fp8" of operands as `device.fp8` has them, "fp8_rows" of e4m3 Q, K and V
+    # in rows, "fp8_cast" of 16-bit ones.
     direction: str = "fwd"
     top_left: bool = False
     scaled: bool = False  # scores are multiplied by a factor given at the launch, not by 1/√head_dim
@@ -107,8 +107,9 @@ class Tensors:
 
     q, o, do, dq are (B, H, Nq, d), k, v, dk, dv (B, Hkv, Nkv, d), all of one 16-bit type; lse is fp32 (B, H,
     Nq), natural logarithms. Of a problem that reads codes q, k and v are e4m3 instead, of an "fp8" one v as
-    `device.fp8` has Vt8, and `scales` are fp32. A forward stage writes o and lse. A backward stage reads them, and do, and writes
-    dq, dk, dv; a row that sees no key comes with o = 0 and lse = −∞ and has gradient zero.
+    `device.fp8` has Vt8, and `scales` are fp32. A forward stage writes o and lse. A backward stage reads
+    them, and do, and writes dq, dk, dv; a row that sees no key comes with o = 0 and lse = −∞ and has gradient
+    zero.
     """
 
     q: torch.Tensor

@@ -14,7 +14,7 @@ Note              notes/k8.md: what the rotation is worth, and on which inputs.
 import math
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, const_expr
 
 from . import k7
 from .contract import Compiled, LazyMaximum, Problem, Scratch, Stage, Tensors, Work
@@ -42,7 +42,7 @@ class IncoherentForward:
 
     mQ, mK, mV, mO   (batch, heads, seqlen, head_dim), one 16-bit type
     mQ8 … mVe        scratch, as `fp8.quantized_shapes` lists it
-    mSigns           ±1 in fp32 (head_dim,)
+    mSigns           ±1 in fp32 (head_dim,), read if Q and K are rotated
     """
 
     def __init__(self, problem: Problem, rotate: bool = True, **options: object):
@@ -53,7 +53,8 @@ class IncoherentForward:
     def __call__(
         self, mQ, mK, mV, mO, mLSE, mQ8, mK8, mVt8, mQs, mKs, mVe, mFlushed, mCounter, mSigns, scale, stream
     ):  # fmt: skip
-        self.quantize(mQ, mK, mV, mQ8, mK8, mVt8, mQs, mKs, mVe, mSigns, None, None, stream)
+        signs = mSigns if const_expr(self.quantize.rotate) else None
+        self.quantize(mQ, mK, mV, mQ8, mK8, mVt8, mQs, mKs, mVe, signs, None, None, stream)
         self.attention(mQ8, mK8, mVt8, mO, mLSE, mFlushed, mCounter, mQs, mKs, mVe, scale, stream)
 
 
@@ -82,9 +83,8 @@ def compile_kernel(problem: Problem, rotate: bool = True, **options: object) -> 
     q, k, v, o = fake_gqa(d, problem.dtype)
     codes = k7.fake_operands(q, k)
     scales = [fake_fp32(x, last=cute.sym_int()) for x in (q, k, k)]
-    signs = fake_rows(Float32, (d,)) if rotate else None
-    scratch = k7.fake_scratch(d)
-    return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), *codes, *scales, *scratch, signs, Float32(1.0))
+    given = *scales, *k7.fake_scratch(d), fake_rows(Float32, (d,)), Float32(1.0)
+    return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), *codes, *given)
 
 
 def run_kernel(compiled: Compiled, t: Tensors) -> None:

@@ -477,7 +477,9 @@ def compile_quantize(
         blocks = cute.sym_int()
         of_rows, of_columns = (seqlen, head_dim), (head_dim + ONES_ROWS, cute.sym_int())
         sources.append(fake_rows(ELEMENTS[dtype], (b, heads, *of_rows)))
-        codes.append(fake_rows(Float8E4M3FN, (b, heads, *(of_columns if name == "v" and not in_rows else of_rows))))
+        codes.append(
+            fake_rows(Float8E4M3FN, (b, heads, *(of_columns if name == "v" and not in_rows else of_rows)))
+        )
         scales.append(fake_rows(Float32, (b, heads) if given_scales else (b, heads, blocks), 1))
     signs = fake_rows(Float32, (head_dim,), QUAD) if rotate else None
     turns = [fake_rows(Float32, (cute.sym_int(), head_dim // 2), QUAD) if rope else None for _ in range(2)]
