@@ -167,9 +167,7 @@ class FP8Forward(QueryTiles):
         sK = allocate_tiles(smem, E4M3, self.tile_kv, self.head_dim, self.stages)  # (key, head_dim, stage)
         sVt = allocate_tiles(smem, E4M3, self.columns, self.tile_kv, self.stages)  # (column, key, stage)
         sV_boxes = row_slices(sVt, self.columns // self.v_boxes)  # (column, key, box of a stage)
-        of_blocks = cute.make_layout(
-            (2 * self.blocks, self.stages)
-        )  # scales of K, exponents of V; of a stage
+        of_blocks = cute.make_layout((2 * self.blocks, self.stages))  # K's scales and V's exponents, by stage
         sScales = smem.allocate_tensor(Float32, of_blocks, 16) if const_expr(self.block_scales) else None
         sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # announced, q_block, head, batch
         q_bytes, k_bytes = ROWS * self.head_dim, self.tile_kv * self.head_dim
@@ -324,8 +322,9 @@ class FP8Forward(QueryTiles):
 
     @cute.jit
     def put_scales(self, k_ring, state, of_kv, kv_block):
-        """Those of a tile of keys to the stage that `put` fills next. Consumers see them as they see the keys:
-        what `put` arrives with at the stage's barrier releases them, since every lane has written them."""
+        """Those of a tile of keys to the stage that `put` fills next. Consumers see them as they see the
+        keys: what `put` arrives with at the stage's barrier releases them, for every lane has written
+        them."""
         sScales, mKs, mVs = of_kv
         if const_expr(self.block_scales):
             found = cute.make_rmem_tensor(2 * self.blocks, Float32)

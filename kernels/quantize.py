@@ -50,9 +50,10 @@ class Quantize:
     """`dtype` to e4m3. `parts` are the tensors of the launch, "qkv" or some of them.
 
     With `given_scales` an fp32 (batch, heads) of each tensor is read, x8 = x · (1/scale), where otherwise a
-    scale is found for each block and written; V may then stay `in_rows`. `rotate`: Q and K times signs, ±1 fp32 (head_dim,), and the
-    normalised Walsh–Hadamard matrix; `rope`: before that, and with cos and sin fp32 (seqlen, head_dim/2),
-    element j and j + head_dim/2 are a point that turns, as Llama has it, without rounding in between.
+    scale is found for each block and written; V may then stay `in_rows`. `rotate`: Q and K times signs, ±1
+    fp32 (head_dim,), and the normalised Walsh–Hadamard matrix; `rope`: before that, and with cos and sin fp32
+    (seqlen, head_dim/2), element j and j + head_dim/2 are a point that turns, as Llama has it, without
+    rounding in between.
     """
 
     def __init__(
