@@ -174,12 +174,13 @@ def needle_in(stage_id: str, problem: Problem) -> Iterator[str]:
         yield from reference.needles_missed(problem, run_poisoned(stage_id, inputs, **mask), exact)
         return
     # Truncated sums of 8-bit products leave a logit up to 0.25 % short. Of one of 64 to 128 that is less than
-    # what a tile that is counted twice adds to the LSE, and what other keys then have is no code.
-    amplitude = 8.0 if problem.in_fp8 else 32.0
+    # what a tile that is counted twice adds to the LSE; the other keys then have up to e⁻¹⁶.
+    amplitude, trace = (8.0, 2.0**-20) if problem.in_fp8 else (32.0, 0.0)
     q, k, v, target = reference.needle_inputs(problem, "cuda", amplitude)
     found = run_poisoned(stage_id, as_read(problem.direction, q, k, v), **mask)
     q, k, v = as_multiplied(stage_id, problem, q, k, v)
-    wrong = (found["o"] != v[:, :, target].to(found["o"].dtype)).any(-1).nonzero()
+    values = v[:, :, target].to(found["o"].dtype)
+    wrong = (~((found["o"] - values).abs() <= trace)).any(-1).nonzero()  # also where O is NaN
     if len(wrong):
         row = wrong[0, 2].item()
         key = target[row].item()
