@@ -5,6 +5,7 @@ copy's.
     python -m harness.quantizing --save     and keep the times in results/<gpu>/library/quantizing.json
 """
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from harness import quantized, results, timing
 from harness.command import Parser, Usage, run
 from harness.inputs import hopper_gpu, random_inputs
 from harness.sweep import HEAD_DIMS, sweep_problem
-from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.contract import Compiled, Problem
 from hopper_attention.kernels.device.fp8 import ONES_ROWS, padded_tokens, quantized_shapes
 from hopper_attention.kernels.quantize import compile_quantize, compile_relayout
 
@@ -30,7 +31,7 @@ WAYS: dict[str, dict[str, bool]] = {
 LENGTHS = ((1, 3), (3, 1), (65, 203), (203, 65), (1025, 1025), (16, 64))
 AROUND = 4096  # bytes on either side of an output that must stay as they were
 TIMED_AT = 16384
-COPY = "copy"
+COPY, RELAYOUT = "copy", "relayout"
 
 
 class Call(NamedTuple):
@@ -39,6 +40,13 @@ class Call(NamedTuple):
     launch: Callable[[], None]
     outputs: dict[str, torch.Tensor]
     options: dict[str, Any]
+
+
+@functools.cache
+def compiled(head_dim: int, dtype: str, way: str) -> Compiled:
+    if way == RELAYOUT:
+        return compile_relayout(head_dim)
+    return compile_quantize(head_dim, dtype, **WAYS[way])
 
 
 def prepared(problem: Problem, way: str, q, k, v, outputs: dict[str, torch.Tensor]) -> Call:
@@ -52,12 +60,12 @@ def prepared(problem: Problem, way: str, q, k, v, outputs: dict[str, torch.Tenso
         rope = angles.cos(), angles.sin()
     if "given_scales" in chosen:
         given = tuple(torch.full(x.shape[:2], 0.009, device=q.device) for x in (q, k, v))
-    compiled = compile_quantize(d, problem.dtype, **chosen)
+    kernel = compiled(d, problem.dtype, way)
     codes = [outputs[name] for name in ("q8", "k8", "vt8")]
     scales = given or [outputs[name] for name in ("q_scale", "k_scale", "v_exponent")]
     arguments = q, k, v, *codes, *scales, signs, *(rope or (None, None))
     options = {"rotate": signs is not None, "signs": signs, "rope": rope, "given_scales": given}
-    return Call(lambda: compiled(*arguments), outputs, options)
+    return Call(lambda: kernel(*arguments), outputs, options)
 
 
 # ---- codes -------------------------------------------------------------------------------------------------
@@ -122,7 +130,7 @@ def differences(way: str, problem: Problem, q, k, v) -> Iterator[str]:
 def relayout_differences(head_dim: int, seqlen: int) -> Iterator[str]:
     v8 = quantized.codes(torch.randn(2, seqlen, 3, head_dim, device="cuda") * 100).transpose(1, 2)
     held = Guarded((2, 3, head_dim + ONES_ROWS, padded_tokens(seqlen)), "float8_e4m3fn")
-    compile_relayout(head_dim)(v8, held.inside)
+    compiled(head_dim, "", RELAYOUT)(v8, held.inside)
     ones = quantized.codes(torch.ones(2, 3, seqlen, device="cuda"))
     if steps_apart(held.inside, quantized.transposed(v8.contiguous(), ones)).any() or not held.untouched():
         yield f"relayout, head_dim {head_dim}, {seqlen} keys: not the reference's"
@@ -162,16 +170,16 @@ def times(head_dim: int, seqlen: int = TIMED_AT) -> Iterator[dict[str, Any]]:
     size = lambda *tensors: sum(x.numel() * x.itemsize for x in tensors)
     calls = {way: prepared(problem, way, q, k, v, outputs).launch for way in WAYS}
     moved = dict.fromkeys(WAYS, size(q, k, v, *(outputs[name] for name in ("q8", "k8", "vt8"))))
-    relayout = compile_relayout(head_dim)
-    calls["relayout"] = lambda: relayout(outputs["k8"], outputs["vt8"])
-    moved["relayout"] = size(outputs["k8"], outputs["vt8"])
-    for what in ("plain", "relayout"):
+    relayout = compiled(head_dim, "", RELAYOUT)
+    calls[RELAYOUT] = lambda: relayout(outputs["k8"], outputs["vt8"])
+    moved[RELAYOUT] = size(outputs["k8"], outputs["vt8"])
+    for what in ("plain", RELAYOUT):
         source = torch.randint(-100, 100, (moved[what] // 2,), dtype=torch.int8, device="cuda")
         target = torch.empty_like(source)
         calls[f"{COPY}, {what}"] = lambda target=target, source=source: target.copy_(source)
     found = timing.interleaved(calls)
     for way, nbytes in moved.items():
-        copied = found[f"{COPY}, {'relayout' if way == 'relayout' else 'plain'}"].ms_median
+        copied = found[f"{COPY}, {way if way == RELAYOUT else 'plain'}"].ms_median
         us = 1e3 * found[way].ms_median
         share = copied / found[way].ms_median
         yield {
