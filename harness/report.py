@@ -460,9 +460,12 @@ def _framed(content: str) -> str:
 def _stage_cell(row: Row | None, results: Results) -> str:
     if row is None or row.tflops is None:
         return _reason(row)
-    return "<br>".join(
-        (f"**{format_rate(row.tflops)}**", _percent_of_bound(row, results), _ratio(row, results, True))
-    )
+    cells = [f"**{format_rate(row.tflops)}**", _percent_of_bound(row, results), _ratio(row, results, True)]
+    for stage in results.other_stages():
+        other = results.find(stage, row.problem)
+        if other is not None and other.tflops is not None:
+            cells.append(f"{_digits(row.tflops / other.tflops)}× `{stage}`")
+    return "<br>".join(cells)
 
 
 def _ablation_cell(row: Row | None, first: Row | None) -> str:

@@ -163,9 +163,14 @@ class Results:
 
     def best_peer(self, problem: Problem) -> Row | None:
         """The fastest timed row of another provider for a problem, or None."""
-        own = self.stage, PUBLIC_CALLS.get(self.stage)
+        own = self.stage, PUBLIC_CALLS.get(self.stage), *self.other_stages()
         peers = [row for row in self.rows if row.provider not in own and row.problem == problem]
         return max((row for row in peers if row.tflops is not None), key=lambda row: row.tflops, default=None)
+
+    def other_stages(self) -> list[str]:
+        """The ladder's stages that were timed beside this one."""
+        ours = {self.stage, *PUBLIC_CALLS.values(), *PEER_LABELS}
+        return list(dict.fromkeys(row.provider for row in self.rows if row.provider not in ours))
 
     def sweep_rows(self) -> list[Row]:
         """The rows, of every provider, whose shape is one of the benchmark's sweep."""

@@ -1,8 +1,9 @@
 """K8: FP8 with incoherent processing.
 
-The idea          e4m3 has three bits behind the leading one, whatever the scale: an outlier costs every other
-                  element of its block its small values. Signs drawn at random and a Walsh–Hadamard transform
-                  over head_dim spread it over the row. They are orthogonal, so Q·Kᵀ stays what it was.
+The idea          A product of two outliers of one channel is most of its score, and has the rounding of two
+                  codes. Signs drawn at random and a Walsh–Hadamard transform over head_dim spread both over
+                  their rows: the score is then a sum of head_dim products whose roundings average out. They
+                  are orthogonal, so Q·Kᵀ stays what it was.
 What changes      against k7: 16-bit Q, K and V come in. The kernel that quantises them rotates Q and K,
                   finds a scale for every 64 rows and lays V out as P·V reads it, in one pass over memory.
 What does not     k7's kernel, with a scale for every 64 queries and 64 keys.

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from harness import accuracy, quantizing, reference
+from harness import accuracy, quantized, quantizing, reference
 from harness.library import accuracy_tables, quantizing_table
 from harness.quantized import E4M3
 from hopper_attention.kernels.contract import Problem
@@ -68,6 +68,21 @@ def test_errors_are_of_the_inputs_before_rounding() -> None:
     rows = list(accuracy.long_sums({"exact": exact, "mean": mean_of_values}, (256,)))
     by_name = {(row["inputs"], row["contender"]): row["relative_rmse"] for row in rows}
     assert by_name["one_sided", "exact"] < 2**-8 < by_name["normal", "mean"]
+
+
+def test_rotation_is_worth_what_it_is_where_outliers_meet() -> None:
+    """The errors of scores in notes/k8.md: of pairs of a query and a key with an outlier in one channel, and of
+    the rest."""
+    q, k, v = accuracy.rare_outliers(Problem.square(1, 4, 2048, 128, False), generator())
+    scores = lambda a, b: (a.float() @ b.float().mT) / math.sqrt(128)
+    meet = (q.abs() > 6).float() @ (k.abs() > 6).float().mT > 0
+    errors = {}
+    for rotate in (False, True):
+        made = quantized.quantize_reference(q, k, v, rotate=rotate, signs=quantized.random_signs(128))
+        off = scores(*made.dequantized[:2]) - scores(q, k)
+        errors[rotate] = [off[which].square().mean().sqrt().item() for which in (meet, ~meet)]
+    assert errors[False] == pytest.approx([0.41, 0.040], rel=0.05)
+    assert errors[True] == pytest.approx([0.092, 0.041], rel=0.05)
 
 
 def test_one_that_cannot_is_left_out_only_if_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
