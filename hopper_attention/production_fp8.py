@@ -214,8 +214,7 @@ def _plan_quantize(q, k, v, cos, sin, seed: int | None) -> QuantizingPlan:
 
 def _plan_quantized(q8, k8, vt8, q_scale, k_scale, v_exponent, softmax_scale, *options) -> Plan:
     problem = quantized_problem_of(q8, k8, vt8, q_scale, k_scale, v_exponent, *options)
-    _check(problem, q8, q8=q8, k8=k8, vt8=vt8)
-    return _plan(problem, q8, softmax_scale, calls_fp8.BLOCK_SCALES)
+    return _plan(problem, softmax_scale, calls_fp8.BLOCK_SCALES, q8=q8, k8=k8, vt8=vt8)
 
 
 def _plan_rows(q, k, v, q_descale, k_descale, v_descale, softmax_scale, *options) -> Plan:
@@ -225,8 +224,7 @@ def _plan_rows(q, k, v, q_descale, k_descale, v_descale, softmax_scale, *options
         check_descale(name, x, problem, q.device)
     if max(problem.batch, problem.kv_heads) > GRID_YZ_MAX:
         raise ValueError(f"{FP8} takes at most {GRID_YZ_MAX} batches and key/value heads of V in rows")
-    _check(problem, q, q=q, k=k, v=v)
-    plan = _plan(problem, q, softmax_scale, {})
+    plan = _plan(problem, softmax_scale, {}, q=q, k=k, v=v)
     if plan.launch is None:
         return plan
     relayout = kernel_for(QUANTIZE, _least(problem, dtype="bfloat16"), calls_fp8.RELAYOUT).launch
@@ -235,15 +233,15 @@ def _plan_rows(q, k, v, q_descale, k_descale, v_descale, softmax_scale, *options
     return plan._replace(relayout=relayout, relaid=(_dense("vt8", shapes), scales))
 
 
-def _check(problem: Problem, q: torch.Tensor, **inputs: torch.Tensor) -> None:
+def _plan(
+    problem: Problem, softmax_scale: float | None, options: dict[str, object], **inputs: torch.Tensor
+) -> Plan:
+    scale = check_scale(softmax_scale, problem.head_dim) or problem.head_dim**-0.5
     if reason := calls_fp8.refuse_fp8(problem):
         raise ValueError(f"{FP8} {reason}")
+    q = next(iter(inputs.values()))
     check_device(FP8, q)
     check_layouts(**inputs)
-
-
-def _plan(problem: Problem, q: torch.Tensor, softmax_scale: float | None, options: dict[str, object]) -> Plan:
-    scale = check_scale(softmax_scale, problem.head_dim) or problem.head_dim**-0.5
     outputs = (
         _dense_like(q, getattr(torch, problem.dtype)),
         production._dense(q.shape[:3], torch.float32),
