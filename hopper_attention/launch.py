@@ -72,7 +72,7 @@ def compiled_for(stage_id: str, problem: Problem) -> Problem:
     """What of a problem is compiled in, as the smallest problem of its head_dim, mask, dtype and options."""
     stage, file = ladder.load(stage_id)
     least = problem.with_(batch=1, heads=1, kv_heads=1, seqlen_q=1, seqlen_kv=1, direction=stage.direction)
-    if stage.direction == "fp8":
+    if least.in_fp8:
         least = least.with_(scaled=False)  # its kernel is given a scale in any case
     if problem.top_left and file.supports(least.with_(seqlen_q=2)):
         return least.with_(top_left=False)  # at equal lengths, and it takes no others, the masks are one

@@ -22,6 +22,8 @@ LADDER: dict[str, str] = {
     "k6_r128": "k6_rows",
     "k6_r64": "k6_rows",
     "k7": "k7",
+    "k7_rows": "k7_rows",
+    "k8": "k8",
     "bwd1": "bwd1",
     "bwd2": "bwd2",
     "bwd3": "bwd3",

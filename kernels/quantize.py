@@ -18,11 +18,10 @@ import math
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr, range_constexpr
-from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from .contract import Compiled, Problem
-from .device.compiling import ELEMENTS, compile_for_torch
+from .device.compiling import ELEMENTS, compile_for_torch, fake_rows
 from .device.constants import VECTOR, WARP
 from .device.cuda_cores import widen
 from .device.e4m3 import absolute, four_e4m3, larger_pair
@@ -51,9 +50,10 @@ class Quantize:
     """`dtype` to e4m3. `parts` are the tensors of the launch, "qkv" or some of them.
 
     With `given_scales` an fp32 (batch, heads) of each tensor is read, x8 = x · (1/scale), where otherwise a
-    scale is found for each block and written. `rotate`: Q and K times signs, ±1 fp32 (head_dim,), and the
-    normalised Walsh–Hadamard matrix; `rope`: before that, and with cos and sin fp32 (seqlen, head_dim/2),
-    element j and j + head_dim/2 are a point that turns, as Llama has it, without rounding in between.
+    scale is found for each block and written; V may then stay `in_rows`. `rotate`: Q and K times signs, ±1
+    fp32 (head_dim,), and the normalised Walsh–Hadamard matrix; `rope`: before that, and with cos and sin fp32
+    (seqlen, head_dim/2), element j and j + head_dim/2 are a point that turns, as Llama has it, without
+    rounding in between.
     """
 
     def __init__(
@@ -65,8 +65,10 @@ class Quantize:
         given_scales: bool = False,
         parts: str = "qkv",
         threads_per_sm: int | None = None,
+        in_rows: bool = False,
     ):
         self.head_dim, self.dtype, self.parts = head_dim, dtype, parts
+        self.columns_of_v, self.rows_of_v = ("v" in parts and x for x in (not in_rows, in_rows))
         self.rotate, self.rope, self.given = rotate, rope, given_scales
         self.threads = BLOCK * head_dim // OWN
         self.lanes = head_dim // OWN  # that share a row of Q or K; neighbours in one warp
@@ -102,7 +104,7 @@ class Quantize:
         warps = self.threads // WARP
         sMax = smem.allocate_tensor(Uint32, cute.make_layout((warps, 2), stride=(1, warps)), 16)
         rotation = mSigns, mCos, mSin
-        if const_expr("v" in self.parts):
+        if const_expr(self.columns_of_v):
             sCodes = smem.allocate_tensor(Int32, words_layout(self.head_dim), 16)  # (word, unit)
         if const_expr("q" in self.parts):
             if head < mQ.shape[1]:
@@ -112,9 +114,12 @@ class Quantize:
             if head >= 0 and head < mK.shape[1]:
                 self.rows(mK, mK8, mK_scale, head, sMax, *rotation)
             head -= mK.shape[1]
-        if const_expr("v" in self.parts):
+        if const_expr(self.columns_of_v):
             if head >= 0:
                 self.columns(mV, mVt8, mV_scale, head, sMax, sCodes)
+        if const_expr(self.rows_of_v):
+            if head >= 0:
+                self.rows(mV, mVt8, mV_scale, head, sMax, *rotation)
 
     @cute.jit
     def rows(self, mX, mX8, mScale, head, sMax, mSigns, mCos, mSin):
@@ -472,11 +477,13 @@ def compile_quantize(
     given_scales: bool = False,
     parts: str = "qkv",
     threads_per_sm: int | None = None,
+    in_rows: bool = False,
 ) -> Compiled:
     """Called as compiled(q, k, v, q8, k8, vt8, q_scale, k_scale, v_exponent, signs, cos, sin), with None for
     what `parts` and options leave out; `quantized_shapes` lists the outputs. Not for empty ones.
 
-    With `given_scales` in the place of those found are those of q, k and v, fp32 (batch, heads), to be read.
+    With `given_scales` in the place of those found are those of q, k and v, fp32 (batch, heads), to be read;
+    `in_rows` then leaves v8 in the place of vt8, (batch, kv_heads, seqlen, head_dim).
     signs is ±1 in fp32 (head_dim,), cos and sin fp32 (at least seqlen, head_dim/2), of which a row of q or k
     takes the row of its number. Last strides are 1, the others of q, k and v multiples of 8, of codes of 16,
     of cos and sin of 4. Batch, and heads of all parts together, are at most `GRID_YZ_MAX`.
@@ -485,6 +492,8 @@ def compile_quantize(
         raise ValueError(f"takes head_dim 64, 128 or 256, not {head_dim}")
     if parts not in ("qkv", "q", "k", "v", "qk", "kv"):
         raise ValueError(f"takes parts of qkv, not {parts!r}")
+    if in_rows and (rotate or rope or not given_scales):
+        raise ValueError("leaves V in rows only with given scales, and unrotated")
     batch = cute.sym_int()
     extents = {"q": (batch, cute.sym_int(), cute.sym_int())}
     extents |= dict.fromkeys("kv", (batch, cute.sym_int(), cute.sym_int()))
@@ -496,39 +505,25 @@ def compile_quantize(
         b, heads, seqlen = extents[name]
         blocks = cute.sym_int()
         of_rows, of_columns = (seqlen, head_dim), (head_dim + ONES_ROWS, cute.sym_int())
-        sources.append(stand_in(ELEMENTS[dtype], (b, heads, *of_rows), VECTOR))
-        codes.append(stand_in(Float8E4M3FN, (b, heads, *(of_columns if name == "v" else of_rows)), CHUNK))
-        scales.append(stand_in(Float32, (b, heads) if given_scales else (b, heads, blocks), 1))
-    signs = stand_in(Float32, (head_dim,), QUAD) if rotate else None
-    turns = [stand_in(Float32, (cute.sym_int(), head_dim // 2), QUAD) if rope else None for _ in range(2)]
-    kernel = Quantize(head_dim, ELEMENTS[dtype], rotate, rope, given_scales, parts, threads_per_sm)
+        sources.append(fake_rows(ELEMENTS[dtype], (b, heads, *of_rows)))
+        codes.append(
+            fake_rows(Float8E4M3FN, (b, heads, *(of_columns if name == "v" and not in_rows else of_rows)))
+        )
+        scales.append(fake_rows(Float32, (b, heads) if given_scales else (b, heads, blocks), 1))
+    signs = fake_rows(Float32, (head_dim,), QUAD) if rotate else None
+    turns = [fake_rows(Float32, (cute.sym_int(), head_dim // 2), QUAD) if rope else None for _ in range(2)]
+    kernel = Quantize(head_dim, ELEMENTS[dtype], rotate, rope, given_scales, parts, threads_per_sm, in_rows)
     return compile_for_torch(kernel, *sources, *codes, *scales, signs, *turns)
 
 
-def compile_relayout(head_dim: int, descales: bool = False) -> Compiled:
-    """Called as compiled(v8, vt8): e4m3 (batch, kv_heads, seqlen, head_dim), strides multiples of 16.
-
-    With `descales` as compiled(v8, vt8, q_descale, k_descale, v_descale, scales): fp32 (batch, kv_heads) with
-    any strides, and what `RelayoutAndCheck` writes, fp32 (3, batch, kv_heads, 1), dense."""
+def compile_relayout(head_dim: int) -> Compiled:
+    """Called as compiled(v8, vt8): e4m3 (batch, kv_heads, seqlen, head_dim), strides multiples of 16."""
     b, heads, seqlen = (cute.sym_int() for _ in range(3))
-    v8 = stand_in(Float8E4M3FN, (b, heads, seqlen, head_dim), CHUNK)
-    vt8 = stand_in(Float8E4M3FN, (b, heads, head_dim + ONES_ROWS, cute.sym_int()), CHUNK)
-    if not descales:
-        return compile_for_torch(Relayout(head_dim), v8, vt8)
-    strides = lambda: (cute.sym_int64(), cute.sym_int64())
-    given = [make_fake_tensor(Float32, (b, heads), strides(), assumed_align=4) for _ in range(3)]
-    scales = stand_in(Float32, (3, b, heads, 1), 1)
-    return compile_for_torch(RelayoutAndCheck(head_dim), v8, vt8, *given, scales)
+    v8 = fake_rows(Float8E4M3FN, (b, heads, seqlen, head_dim))
+    vt8 = fake_rows(Float8E4M3FN, (b, heads, head_dim + ONES_ROWS, cute.sym_int()))
+    return compile_for_torch(Relayout(head_dim), v8, vt8)
 
 
-def compile_kernel(problem: Problem, relayout: bool = False, **options: object) -> Compiled:
-    """For what a kernel of a stage is compiled for: `compile_quantize`, or `compile_relayout`."""
-    if relayout:
-        return compile_relayout(problem.head_dim, **options)
+def compile_kernel(problem: Problem, **options: object) -> Compiled:
+    """`compile_quantize` for what a stage's kernel is compiled for."""
     return compile_quantize(problem.head_dim, problem.dtype, **options)
-
-
-def stand_in(dtype: type, shape: tuple[object, ...], vector: int) -> object:
-    """Of a tensor that is read or written `vector` elements at a time, along a unit last stride."""
-    strides = tuple(cute.sym_int64(divisibility=vector) for _ in shape[:-1])
-    return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=vector * dtype.width // 8)

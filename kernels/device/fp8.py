@@ -15,6 +15,8 @@ in its registers.
 from ..contract import Problem, Scratch
 
 E4M3_MAX = 448.0
+# How a stage quantises its inputs: with scales of their blocks, and before that rotated or not.
+ROTATED, UNROTATED = "rotated", "unrotated"
 BLOCK = 64  # rows that share a scale
 TOKENS = 16  # that TOKEN_ORDER permutes; rows of Vt8 are a multiple of them, which is what the TMA asks
 TOKEN_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
