@@ -86,13 +86,13 @@ def gradient_problem_of(
 # ---- in 8 bits --------------------------------------------------------------------------------------------
 
 
-def fp8_problem_of(
+def rows_problem_of(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, top_left: bool, dtype: torch.dtype
 ) -> Problem:
-    """The "fp8" `Problem` of e4m3 tensors in rows, with an output of `dtype`. Raises as `problem_of`."""
+    """The "fp8_rows" `Problem` of e4m3 tensors in rows, with an output of `dtype`. Raises as `problem_of`."""
     check_output(dtype)
     _check_qkv(q, k, v, (name_of(E4M3),))
-    return _problem(q, k, causal, top_left, dtype=name_of(dtype), direction="fp8")
+    return _problem(q, k, causal, top_left, dtype=name_of(dtype), direction="fp8_rows")
 
 
 def quantized_problem_of(
@@ -148,7 +148,7 @@ def quantizing_problem_of(
         raise ValueError("there is nothing to quantise: neither q nor k and v are given")
     q, k, v = (q, q, q) if k is None else (k if q is None else q, k, v)
     _check_qkv(q, k, v, DTYPES)
-    problem = _problem(q, k, False, False, dtype=name_of(q.dtype), direction="fp8")
+    problem = _problem(q, k, False, False, dtype=name_of(q.dtype), direction="fp8_cast")
     if (cos is None) != (sin is None):
         raise ValueError("rope is cos and sin: one of them is missing")
     for name, x in (("cos", cos), ("sin", sin)) if cos is not None else ():

@@ -110,10 +110,10 @@ def attention_fp8(
 
     - **what `quantize` gave**: `attention_fp8(*quantize(q, k, v))`. Or q in bf16 or fp16 beside quantised k
       and v, the cache: it is then quantised as k was, without `rope`;
-    - **bf16 or fp16**: quantised here, as `quantize(q, k, v)` does it, then the same. Two launches;
+    - **bf16 or fp16**: quantised here, as `quantize(q, k, v)` does it;
     - **e4m3 in rows**, (batch, heads, seqlen, head_dim), as FlashAttention-3 takes them: q · q_descale is
       meant, and so for k and v. A descale is an fp32 tensor of one number or of (batch, kv_heads), with any
-      strides; a number; or None for 1. V is laid out anew first, in a launch of its own.
+      strides; a number; or None for 1. V is laid out anew on the way.
 
     Masks, `softmax_scale`, layouts and the LSE are `attention`'s. o has the `dtype` bf16 or fp16, by default
     that of q if it is one of them (under autocast of fp32 q autocast's), else bf16.
@@ -129,17 +129,29 @@ def attention_fp8(
         for name, x in (("k", k), ("v", v)):
             _check_in_rows(name, x)
         given = (_descale(name, x, q.device) for name, x in descales.items())
-        o, lse = ops_fp8.call_fp8((q, k, v, *given), *options, dtype)
+        o, lse = ops_fp8.call_rows((q, k, v, *given), *options, dtype)
         return (o, lse) if return_lse else o
     for name, x in descales.items():
         if x is not None:
             raise ValueError(f"{name} belongs to e4m3 tensors in rows; of others the scales are found")
     if isinstance(q, torch.Tensor):
-        dtype = dtype or _dtype_of(q)
+        own = _dtype_of(q)
+        dtype = dtype or own
         if isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor):
+            if dtype == own:
+                o, lse = ops_fp8.call_cast(q, k, v, *options)
+                return (o, lse) if return_lse else o
             q, k, v = _quantize(q, k, v, seed=0)
         elif isinstance(k, QuantizedRows):
             q = _quantize(q, None, None, k.seed).q
+    _check_quantized(q, k, v)
+    tensors = q.codes, k.codes, v.codes, q.scale, k.scale, v.exponent
+    o, lse = ops_fp8.call_forward(tensors, *options, dtype)
+    return (o, lse) if return_lse else o
+
+
+def _check_quantized(q: object, k: object, v: object) -> None:
+    """Raise unless the three are parts that belong together, as far as their shapes do not say it."""
     for name, x, kind in (("q", q, QuantizedRows), ("k", k, QuantizedRows), ("v", v, QuantizedColumns)):
         if not isinstance(x, kind):
             raise TypeError(
@@ -153,9 +165,6 @@ def attention_fp8(
         )
     if v.seqlen != k.codes.shape[2]:
         raise ValueError(f"k and v must have one length, not {k.codes.shape[2]} and {v.seqlen}")
-    tensors = q.codes, k.codes, v.codes, q.scale, k.scale, v.exponent
-    o, lse = ops_fp8.call_quantized(tensors, *options, dtype)
-    return (o, lse) if return_lse else o
 
 
 def _check_in_rows(name: str, x: object) -> None:

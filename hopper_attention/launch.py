@@ -29,8 +29,8 @@ BACKWARD, IN_PARTS = "bwd4", "bwd4_parts"
 DETERMINISTIC, DETERMINISTIC_IN_PARTS = "bwd4_det", "bwd4_parts_det"
 # The stages that a call may run.
 LIBRARY = [FORWARD, *FORWARD_IN_ROWS.values(), BACKWARD, IN_PARTS, DETERMINISTIC, DETERMINISTIC_IN_PARTS]
-FP8 = "k7"
-QUANTIZE = "quantize"  # no stage, but the file of the kernels that make what FP8 reads
+FP8, FP8_ROWS, FP8_CAST = "k7", "k7_rows", "k8"  # of what `quantize` gave, of e4m3 in rows, of 16 bits
+QUANTIZE = "quantize"  # no stage, but the file of the kernel that makes what FP8 reads
 FUNCTION = "hopper_attention_kernel"  # in a cached file
 RUNTIME_PACKAGE = "nvidia_cutlass_dsl"
 PROVEN_COMPILER = "4.8.1"  # the version of cache.COMPILER whose machine code passed the checks in results/
@@ -97,16 +97,13 @@ def reachable(stage_id: str) -> list[Problem]:
 
 def reachable_in_fp8() -> list[tuple[str, Problem, dict[str, object]]]:
     """Everything that a call in FP8 can have compiled, as `kernel_for` takes it: a closed list."""
-    attending = [(FP8, problem, x) for problem in reachable(FP8) for x in ({}, calls_fp8.BLOCK_SCALES)]
+    options = {FP8: calls_fp8.BLOCK_SCALES, FP8_ROWS: calls_fp8.DESCALES, FP8_CAST: {}}
+    attending = [(name, problem, options[name]) for name in options for problem in reachable(name)]
     preparing: list[tuple[str, Problem, dict[str, object]]] = []
-    for head_dim in HEAD_DIMS:
-        least = Problem.square(1, 1, 1, head_dim, False, direction="fp8")
-        preparing.append((QUANTIZE, least, calls_fp8.RELAYOUT))
-        for dtype in DTYPES:
-            for parts in calls_fp8.PARTS:
-                for rotate, rope in itertools.product((False, True), repeat=2):
-                    options = calls_fp8.quantize_options(parts, rotate, rope)
-                    preparing.append((QUANTIZE, least.with_(dtype=dtype), options))
+    for head_dim, dtype in itertools.product(HEAD_DIMS, DTYPES):
+        least = Problem.square(1, 1, 1, head_dim, False, dtype=dtype, direction="fp8_cast")
+        for parts, rotate, rope in itertools.product(calls_fp8.PARTS, (False, True), (False, True)):
+            preparing.append((QUANTIZE, least, calls_fp8.quantize_options(parts, rotate, rope)))
     return attending + preparing
 
 

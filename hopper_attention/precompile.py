@@ -19,8 +19,7 @@ from . import cache, tuned
 from .kernels import ladder
 from .kernels.contract import Problem
 from .kernels.device.constants import SMS
-from .launch import FP8 as FP8_STAGE
-from .launch import LIBRARY, kernel_for, reachable, reachable_in_fp8, sms_option
+from .launch import LIBRARY, QUANTIZE, kernel_for, reachable, reachable_in_fp8, sms_option
 
 FP8 = "fp8"  # beside stage ids
 Job = tuple[str, Problem, dict[str, Any]]  # as `launch.kernel_for` takes it
@@ -29,8 +28,8 @@ Job = tuple[str, Problem, dict[str, Any]]  # as `launch.kernel_for` takes it
 def jobs_of(stage_id: str, sms: int = SMS) -> list[Job]:
     """Every kernel of a stage, or of "fp8", that a call can reach on a GPU with so many SMs."""
     if stage_id == FP8:
-        of_sms = {FP8_STAGE: sms_option(sms)}
-        return [(name, what, options | of_sms.get(name, {})) for name, what, options in reachable_in_fp8()]
+        of_sms = lambda name: {} if name == QUANTIZE else sms_option(sms)
+        return [(name, what, options | of_sms(name)) for name, what, options in reachable_in_fp8()]
     options = ladder.load(stage_id)[0].options | (sms_option(sms) if stage_id in LIBRARY else {})
     return [(stage_id, problem, options) for problem in reachable(stage_id)]
 

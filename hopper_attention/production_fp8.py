@@ -1,4 +1,5 @@
-"""`production`, in FP8: a call costs a look-up, its outputs and one launch, or two where V comes in rows."""
+"""`production`, in FP8: a call costs a look-up, its outputs and a launch, of two kernels where V must be laid
+out or everything quantised first."""
 
 import functools
 import random
@@ -10,23 +11,22 @@ import torch
 from . import production, tuned
 from .checks import (
     E4M3,
-    VECTOR_BYTES,
     check_descale,
     check_device,
     check_layouts,
     check_scale,
-    fp8_problem_of,
+    problem_of,
     quantized_problem_of,
     quantizing_problem_of,
+    rows_problem_of,
 )
 from .kernels import calls_fp8
-from .kernels.contract import Problem
-from .kernels.device.constants import GRID_YZ_MAX
+from .kernels.contract import Problem, Scratch
 from .kernels.device.fp8 import quantized_shapes
-from .launch import FP8, QUANTIZE, kernel_for, sms_option
+from .launch import FP8, FP8_CAST, FP8_ROWS, QUANTIZE, kernel_for, sms_option
 from .production import WHOLE, Dense, Launch, Part
 
-Result = TypeVar("Result")
+Kept, Result = TypeVar("Kept"), TypeVar("Result")
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -37,12 +37,11 @@ class Plan(NamedTuple):
     outputs: tuple[Dense, ...]  # o and lse
     part: Part  # its scratch
     softmax_scale: float
-    relayout: Launch | None = None  # of V in rows
-    relaid: tuple[Dense, ...] = ()  # Vt8, and the scales of q, k and v
+    given: tuple[torch.Tensor, ...] = ()  # the signs, of 16-bit inputs
 
 
 class QuantizingPlan(NamedTuple):
-    """The same for `quantize`."""
+    """What `quantize` has for inputs of one kind."""
 
     launch: Launch | None
     takes_q: bool
@@ -69,13 +68,10 @@ def quantize(
     Raises TypeError or ValueError before anything is launched.
     """
     given = q, k, v, cos, sin
-    kinds = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
-    plan = _plans.get((kinds, seed))
-    if plan is None:
-        plan = _plan_quantize(*given, seed)
-        production._keep(_plans, production.KINDS_MAX, (kinds, seed), plan)
-    device = (k if q is None else q).device
-    return _on(device, lambda: _quantize(plan, *given), lambda: _plan_quantize(*given, seed))
+    kinds = (None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
+    plan_anew = lambda: _plan_quantize(*given, seed)
+    plan = _plan_of((QUANTIZE, *kinds, seed), plan_anew)
+    return _on((k if q is None else q).device, lambda: _quantize(plan, *given), plan_anew)
 
 
 def _quantize(plan: QuantizingPlan, q, k, v, cos, sin) -> list[torch.Tensor]:
@@ -92,7 +88,7 @@ def _quantize(plan: QuantizingPlan, q, k, v, cos, sin) -> list[torch.Tensor]:
     return outputs
 
 
-def forward_quantized(
+def forward(
     q8: torch.Tensor,
     k8: torch.Tensor,
     vt8: torch.Tensor,
@@ -108,22 +104,17 @@ def forward_quantized(
 
     Raises TypeError or ValueError before anything is launched.
     """
-    # Of the rest (types, devices, alignment) the launch makes sure.
-    scales = q_scale, k_scale, v_exponent
+    # Of the rest (types, devices, alignment) the launch makes sure, here and below.
+    tensors = q8, k8, vt8, q_scale, k_scale, v_exponent
     options = softmax_scale, causal, top_left, dtype
-    device = q8.device
-    kind = (
-        *(q8.shape, k8.shape, vt8.shape, q_scale.shape, k_scale.shape, v_exponent.shape),
-        *(q8.stride(), k8.stride(), vt8.stride(), device, options),
-    )
-    plan_anew = lambda: _plan_quantized(q8, k8, vt8, *scales, *options)
-    plan = _plans.get(kind)
-    if plan is None:
-        plan = production._keep(_plans, production.KINDS_MAX, kind, plan_anew())
-    return _on(device, lambda: _attend(plan, q8, k8, vt8, scales, device), plan_anew)
+    shapes = q8.shape, k8.shape, vt8.shape, q_scale.shape, k_scale.shape, v_exponent.shape
+    kind = FP8, *shapes, q8.stride(), k8.stride(), vt8.stride(), q8.device, options
+    plan_anew = lambda: _plan_forward(*tensors, *options)
+    plan = _plan_of(kind, plan_anew)
+    return _on(q8.device, lambda: _attend(plan, q8, k8, vt8, tensors[3:]), plan_anew)
 
 
-def forward_fp8(
+def forward_rows(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -135,41 +126,55 @@ def forward_fp8(
     top_left: bool,
     dtype: torch.dtype,
 ) -> Pair:
-    """o and lse of e4m3 tensors in rows, on PyTorch's current stream: V is laid out anew first.
+    """o and lse of e4m3 tensors in rows, on PyTorch's current stream. What is no scale makes its head NaN.
 
     Raises TypeError or ValueError before anything is launched.
     """
-    # Two launches: the second must not find what the first cannot.
     descales = q_descale, k_descale, v_descale
     options = softmax_scale, causal, top_left, dtype
-    device = q.device
-    kind = (
-        *((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)),
-        *(None if x is None else (x.shape, x.dtype, x.device) for x in descales),
-        options,
-    )
+    shapes = q.shape, k.shape, *(None if x is None else x.shape for x in descales)
+    kind = FP8_ROWS, *shapes, q.stride(), k.stride(), v.stride(), q.dtype, q.device, options
     plan_anew = lambda: _plan_rows(q, k, v, *descales, *options)
+    plan = _plan_of(kind, plan_anew)
+
+    def run() -> Pair:
+        heads = k.shape[:2]
+        given = [(_one(q.device) if x is None else x).expand(heads) for x in descales] if plan.launch else ()
+        return _attend(plan, q, k, v, given)
+
+    return _on(q.device, run, plan_anew)
+
+
+def forward_cast(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    top_left: bool,
+) -> Pair:
+    """o, of q's type, and lse of 16-bit tensors, quantised as `quantize` does it with seed 0, on PyTorch's
+    current stream.
+
+    Raises TypeError or ValueError before anything is launched.
+    """
+    options = softmax_scale, causal, top_left
+    kind = FP8_CAST, q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, options
+    plan_anew = lambda: _plan_cast(q, k, v, *options)
+    plan = _plan_of(kind, plan_anew)
+    return _on(q.device, lambda: _attend(plan, q, k, v, plan.given), plan_anew)
+
+
+def _plan_of(kind: tuple[object, ...], plan_anew: Callable[[], Kept]) -> Kept:
     plan = _plans.get(kind)
-    if plan is None or (q.data_ptr() | k.data_ptr()) % VECTOR_BYTES:
-        plan = production._keep(_plans, production.KINDS_MAX, kind, plan_anew())
-    return _on(device, lambda: _lay_and_attend(plan, q, k, v, descales, device), plan_anew)
+    return production._keep(_plans, production.KINDS_MAX, kind, plan_anew()) if plan is None else plan
 
 
-def _lay_and_attend(plan: Plan, q, k, v, descales, device: torch.device) -> Pair:
-    if plan.launch is None:
-        return _attend(plan, q, k, None, (), device)
-    vt8, scales = (production.empty(*x) for x in plan.relaid)
-    heads = k.shape[:2]
-    given = ((_one(device) if x is None else x).expand(heads) for x in descales)
-    plan.relayout(v, vt8, *given, scales)
-    return _attend(plan, q, k, vt8, scales.unbind(), device)
-
-
-def _attend(plan: Plan, q8, k8, vt8, scales, device: torch.device) -> Pair:
+def _attend(plan: Plan, q, k, v, given) -> Pair:
     o, lse = (production.empty(*x) for x in plan.outputs)
     if plan.launch is not None:
-        scratch = production._scratch(plan.part, device)
-        calls_fp8.launch_fp8(plan.launch, q8, k8, vt8, o, lse, scratch, scales, plan.softmax_scale)
+        scratch = production._scratch(plan.part, q.device)
+        calls_fp8.launch_fp8(plan.launch, q, k, v, o, lse, scratch, given, plan.softmax_scale)
     return o, lse
 
 
@@ -212,53 +217,63 @@ def _plan_quantize(q, k, v, cos, sin, seed: int | None) -> QuantizingPlan:
     return QuantizingPlan(launch, "q" in parts, "k" in parts, tuple(outputs), own_signs)
 
 
-def _plan_quantized(q8, k8, vt8, q_scale, k_scale, v_exponent, softmax_scale, *options) -> Plan:
+def _plan_forward(q8, k8, vt8, q_scale, k_scale, v_exponent, softmax_scale, *options) -> Plan:
     problem = quantized_problem_of(q8, k8, vt8, q_scale, k_scale, v_exponent, *options)
-    return _plan(problem, softmax_scale, calls_fp8.BLOCK_SCALES, q8=q8, k8=k8, vt8=vt8)
+    inputs = {"q8": q8, "k8": k8, "vt8": vt8}
+    return _plan(FP8, problem, softmax_scale, inputs, {}, calls_fp8.refuse_fp8, calls_fp8.BLOCK_SCALES)
 
 
 def _plan_rows(q, k, v, q_descale, k_descale, v_descale, softmax_scale, *options) -> Plan:
-    problem = fp8_problem_of(q, k, v, *options)
+    problem = rows_problem_of(q, k, v, *options)
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     for name, x in descales.items():
         check_descale(name, x, problem, q.device)
-    if max(problem.batch, problem.kv_heads) > GRID_YZ_MAX:
-        raise ValueError(f"{FP8} takes at most {GRID_YZ_MAX} batches and key/value heads of V in rows")
-    plan = _plan(problem, softmax_scale, {}, q=q, k=k, v=v)
-    if plan.launch is None:
-        return plan
-    relayout = kernel_for(QUANTIZE, _least(problem, dtype="bfloat16"), calls_fp8.RELAYOUT).launch
-    shapes = quantized_shapes(problem)
-    scales = production._dense(torch.Size((3, problem.batch, problem.kv_heads, 1)), torch.float32)
-    return plan._replace(relayout=relayout, relaid=(_dense("vt8", shapes), scales))
+    scratch, refuse = calls_fp8.of_rows(problem, descales=True), calls_fp8.refuse_fp8_rows
+    inputs = {"q": q, "k": k, "v": v}
+    return _plan(FP8_ROWS, problem, softmax_scale, inputs, scratch, refuse, calls_fp8.DESCALES)
+
+
+def _plan_cast(q, k, v, softmax_scale, causal: bool, top_left: bool) -> Plan:
+    problem = problem_of(q, k, v, causal, top_left).with_(direction="fp8_cast")
+    inputs = {"q": q, "k": k, "v": v}
+    scratch, refuse = calls_fp8.of_cast(problem), calls_fp8.refuse_fp8_cast
+    plan = _plan(FP8_CAST, problem, softmax_scale, inputs, scratch, refuse, {})
+    return plan if plan.launch is None else plan._replace(given=(signs_on(q.device, problem.head_dim, 0),))
 
 
 def _plan(
-    problem: Problem, softmax_scale: float | None, options: dict[str, object], **inputs: torch.Tensor
+    stage_id: str,
+    problem: Problem,
+    softmax_scale: float | None,
+    inputs: dict[str, torch.Tensor],
+    scratch: Scratch,
+    refuse: Callable[[Problem], str | None],
+    options: dict[str, object],
 ) -> Plan:
+    """`scratch` is what the stage needs besides k7's."""
     scale = check_scale(softmax_scale, problem.head_dim) or problem.head_dim**-0.5
-    if reason := calls_fp8.refuse_fp8(problem):
-        raise ValueError(f"{FP8} {reason}")
+    if reason := refuse(problem):
+        raise ValueError(f"{stage_id} {reason}")
     q = next(iter(inputs.values()))
-    check_device(FP8, q)
+    check_device(stage_id, q)
     check_layouts(**{name: x for name, x in inputs.items() if x.numel()})
     outputs = (
         _dense_like(q, getattr(torch, problem.dtype)),
         production._dense(q.shape[:3], torch.float32),
     )
     sms = tuned.gpu(q.device).sms
-    part = production._part(WHOLE, WHOLE, calls_fp8.fp8_scratch(problem, sms))
+    part = production._part(WHOLE, WHOLE, scratch | calls_fp8.fp8_scratch(problem, sms))
     launch = None
     if q.numel():
         least = _least(problem, causal=problem.causal, top_left=problem.top_left)
-        launch = kernel_for(FP8, least, options | sms_option(sms)).launch
+        launch = kernel_for(stage_id, least, options | sms_option(sms)).launch
     return Plan(launch, outputs, part, scale)
 
 
 def _least(problem: Problem, **more: object) -> Problem:
     """What of a problem is compiled in."""
-    least = Problem.square(1, 1, 1, problem.head_dim, False, dtype=problem.dtype, direction="fp8")
-    return least.with_(**more)
+    extents = 1, 1, 1, problem.head_dim, False
+    return Problem.square(*extents, dtype=problem.dtype, direction=problem.direction).with_(**more)
 
 
 # ---- memory -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hopper_attention import attention_fp8, flash_attn_func, fp8, ops_fp8, produ
 from hopper_attention.fp8 import Quantized, QuantizedColumns, QuantizedRows
 
 E4M3 = torch.float8_e4m3fn
-REAL = {name: getattr(ops_fp8, name) for name in ("run_quantize", "run_quantized", "run_fp8")}
+REAL = {name: getattr(ops_fp8, name) for name in ("run_quantize", "run_forward", "run_rows", "run_cast")}
 
 
 def run_quantize(q, k, v, seed=None, cos=None, sin=None):
@@ -33,14 +33,14 @@ def written(q, o, lse, dtype):
     return torch.empty_like(q, dtype=dtype or torch.bfloat16).copy_(o), lse.float()
 
 
-def run_quantized(
+def run_forward(
     q8, k8, vt8, q_scale, k_scale, v_exponent, softmax_scale=None, causal=False, top_left=False, dtype=None
 ):
     tensors = stood_for(q8, k8, vt8, q_scale, k_scale, v_exponent)
     return written(q8, *reference(*tensors, causal, None, top_left, softmax_scale), dtype)
 
 
-def run_fp8(
+def run_rows(
     q, k, v, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, top_left=False,
     dtype=None,
 ):  # fmt: skip
@@ -51,8 +51,15 @@ def run_fp8(
     return written(q, *reference(*tensors, causal, None, top_left, softmax_scale), dtype)
 
 
-STAND_INS = {"run_quantize": run_quantize, "run_quantized": run_quantized, "run_fp8": run_fp8}
-OPERATORS = {"run_quantize": "quantize", "run_quantized": "forward_quantized", "run_fp8": "forward_fp8"}
+def run_cast(q, k, v, softmax_scale=None, causal=False, top_left=False):
+    found = run_quantize(q, k, v, 0)
+    return run_forward(*found[::2], *found[1::2], softmax_scale, causal, top_left, q.dtype)
+
+
+STAND_INS = {"run_quantize": run_quantize, "run_forward": run_forward}
+STAND_INS |= {"run_rows": run_rows, "run_cast": run_cast}
+OPERATORS = {"run_quantize": "quantize", "run_forward": "forward_fp8"}
+OPERATORS |= {"run_rows": "forward_fp8_rows", "run_cast": "forward_fp8_cast"}
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +73,9 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         call = lambda *x, name=name, stand_in=stand_in: direct.append(name) or stand_in(*x)
         monkeypatch.setattr(ops_fp8, name, call)
         library.impl(OPERATORS[name], stand_in, "CPU")
-    library.impl("quantize", ops_fp8.autocast_on("cpu"), "AutocastCPU")
+    for operator in (ops_fp8.quantize, ops_fp8.forward_fp8_cast):
+        name = operator.__name__.partition(".")[0]
+        library.impl(name, ops_fp8.autocast_on("cpu", operator), "AutocastCPU")
     yield direct
     library._destroy()
 
@@ -182,7 +191,7 @@ def test_in_rows(mask: dict[str, bool], given: str) -> None:
         scales = {}
     o, lse = attention_fp8(q, k, v, **scales, **mask, softmax_scale=0.2, return_lse=True)
     as_tensors = {name: torch.as_tensor(x) for name, x in scales.items()}
-    same = run_fp8(q, k, v, **as_tensors, **mask, softmax_scale=0.2)
+    same = run_rows(q, k, v, **as_tensors, **mask, softmax_scale=0.2)
     assert o.equal(same[0]) and lse.equal(same[1])
     assert o.dtype == torch.bfloat16
 
@@ -243,10 +252,11 @@ def test_opcheck(mask: dict[str, bool]) -> None:
     for given in ((q, k, v, 0), (*rows_first, 0), (q, None, None, None), (None, k, v, 5)):
         opcheck(ops_fp8.quantize, given)
     q8, q_scale, k8, k_scale, vt8, v_exponent = ops_fp8.quantize(q, k, v, 0)
-    opcheck(ops_fp8.forward_quantized, (q8, k8, vt8, q_scale, k_scale, v_exponent), mask)
+    opcheck(ops_fp8.forward_fp8, (q8, k8, vt8, q_scale, k_scale, v_exponent), mask)
+    opcheck(ops_fp8.forward_fp8_cast, (q, k, v), mask)
     (q, k, v), scales = in_rows()
-    opcheck(ops_fp8.forward_fp8, (q, k, v), mask)
-    opcheck(ops_fp8.forward_fp8, (q, k, v, *scales.values()), mask | {"dtype": torch.float16})
+    opcheck(ops_fp8.forward_fp8_rows, (q, k, v), mask)
+    opcheck(ops_fp8.forward_fp8_rows, (q, k, v, *scales.values()), mask | {"dtype": torch.float16})
 
 
 def dynamic(call, **options):
@@ -304,12 +314,13 @@ def test_nothing_has_a_gradient() -> None:
     learning = found.q._replace(scale=found.q.scale.clone().requires_grad_())
     one = torch.ones(1, requires_grad=True)
     for call, name in (
-        (lambda: attention_fp8(q, k, v), "quantize"),
+        (lambda: attention_fp8(q, k, v), "forward_fp8_cast"),
+        (lambda: attention_fp8(q, k, v, dtype=torch.float16), "quantize"),
         (lambda: quantize(q), "quantize"),
-        (lambda: attention_fp8(q8.clone().requires_grad_(), k8, v8), "forward_fp8"),
-        (lambda: attention_fp8(q8, k8, v8, v_descale=one), "forward_fp8"),
-        (lambda: attention_fp8(learning, found.k, found.v), "forward_quantized"),
-        (lambda: torch.compile(attention_fp8, backend="eager")(q, k, v), "quantize"),
+        (lambda: attention_fp8(q8.clone().requires_grad_(), k8, v8), "forward_fp8_rows"),
+        (lambda: attention_fp8(q8, k8, v8, v_descale=one), "forward_fp8_rows"),
+        (lambda: attention_fp8(learning, found.k, found.v), "forward_fp8"),
+        (lambda: torch.compile(attention_fp8, backend="eager")(q, k, v), "forward_fp8_cast"),
     ):
         with pytest.raises(Exception, match=f"hopper_attention's {name} has no gradient"):
             call()
@@ -349,7 +360,8 @@ def test_where_nothing_looks_the_dispatcher_is_left_out(on_cpu: list[str]) -> No
     attention_fp8(q, k, v)
     attention_fp8(*(codes(x.float()) for x in (q, k, v)))
     quantize(k=k, v=v)
-    assert on_cpu == ["run_quantize", "run_quantized", "run_fp8", "run_quantize"]
+    attention_fp8(*quantize(q, k, v))
+    assert on_cpu == ["run_cast", "run_rows", "run_quantize", "run_quantize", "run_forward"]
     on_cpu.clear()
     with FlopCounterMode(display=False), torch.no_grad():
         attention_fp8(q, k, v)
@@ -373,10 +385,10 @@ ROWS = {
     "shapes": (lambda q, k, v: (q, k, v[:, :, 1:]), ValueError, "k and v must have one shape"),
     "heads": (lambda q, k, v: (q[:, :3], k, v), ValueError, "the 3 query heads must be a multiple of"),
     "head_dim": (
-        lambda q, k, v: (q[..., :32], k[..., :32], v[..., :32]), ValueError, "k7 takes head_dim 64, 128",
+        lambda q, k, v: (q[..., :32], k[..., :32], v[..., :32]), ValueError, "k7_rows takes head_dim 64, 128",
     ),
     "no keys": (
-        lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), ValueError, "k7 takes at least one key",
+        lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), ValueError, "k7_rows takes at least one key",
     ),
     "device": (lambda q, k, v: (q, k, v), ValueError, "q, k and v must be on a CUDA device, not cpu"),
 }  # fmt: skip
@@ -430,11 +442,11 @@ SIXTEEN = {
     "lengths": (lambda q, k, v: (q, k, v[:, :, 1:]), ValueError, "k and v must have one shape"),
     "head_dim": (
         lambda q, k, v: (q[..., :32], k[..., :32], v[..., :32]), ValueError,
-        "quantize takes head_dim 64, 128",
+        "takes head_dim 64, 128 or 256, not 32",
     ),
     "grid": (
         lambda q, k, v: (q.expand(-1, 4, -1, -1)[:, :1].expand(-1, 70000, -1, -1), k[:, :1], v[:, :1]),
-        ValueError, "quantize takes at most 65535 batches, and heads of q, k, v together",
+        ValueError, "takes at most 65535 batches, and as many heads of q, k, v together",
     ),
     "device": (lambda q, k, v: (q, k, v), ValueError, "q, k and v must be on a CUDA device, not cpu"),
 }  # fmt: skip

@@ -68,11 +68,17 @@ def make(q, k=None, v=None, seed=None, cos=None, sin=None):
 
 
 def attend(given, scale=None, causal=False, top_left=False, dtype=torch.bfloat16):
-    return production_fp8.forward_quantized(*given, scale, causal, top_left, dtype)
+    return production_fp8.forward(*given, scale, causal, top_left, dtype)
 
 
-def attend_rows(rows, descales=(None, None, None), scale=None, causal=False, dtype=torch.bfloat16):
-    return production_fp8.forward_fp8(*rows, *descales, scale, causal, False, dtype)
+def attend_rows(
+    rows, descales=(None, None, None), scale=None, causal=False, top_left=False, dtype=torch.bfloat16
+):
+    return production_fp8.forward_rows(*rows, *descales, scale, causal, top_left, dtype)
+
+
+def attend_cast(qkv, scale=None, causal=False, top_left=False):
+    return production_fp8.forward_cast(*qkv, scale, causal, top_left)
 
 
 # ---- quantize ---------------------------------------------------------------------------------------------
@@ -83,7 +89,7 @@ def test_what_the_quantising_kernel_is_given(launched: list[Launch]) -> None:
     found = make(q, k, v, seed=0)
     (seen,) = launched
     assert (seen.name, seen.options) == ("quantize", {"parts": "qkv", "rotate": True, "rope": False})
-    assert seen.least == Problem.square(1, 1, 1, 64, False, direction="fp8")
+    assert seen.least == Problem.square(1, 1, 1, 64, False, direction="fp8_cast")
     names = "q", "k", "v", "q8", "k8", "vt8", "q_scale", "k_scale", "v_exponent", "signs", "cos", "sin"
     given = dict(zip(names, seen.given, strict=True))
     order = "q8", "q_scale", "k8", "k_scale", "vt8", "v_exponent"
@@ -139,9 +145,7 @@ def test_signs_are_copied_once_and_not_in_a_capture(
     assert launched[0].given[-3] is launched[1].given[-3]
     monkeypatch.setattr(production, "is_capturing", lambda: True)
     make(q[:, :, :4], k, v, seed=0)
-    with pytest.raises(
-        RuntimeError, match="make the first call with this head_dim and seed"
-    ):
+    with pytest.raises(RuntimeError, match="make the first call with this head_dim and seed"):
         make(q, k, v, seed=1)
 
 
@@ -168,41 +172,62 @@ def test_what_k7_is_given_of_quantised_tensors(head_dim: int, launched: list[Lau
     assert (flushed.dtype, counter.dtype, counter.item()) == (torch.float32, torch.int32, 0)
 
 
-def test_what_v_in_rows_takes(launched: list[Launch]) -> None:
+def test_what_k7_rows_is_given(launched: list[Launch]) -> None:
     q, k, v = in_rows()
     descales = torch.full((2, 2), 2.0), torch.tensor(3.0), None
-    o, _ = attend_rows((q, k, v), descales, scale=0.5)
-    relayout, seen = launched
-    assert (relayout.name, relayout.options) == ("quantize", {"relayout": True, "descales": True})
-    assert (seen.name, seen.options, seen.given[-1]) == ("k7", {}, 0.5)
-    v_, vt8, *given, scales = relayout.given
-    assert v_ is v and tuple(vt8.shape) == (2, 2, 72, 80) and vt8.dtype == E4M3
-    assert [tuple(x.shape) for x in given] == [(2, 2)] * 3
-    assert [x.unique().item() for x in given] == [2.0, 3.0, 1.0]
-    assert tuple(scales.shape) == (3, 2, 2, 1) and scales.dtype == torch.float32
-    assert seen.given[0] is q and seen.given[1] is k and seen.given[2] is vt8 and seen.given[3] is o
-    for i, x in enumerate(seen.given[7:10]):
-        assert x.data_ptr() == scales[i].data_ptr() and tuple(x.shape) == (2, 2, 1)
+    o, lse = attend_rows((q, k, v), descales, scale=0.5, causal=True)
+    (seen,) = launched
+    assert (seen.name, seen.options) == ("k7_rows", {"descales": True})
+    assert seen.least in launch.reachable("k7_rows") and seen.least.causal
+    *inputs, o_, lse_, vt8, scales, flushed, counter, of_q, of_k, of_v, softmax_scale = seen.given
+    assert all(x is y for x, y in zip((*inputs, o_, lse_), (q, k, v, o, lse), strict=True))
+    assert softmax_scale == 0.5
+    for x, (shape, dtype) in zip((vt8, scales, flushed, counter), scratch_of("k7_rows", descales=True)):
+        assert (tuple(x.shape), x.dtype) == (shape, getattr(torch, dtype))
+    for x, scale in ((of_q, 2.0), (of_k, 3.0), (of_v, 1.0)):
+        assert tuple(x.shape) == (2, 2) and x.unique().item() == scale
+
+
+def scratch_of(stage_id: str, **options: object) -> list[tuple[tuple[int, ...], str]]:
+    stage, file = ladder.load(stage_id)
+    problem = Problem(2, 4, 2, 9, 70, 64, True, direction=stage.direction)
+    return list(file.workspace(problem, **options).values())
+
+
+def test_what_k8_is_given(launched: list[Launch]) -> None:
+    q, k, v = tensors(dtype=torch.float16)
+    o, lse = attend_cast((q, k, v), causal=True)
+    (seen,) = launched
+    assert (seen.name, seen.options, o.dtype) == ("k8", {}, torch.float16)
+    assert seen.least in launch.reachable("k8") and seen.least.dtype == "float16"
+    *inputs, signs, softmax_scale = seen.given
+    assert all(x is y for x, y in zip(inputs[:5], (q, k, v, o, lse), strict=True))
+    for x, (shape, dtype) in zip(inputs[5:], scratch_of("k8"), strict=True):
+        assert (tuple(x.shape), x.dtype) == (shape, getattr(torch, dtype))
+    assert signs.equal(production_fp8.signs(64)) and softmax_scale == 64**-0.5
 
 
 def test_a_second_call_of_a_kind_plans_nothing(
     launched: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qkv, rows, given = tensors(), in_rows(), quantized()
-    call = lambda: (make(*qkv, seed=0), attend(given), attend_rows(rows, (torch.ones(1), None, None)))
+    call = lambda: (
+        make(*qkv, seed=0), attend(given), attend_rows(rows, (torch.ones(1), None, None)), attend_cast(qkv),
+    )  # fmt: skip
     call()
-    for name in ("_plan_quantize", "_plan_quantized", "_plan_rows"):
+    for name in ("_plan_quantize", "_plan_forward", "_plan_rows", "_plan_cast"):
         monkeypatch.setattr(production_fp8, name, None)
     qkv, rows, given = ([x.clone() for x in inputs] for inputs in (qkv, rows, given))
     call()
-    assert [x.name for x in launched] == ["quantize", "k7", "quantize", "k7"] * 2
-    assert launched[1].given[6] is launched[5].given[6] is launched[3].given[6], "the counter"
-    assert launched[2].given[3].data_ptr() == launched[6].given[3].data_ptr(), "the scale of what has none"
+    assert [x.name for x in launched] == ["quantize", "k7", "k7_rows", "k8"] * 2
+    counters = [x.given[at] for x, at in zip(launched, (None, 6, 8, 12) * 2) if at]
+    assert len({x.data_ptr() for x in counters}) == 1 and not counters[0].any()
+    assert launched[2].given[-2].data_ptr() == launched[6].given[-2].data_ptr(), "the scale of what has none"
 
 
 @pytest.mark.parametrize(
     ("change", "count"),
-    [("shape", 3), ("strides", 3), ("mask", 2), ("scale", 2), ("output", 2), ("seed", 1), ("descales", 1)],
+    [("shape", 4), ("strides", 4), ("mask", 3), ("scale", 3), ("output", 2), ("seed", 1), ("descales", 1)],
 )
 def test_another_kind_is_planned_anew(change: str, count: int, launched: list[Launch]) -> None:
     def call(change: str | None = None) -> None:
@@ -213,15 +238,16 @@ def test_another_kind_is_planned_anew(change: str, count: int, launched: list[La
             qkv[0], rows[0], given[0] = flip(qkv[0]), flip(rows[0]), flip(given[0])
         make(*qkv, seed=1 if change == "seed" else 0)
         options = {"causal": change == "mask", "scale": 0.5 if change == "scale" else None}
+        attend_cast(qkv, **options)
         options["dtype"] = torch.float16 if change == "output" else torch.bfloat16
         attend(given, **options)
         attend_rows(rows, (torch.ones(2, 2) if change == "descales" else None, None, None), **options)
 
     call()
     call()
-    assert len(production_fp8._plans) == 3
+    assert len(production_fp8._plans) == 4
     call(change)
-    assert len(production_fp8._plans) == 3 + count
+    assert len(production_fp8._plans) == 4 + count
     assert len(launched) == 12
 
 
@@ -235,8 +261,8 @@ def test_scratch_is_of_the_stream_and_of_the_capture(
     monkeypatch.setattr(production, "is_capturing", lambda: True)
     attend_rows(rows)
     attend_rows(rows)
-    counters = [x.given[6] for x in launched[1::2]]
-    ones = [x.given[2] for x in launched[::2]]
+    counters = [x.given[8] for x in launched]
+    ones = [x.given[-2] for x in launched]
     for kept in (counters, ones):
         assert len({x.data_ptr() for x in kept}) == 4
     assert len(production._counters) == len(production_fp8._ones) == 2
@@ -246,20 +272,9 @@ def test_scratch_is_of_the_stream_and_of_the_capture(
 def test_of_nothing_nothing_is_launched(launched: list[Launch]) -> None:
     for shape in ({"seqlen_q": 0}, {"seqlen_q": 0, "seqlen_kv": 0}, {"heads": 0, "kv_heads": 0}):
         rows = in_rows(**shape)
-        for o, lse in (attend_rows(rows), attend(quantized(**shape))):
+        for o, lse in (attend_rows(rows), attend(quantized(**shape)), attend_cast(tensors(**shape))):
             assert o.shape == rows[0].shape and o.dtype == torch.bfloat16 and lse.shape == o.shape[:3]
     assert launched == []
-
-
-def test_pointers_are_looked_at_before_the_first_launch(launched: list[Launch]) -> None:
-    """The second launch must find nothing that the first one cannot."""
-    q, k, v = in_rows()
-    attend_rows((q, k, v))
-    shifted = lambda x: torch.zeros(x.numel() + 1, dtype=torch.uint8).view(E4M3)[1:].view_as(x)
-    for rows, name in (((shifted(q), k, v), "q"), ((q, shifted(k), v), "k")):
-        with pytest.raises(ValueError, match=f"^{name} starts 1 bytes past a 16-byte boundary"):
-            attend_rows(rows)
-    assert len(launched) == 2
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -287,8 +302,10 @@ def test_kernels_are_for_the_sms_of_the_gpu(launched: list[Launch], monkeypatch:
     monkeypatch.setattr(tuned, "gpu", lambda device: tuned.Gpu(114))
     attend(quantized(head_dim=128))
     attend_rows(in_rows(head_dim=128))
-    assert [x.options.get("sms") for x in launched] == [114, None, 114]
-    assert launched[0].given[5].shape == (114 * 2, 64 * 128)
+    attend_cast(tensors(head_dim=128))
+    assert [x.options.get("sms") for x in launched] == [114] * 3
+    for x, at in zip(launched, (5, 7, 11)):
+        assert x.given[at].shape == (114 * 2, 64 * 128)
 
 
 # ---- the closed list --------------------------------------------------------------------------------------
@@ -296,8 +313,8 @@ def test_kernels_are_for_the_sms_of_the_gpu(launched: list[Launch], monkeypatch:
 
 def test_what_can_be_reached() -> None:
     found = launch.reachable_in_fp8()
-    assert len(found) == len({repr(x) for x in found}) == 2 * 18 + 3 + 72
-    assert {name for name, *_ in found} == {"k7", "quantize"}
+    assert len(found) == len({repr(x) for x in found}) == 3 * 18 + 72
+    assert {name for name, *_ in found} == {"k7", "k7_rows", "k8", "quantize"}
 
 
 def test_nothing_else_is_compiled(launched: list[Launch]) -> None:
@@ -313,8 +330,9 @@ def test_nothing_else_is_compiled(launched: list[Launch]) -> None:
             for causal, top_left in ((False, False), (True, False), (True, True)):
                 for scale in (None, 0.3):
                     attend(quantized(head_dim=head_dim), scale, causal, top_left, dtype)
-                    rows = in_rows(head_dim=head_dim)
-                    production_fp8.forward_fp8(*rows, None, None, None, scale, causal, top_left, dtype)
+                    options = {"scale": scale, "causal": causal, "top_left": top_left}
+                    attend_rows(in_rows(head_dim=head_dim), **options, dtype=dtype)
+                    attend_cast(tensors(head_dim=head_dim, dtype=dtype), **options)
     compiled = {repr(x[:3]) for x in launched}
     assert compiled == {repr(x) for x in listed}
 
@@ -324,24 +342,30 @@ def test_precompiling(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     monkeypatch.setattr(precompile, "fill", lambda found, workers: jobs.extend(found) or len(jobs))
     assert precompile.main(["fp8", "--sms", "132"]) == 0
     assert jobs == launch.reachable_in_fp8()
-    assert "111 kernels of fp8" in capsys.readouterr().out
-    assert all(options.get("sms") == (114 if name == "k7" else None)
-               for name, _, options in precompile.jobs_of("fp8", 114))  # fmt: skip
+    assert "126 kernels of fp8" in capsys.readouterr().out
+    for name, _, options in precompile.jobs_of("fp8", 114):
+        assert options.get("sms") == (None if name == "quantize" else 114)
 
 
-def test_each_name_compiles_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize, "compile_quantize", lambda *what, **options: ("quantize", what, options))
-    monkeypatch.setattr(quantize, "compile_relayout", lambda *what, **options: ("relayout", what, options))
-    least = Problem.square(1, 1, 1, 128, False, dtype="float16", direction="fp8")
+def test_the_quantising_kernel_is_compiled_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "compile_quantize", lambda *what, **options: (what, options))
+    least = Problem.square(1, 1, 1, 128, False, dtype="float16", direction="fp8_cast")
     options = calls_fp8.quantize_options("kv", True, False)
-    assert quantize.compile_kernel(least, **options) == ("quantize", (128, "float16"), options)
-    assert quantize.compile_kernel(least, **calls_fp8.RELAYOUT) == ("relayout", (128,), {"descales": True})
+    assert ladder.load_file("quantize").compile_kernel(least, **options) == ((128, "float16"), options)
 
 
-def test_scratch_is_stated_once_more_where_no_compiler_is_imported() -> None:
+def test_what_a_stage_needs_is_stated_once_more_where_no_compiler_is_imported() -> None:
     for head_dim in HEAD_DIMS:
-        problem = Problem.square(2, 4, 100, head_dim, False, direction="fp8")
-        file = ladder.load("k7")[1]
-        assert calls_fp8.fp8_scratch(problem) == file.workspace(problem)
-        assert calls_fp8.fp8_scratch(problem, 114) == file.workspace(problem, sms=114)
-        assert calls_fp8.refuse_fp8(problem) is file.supports(problem) is None
+        plain = Problem.square(2, 4, 100, head_dim, False)
+        for stage_id, options, more, refuse in (
+            ("k7", {}, lambda problem: {}, calls_fp8.refuse_fp8),
+            ("k7_rows", calls_fp8.DESCALES, lambda x: calls_fp8.of_rows(x, True), calls_fp8.refuse_fp8_rows),
+            ("k8", {}, calls_fp8.of_cast, calls_fp8.refuse_fp8_cast),
+        ):
+            stage, file = ladder.load(stage_id)
+            problem = plain.with_(direction=stage.direction)
+            for sms in (132, 114):
+                scratch = more(problem) | calls_fp8.fp8_scratch(problem, sms)
+                assert [*scratch.items()] == [*file.workspace(problem, **options, sms=sms).items()]
+            for other in (problem, problem.with_(head_dim=96), problem.with_(batch=70000, seqlen_q=1)):
+                assert refuse(other) == file.supports(other)
