@@ -3,6 +3,7 @@
 By itself: python -m pytest tests/test_fp8_on_gpu.py -n 0 -s, which prints errors and host times too.
 """
 
+import functools
 import math
 import time
 
@@ -220,7 +221,7 @@ def test_empty_inputs() -> None:
         o, lse = attention_fp8(*given, return_lse=True)
         assert o.shape == given[0].shape and lse.shape == given[0].shape[:3]
         assert attention_fp8(*(codes(x.float()) for x in given)).shape == given[0].shape
-    with pytest.raises(ValueError, match="k7 takes at least one key"):
+    with pytest.raises(ValueError, match="k8 takes at least one key"):
         attention_fp8(q, k[:, :, :0], v[:, :, :0])
 
 
@@ -304,12 +305,13 @@ def test_compiled(mode: str) -> None:
 def test_opcheck() -> None:
     q, k, v = inputs()
     utils = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
-    torch.library.opcheck(ops_fp8.quantize, (q, k, v, 0), test_utils=utils)
+    check = functools.partial(torch.library.opcheck, test_utils=utils)
+    check(ops_fp8.quantize, (q, k, v, 0))
     q8, q_scale, k8, k_scale, vt8, v_exponent = ops_fp8.quantize(q, k, v, 0)
-    given = q8, k8, vt8, q_scale, k_scale, v_exponent
-    torch.library.opcheck(ops_fp8.forward_quantized, given, test_utils=utils)
+    check(ops_fp8.forward_fp8, (q8, k8, vt8, q_scale, k_scale, v_exponent))
+    check(ops_fp8.forward_fp8_cast, (q, k, v))
     rows, scales = in_rows()
-    torch.library.opcheck(ops_fp8.forward_fp8, (*rows, *scales.values()), test_utils=utils)
+    check(ops_fp8.forward_fp8_rows, (*rows, *scales.values()))
 
 
 def test_autocast() -> None:

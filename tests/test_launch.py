@@ -145,27 +145,31 @@ def test_lse(stage_id: str, tensors: dict, kernels: dict) -> None:
 
 IN_FP8 = PROBLEM.with_(direction="fp8", kv_heads=2)
 LEAST = Problem.square(1, 1, 1, 64, True, direction="fp8")
-OF_Q_AND_KV = {"q": (2, 4, 16, 64), "k": (2, 2, 16, 64), "v": (2, 2, 16, 64)}
+OF_Q, OF_KV = (2, 4, 16, 64), (2, 2, 16, 64)
 E4M3 = {"dtype": torch.float8_e4m3fn}
-CODED = {name: (shape, {"dtype": getattr(torch, x)}) for name, (shape, x) in quantized_shapes(IN_FP8).items()}
-VT8 = CODED["vt8"]
+ROWS_8, ROWS_16 = ({"q": (OF_Q, x), "k": (OF_KV, x), "v": (OF_KV, x)} for x in (E4M3, HALF))
+CODED = with_scratch({}, quantized_shapes(IN_FP8))
+O_AND_LSE = {"o": (OF_Q, HALF), "lse": LSE}
+FOUND = {name: x for name, x in CODED.items() if name not in ("q8", "k8", "vt8")}
+OPERANDS = {name: x for name, x in CODED.items() if name not in FOUND}
 OF_HEADS = {f"{x}_descale": ((2, 2), FP32) for x in "qkv"}
-CODES_AND_O = {"q8": CODED["q8"], "k8": CODED["k8"], "vt8": VT8, "o": (OF_Q_AND_KV["q"], HALF), "lse": LSE}
-CODES_AND_O = with_scratch(CODES_AND_O, calls_fp8.fp8_scratch(IN_FP8))
-SIGNS, NO_ROPE = {"signs": ((64,), FP32)}, {"cos": None, "sin": None}
-FP8_LAUNCHES = {  # name, what it is compiled for, options, arguments
-    "k7": ("k7", LEAST, {}, CODES_AND_O | dict.fromkeys(OF_HEADS, ((2, 2, 1), FP32)) | {"scale": 0.125}),
-    "k7 of blocks": (
+SCRATCH, SIGNS, SCALE = calls_fp8.fp8_scratch(IN_FP8), {"signs": ((64,), FP32)}, {"scale": 0.125}
+FP8_LAUNCHES = {  # name, what it is compiled for, options; arguments
+    "codes": (
         "k7", LEAST, calls_fp8.BLOCK_SCALES,
-        CODES_AND_O | {x: CODED[x] for x in ("q_scale", "k_scale", "v_exponent")} | {"scale": 0.125},
+        with_scratch(OPERANDS | O_AND_LSE, SCRATCH) | FOUND | SCALE,
+    ),
+    "rows": (
+        "k7_rows", LEAST.with_(direction="fp8_rows"), calls_fp8.DESCALES,
+        with_scratch(ROWS_8 | O_AND_LSE, calls_fp8.of_rows(IN_FP8, True) | SCRATCH) | OF_HEADS | SCALE,
+    ),
+    "cast": (
+        "k8", LEAST.with_(direction="fp8_cast"), {},
+        with_scratch(ROWS_16 | O_AND_LSE, calls_fp8.of_cast(IN_FP8) | SCRATCH) | SIGNS | SCALE,
     ),
     "quantize": (
-        "quantize", LEAST.with_(causal=False), calls_fp8.quantize_options("qkv", True, False),
-        {name: (shape, HALF) for name, shape in OF_Q_AND_KV.items()} | CODED | SIGNS | NO_ROPE,
-    ),
-    "relayout": (
-        "quantize", LEAST.with_(causal=False), calls_fp8.RELAYOUT,
-        {"v": (OF_Q_AND_KV["v"], E4M3), "vt8": VT8} | OF_HEADS | {"scales": ((3, 2, 2, 1), FP32)},
+        "quantize", LEAST.with_(causal=False, direction="fp8_cast"),
+        calls_fp8.quantize_options("qkv", True, False), ROWS_16 | CODED | SIGNS | {"cos": None, "sin": None},
     ),
 }  # fmt: skip
 
@@ -199,7 +203,7 @@ def test_fp8_launches_take_the_library_s_tensors(in_fp8: tuple[launch.Kernel, di
     for name, x in in_fp8[1].items():
         if isinstance(x, tuple) and name in ("q", "k", "v", "q8", "k8", "vt8", "o"):
             others[name] = x[0], x[1] | {"strides": (1 << 22, 1 << 16, 272, 1)}
-        elif name in OF_HEADS and x[0] == (2, 2):
+        elif name in OF_HEADS:
             others[name] = x[0], x[1] | {"strides": (0, 0)}
     for changed in ({}, others):
         with pytest.raises(RuntimeError, match="CUDA"):
@@ -219,5 +223,7 @@ def test_fp8_launches_refuse_wrong_tensors(in_fp8: tuple[launch.Kernel, dict]) -
         if kind["dtype"] != torch.float32 and kind["dtype"] != torch.int32:
             refused_in_fp8(in_fp8, name, data=ADDRESS + 8)
             refused_in_fp8(in_fp8, name, strides=(1 << 20, 1 << 16, 1, 16))
-        if name not in ("q8", "q", "v", "flushed", "counter", "signs", "scales"):
+        if name == "v":
+            refused_in_fp8(in_fp8, name, shape=(2, 2, 15, 64))
+        if name not in ("q8", "q", "flushed", "counter", "signs", "scales"):
             refused_in_fp8(in_fp8, name, shape=(3, *shape[1:]))
