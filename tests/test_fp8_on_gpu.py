@@ -13,7 +13,7 @@ from in_fp8 import stood_for
 
 from harness import reference
 from harness.inputs import hopper_gpu, random_inputs
-from harness.quantized import codes, quantize_reference
+from harness.quantized import codes, of_rows, quantize_reference
 from hopper_attention import attention, attention_fp8, flash_attn_func, ops_fp8, production_fp8, quantize
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
@@ -53,15 +53,20 @@ def meant(rows: list[torch.Tensor], scales: dict[str, torch.Tensor]) -> list[tor
     return [x.float() * scale[..., None, None] for x, scale in zip(rows, spread)]
 
 
-def failures(o, lse, q, k, v, softmax_scale=None, causal=False, top_left=False) -> tuple[str, ...]:
+def failures(
+    o, lse, q, k, v, softmax_scale=None, causal=False, top_left=False, exponents=None
+) -> tuple[str, ...]:
     """What the pass rule has against o and lse, for the numbers that codes stand for: against float64, beside
-    a yardstick that rounds P as k7 does."""
+    a yardstick that rounds P as k7 does. `exponents` are those of blocks of V."""
     extents = *q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:]
     shape = Problem(*extents, causal, direction="fp8", top_left=top_left)
     lazy = ladder.load("k7")[1].lazy_maximum(shape)
-    exact = reference.reference(q, k, v, causal, None, top_left, softmax_scale)
-    yard, yard_lse = reference.yardstick_of(q, k, v, causal, lazy, None, top_left, softmax_scale)
-    return reference.judge(o, exact[0], yard.to(o.dtype), lse, exact[1], yard_lse=yard_lse).failures
+    options = {"top_left": top_left, "scale": softmax_scale}
+    exact = reference.reference(q, k, v, causal, **options)
+    if exponents is not None:
+        options["exponents"] = of_rows(exponents, v)
+    yard, yard_lse = reference.yardstick_of(q, k, v, causal, lazy, **options, dtype=o.dtype)
+    return reference.judge(o, exact[0], yard, lse, exact[1], yard_lse=yard_lse).failures
 
 
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -122,7 +127,7 @@ def test_quantised(mask: dict, head_dim: int, dtype, seqlens) -> None:
         for scale in (None, 0.2):
             o, lse = attention_fp8(*found, **mask, softmax_scale=scale, dtype=dtype, return_lse=True)
             assert o.dtype == dtype
-            assert failures(o, lse, *tensors, scale, **mask) == ()
+            assert failures(o, lse, *tensors, scale, **mask, exponents=found.v.exponent) == ()
 
 
 @every_mask
