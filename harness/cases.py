@@ -173,21 +173,22 @@ def needle_in(stage_id: str, problem: Problem) -> Iterator[str]:
         inputs, exact = reference.needle_gradient_inputs(problem, "cuda")
         yield from reference.needles_missed(problem, run_poisoned(stage_id, inputs, **mask), exact)
         return
-    # Sums of 8-bit products of one sign are up to 1 % short: of a logit of 45 that is less than what a tile
-    # that is counted twice adds to the LSE, and e⁻¹⁷, which other keys then have at most, is no code.
-    amplitude = 4.0 if problem.in_fp8 else 32.0
+    # Truncated sums of 8-bit products leave a logit up to 0.25 % short. Of one of 64 to 128 that is less than
+    # what a tile that is counted twice adds to the LSE; the other keys then have up to e⁻¹⁶.
+    amplitude, trace = (8.0, 2.0**-20) if problem.in_fp8 else (32.0, 0.0)
     q, k, v, target = reference.needle_inputs(problem, "cuda", amplitude)
     found = run_poisoned(stage_id, as_read(problem.direction, q, k, v), **mask)
     q, k, v = as_multiplied(stage_id, problem, q, k, v)
-    wrong = (found["o"] != v[:, :, target].to(found["o"].dtype)).any(-1).nonzero()
+    values = v[:, :, target].to(found["o"].dtype)
+    wrong = (~((found["o"] - values).abs() <= trace)).any(-1).nonzero()  # also where O is NaN
     if len(wrong):
         row = wrong[0, 2].item()
         key = target[row].item()
         yield f"{problem}: {len(wrong)} rows miss their key, first row {row} (key {key})"
     ref_lse = reference.reference(q, k, v, **mask)[1]
     off = (found["lse"] - ref_lse).abs()
-    slack = reference.LSE_OF_SUMS if problem.in_fp8 else reference.LSE_TOLERANCE
-    if not (off <= slack * ref_lse.abs()).all():
+    slack = math.log(2) / 2 if problem.in_fp8 else reference.LSE_TOLERANCE * ref_lse.abs()
+    if not (off <= slack).all():
         yield f"{problem}: LSE off by {off.max().item():.3g}: a tile counted twice?"
 
 

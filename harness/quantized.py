@@ -124,9 +124,11 @@ def transposed(v8: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """√d times the Walsh–Hadamard transform of the last dimension."""
+    """√d times the Walsh–Hadamard transform of the last dimension: by the bits of a thread's chunk, the
+    highest, those of the lane."""
     d = x.shape[-1]
-    for bit in range(d.bit_length() - 1):
+    highest = d.bit_length() - 2
+    for bit in (0, 1, 2, 3, highest, *range(4, highest)):
         first, second = x.unflatten(-1, (-1, 2, 1 << bit)).unbind(-2)
         x = torch.stack([first + second, first - second], dim=-2).flatten(-3)
     return x

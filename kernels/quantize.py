@@ -129,7 +129,7 @@ class Quantize:
         block, _, batch = cute.arch.block_idx()
         seqlen = mX.shape[2]
         row, lane = block * BLOCK + tidx // self.lanes, tidx % self.lanes
-        halves = lane, lane + self.lanes  # in chunks
+        halves, signs = (lane, lane + self.lanes), (1.0, 1.0)  # in chunks
         if block * BLOCK < seqlen:
             # Rows past the end read the last row again, which changes no maximum.
             source = cutlass.min(row, seqlen - 1)
@@ -142,8 +142,9 @@ class Quantize:
                 if const_expr(self.rope):
                     x = turned(x, *[load_fp32(mY[source, None], lane) for mY in (mCos, mSin)])
                 if const_expr(self.rotate):
-                    signs = [sign for chunk in halves for sign in load_fp32(mSigns, chunk)]
-                    x = hadamard([a * sign for a, sign in zip(x, signs)], self.lanes)
+                    drawn = [sign for chunk in halves for sign in load_fp32(mSigns, chunk)]
+                    x = hadamard([a * sign for a, sign in zip(x, drawn)], self.lanes)
+                    halves, signs = transformed_chunks(lane, self.lanes), transformed_signs(lane, self.lanes)
                 rX = cute.make_rmem_tensor(cute.make_layout(OWN), Float32)
                 keep(rX, x)
 
@@ -156,7 +157,7 @@ class Quantize:
                 if tidx == 0:
                     scale = cute.arch.fmax(largest, SMALLEST_MAXIMUM) * (self.norm / E4M3_MAX)
                     mScale[batch, head, block] = scale if largest > 0.0 else Float32(1.0)
-            x = scaled(rX, inverse, self.given)
+            x = scaled(rX, [inverse * sign for sign in signs for _ in range(CHUNK)], self.given)
             codes = cute.make_rmem_tensor(cute.make_layout((QUAD, 2)), Int32)  # (word, half)
             for word in range_constexpr(2 * QUAD):
                 codes[word] = four_e4m3(*x[QUAD * word : QUAD * (word + 1)])
@@ -194,7 +195,7 @@ class Quantize:
                 weight = inverse
                 if tidx == 0:
                     mScale[batch, head, block] = Float32(exponent)
-            x = scaled(rV, inverse, self.given)
+            x = scaled(rV, [inverse] * OWN, self.given)
             words = [four_e4m3(*x[column::VECTOR]) for column in range(VECTOR)]
             put_columns(words, sCodes, group, word, chunk)
             cute.arch.sync_threads()
@@ -301,18 +302,49 @@ def turned(x: list[Float32], cos: list[Float32], sin: list[Float32]) -> list[Flo
 
 def hadamard(x: list[Float32], lanes: int) -> list[Float32]:
     """√d times the Walsh–Hadamard transform of a row: sums and differences of all that differ in one bit of
-    their column, bit after bit from the lowest; a thread's 16, then its neighbours', then its two halves."""
+    their column, bit after bit; those of a thread's chunks, that of its two halves, its neighbours'.
+
+    Two neighbours differ in a bit of their columns. One keeps its sums and gives its differences, the other
+    the reverse: then each has all that one half of the next sums and differences are of, and half as much is
+    sent as if each were to have both. What comes out is where `transformed_chunks` says, and of the signs of
+    `transformed_signs`.
+    """
     x = butterflies(x, (1, 2, 4, 8))
-    for bit in range(lanes.bit_length() - 1):
-        own = minus_one_if(1 << bit)
-        x = [a * own + cute.arch.shuffle_sync_bfly(a, 1 << bit) for a in x]
-    return butterflies(x, (CHUNK,))
+    kept, given = x[:CHUNK], x[CHUNK:]
+    bits = lanes.bit_length() - 1
+    for bit in range(bits + 1):
+        sign = minus_one_if(1 << bit) if bit < bits else 1.0
+        pairs = list(zip(kept, given))
+        kept, given = [a + b * sign for a, b in pairs], [a - b * sign for a, b in pairs]
+        if bit < bits:
+            given = [cute.arch.shuffle_sync_bfly(b, 1 << bit) for b in given]
+    return kept + given
+
+
+def transformed_chunks(lane: Int32, lanes: int) -> tuple[Int32, Int32]:
+    """Where a thread's two halves are after `hadamard`: each exchange swaps what the halves differ in, at
+    first the highest bit of the chunk, with a bit of the lane."""
+    first = (lane & 1) * lanes + (lane >> 1)
+    return first, first + lanes // 2
+
+
+def transformed_signs(lane: Int32, lanes: int) -> tuple[Float32, Float32]:
+    """What a thread's two halves are to be multiplied by after `hadamard`: the difference of two neighbours
+    is that of the lower from the higher in the one with the bit, and is kept there if the next bit is set."""
+    bits = lanes.bit_length() - 1
+    swapped = lane & lane >> 1
+    odd = swapped ^ swapped >> 1  # of its bits, which are two at most
+    return minus_if(odd), minus_if(odd ^ lane >> bits - 1)
 
 
 def minus_one_if(bit: int) -> Float32:
     """−1 in lanes with this bit, 1 in others."""
-    sign = cute.arch.lane_idx() << 32 - bit.bit_length() & -(1 << 31)
-    return (sign | 0x3F800000).bitcast(Float32)
+    return minus_if(cute.arch.lane_idx() >> bit.bit_length() - 1)
+
+
+def minus_if(odd: Int32) -> Float32:
+    """−1 for an odd number, 1 for an even one."""
+    return (odd << 31 | 0x3F800000).bitcast(Float32)
 
 
 def butterflies(x: list[Float32], distances: tuple[int, ...]) -> list[Float32]:
@@ -321,9 +353,9 @@ def butterflies(x: list[Float32], distances: tuple[int, ...]) -> list[Float32]:
     return x
 
 
-def scaled(rX: cute.Tensor, inverse: Float32, saturates: bool) -> list[Float32]:
+def scaled(rX: cute.Tensor, inverses: list[Float32], saturates: bool) -> list[Float32]:
     """x · inverse. Where conversion may saturate, ±∞ must not: x − x is 0, or then NaN."""
-    return [a * inverse + (a - a) if saturates else a * inverse for a in wide(rX)]
+    return [a * b + (a - a) if saturates else a * b for a, b in zip(wide(rX), inverses)]
 
 
 @cute.jit
