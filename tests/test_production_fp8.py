@@ -1,5 +1,9 @@
 """What happens between an FP8 operator and a launch, on a CPU, where kernels and CUDA are stood in for."""
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -7,7 +11,8 @@ import pytest
 import torch
 
 from harness.quantized import codes
-from hopper_attention import launch, precompile, production, production_fp8, tuned
+from harness.results import repository
+from hopper_attention import cache, launch, precompile, production, production_fp8, tuned
 from hopper_attention.kernels import calls_fp8, ladder, quantize
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.kernels.device.fp8 import quantized_shapes
@@ -352,6 +357,28 @@ def test_the_quantising_kernel_is_compiled_by_its_name(monkeypatch: pytest.Monke
     least = Problem.square(1, 1, 1, 128, False, dtype="float16", direction="fp8_cast")
     options = calls_fp8.quantize_options("kv", True, False)
     assert ladder.load_file("quantize").compile_kernel(least, **options) == ((128, "float16"), options)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no linker")
+def test_what_is_cached_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the files of the kernels; and the other parts are other entries."""
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "kernels"))
+    monkeypatch.setattr(launch, "_compiled", {})
+    least = Problem.square(1, 1, 1, 64, False, direction="fp8_cast")
+    kernels = [
+        launch.kernel_for("quantize", least, calls_fp8.quantize_options(parts, False, False))
+        for parts in ("q", "kv")
+    ]
+    assert len({x.__cubin__ for x in kernels}) == 2
+    code = f"""if True:
+        import sys
+        sys.modules["cutlass"] = None
+        from hopper_attention import launch
+        from hopper_attention.kernels.contract import Problem
+        launch.kernel_for("quantize", {least!r}, {calls_fp8.quantize_options("kv", False, False)!r})
+        assert "hopper_attention.kernels.quantize" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", code], cwd=repository(), check=True, timeout=300)
 
 
 def test_what_a_stage_needs_is_stated_once_more_where_no_compiler_is_imported() -> None:
