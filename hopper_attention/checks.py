@@ -142,10 +142,7 @@ def quantizing_problem_of(
     """The `Problem` of 16-bit tensors to be quantised: q, k and v, or k and v, or q; those that are not there
     count as the others. With cos and sin, each row of q and k is turned by one of theirs. Raises as
     `problem_of`."""
-    if (k is None) != (v is None):
-        raise ValueError("k and v are quantised together: one of them is missing")
-    if q is None and k is None:
-        raise ValueError("there is nothing to quantise: neither q nor k and v are given")
+    check_parts(q, k, v)
     q, k, v = (q, q, q) if k is None else (k if q is None else q, k, v)
     _check_qkv(q, k, v, DTYPES)
     problem = _problem(q, k, False, False, dtype=name_of(q.dtype), direction="fp8_cast")
@@ -165,6 +162,14 @@ def quantizing_problem_of(
             raise ValueError(f"{name} must be where q and k are, on {q.device}, not {x.device}")
         check_layout(name, x)
     return problem
+
+
+def check_parts(q: object | None, k: object | None, v: object | None) -> None:
+    """Raise ValueError unless all three are there, or k and v, or q."""
+    if (k is None) != (v is None):
+        raise ValueError("k and v are quantised together: one of them is missing")
+    if q is None and k is None:
+        raise ValueError("there is nothing to quantise: neither q nor k and v are given")
 
 
 def check_descale(name: str, x: torch.Tensor | None, problem: Problem, device: torch.device) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from . import ops_fp8
-from .checks import E4M3, check_tensor, name_of
+from .checks import E4M3, check_parts, check_tensor, name_of
 
 
 class QuantizedRows(NamedTuple):
@@ -64,8 +64,7 @@ def quantize(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x is not None:
             check_tensor(name, x)
-    if q is None and k is None and v is None:
-        raise ValueError("there is nothing to quantise: neither q nor k and v are given")
+    check_parts(q, k, v)
     if not isinstance(incoherent, bool):
         raise TypeError(f"incoherent must be True or False, not {incoherent!r}")
     if isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt)):
@@ -78,14 +77,11 @@ def quantize(
 def _quantize(q, k, v, seed: int | None, rope=None) -> Quantized:
     cos, sin = rope or (None, None)
     found = ops_fp8.call_quantize(q, k, v, seed, cos, sin)
-    rows = [
-        QuantizedRows(*found[i : i + 2], seed) for i in range(0, 2 * (q is not None) + 2 * (k is not None), 2)
-    ]
-    return Quantized(
-        None if q is None else rows[0],
-        None if k is None else rows[-1],
-        None if v is None else QuantizedColumns(*found[-2:], v.shape[2]),
-    )
+    of_q = None if q is None else QuantizedRows(found[0], found[1], seed)
+    if k is None:
+        return Quantized(of_q, None, None)
+    k8, k_scale, vt8, v_exponent = found[-4:]
+    return Quantized(of_q, QuantizedRows(k8, k_scale, seed), QuantizedColumns(vt8, v_exponent, v.shape[2]))
 
 
 Operand = torch.Tensor | QuantizedRows

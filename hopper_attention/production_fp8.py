@@ -138,9 +138,7 @@ def forward_rows(
     plan = _plan_of(kind, plan_anew)
 
     def run() -> Pair:
-        heads = k.shape[:2]
-        given = [(_one(q.device) if x is None else x).expand(heads) for x in descales] if plan.launch else ()
-        return _attend(plan, q, k, v, given)
+        return _attend(plan, q, k, v, [_of_heads(x, k) for x in descales] if plan.launch else ())
 
     return _on(q.device, run, plan_anew)
 
@@ -286,6 +284,12 @@ def _dense(name: str, shapes: dict[str, tuple[tuple[int, ...], str]]) -> Dense:
 
 def _dense_like(x: torch.Tensor, dtype: torch.dtype) -> Dense:
     return (*production._dense_like(x)[:2], dtype)
+
+
+def _of_heads(descale: torch.Tensor | None, k: torch.Tensor) -> torch.Tensor:
+    """A scale of each (batch, kv_head), without a copy."""
+    x = _one(k.device) if descale is None else descale
+    return x if x.shape == k.shape[:2] else x.expand(k.shape[:2])
 
 
 def _one(device: torch.device) -> torch.Tensor:
