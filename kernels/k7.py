@@ -24,7 +24,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from .calls import forward_scratch
+from .calls_fp8 import fp8_scratch, launch_fp8, refuse_fp8
 from .contract import Compiled, LazyMaximum, Problem, Scratch, Stage, Tensors, Work
 from .device.arithmetic import largest_positive
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa, fake_rows
@@ -32,7 +32,6 @@ from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
 from .device.e4m3 import round_to_codes
 from .device.flushed import add_flushed, flush, own_quads, zeroed_here
 from .device.fp8 import BLOCK, ONES_ROWS
-from .device.limits import refuse_unless_gqa
 from .device.masks import Mask, mask_of
 from .device.products import Products, Rows, multiply_qk
 from .device.query_tiles import ROWS, Config, QueryTiles, work_on_query_tiles
@@ -441,13 +440,12 @@ def exponentiate(S):
 
 
 def supports(problem: Problem) -> str | None:
-    return refuse_unless_gqa(problem, "fp8")
+    return refuse_fp8(problem)
 
 
 def workspace(problem: Problem, **options: object) -> Scratch:
     kernel = kernel_for(problem, **options)
-    consumers = kernel.sms * kernel.config.ctas * kernel.consumers  # of the launch, at most
-    return {"flushed": ((consumers, ROWS * problem.head_dim), "float32")} | forward_scratch(problem)
+    return fp8_scratch(problem, kernel.sms * kernel.config.ctas, kernel.consumers)
 
 
 def kernel_for(problem: Problem, **options: object) -> FP8Forward:
@@ -491,7 +489,7 @@ def fake_scratch(head_dim: int) -> tuple[object, object]:
 def run_kernel(compiled: Compiled, t: Tensors) -> None:
     if t.o.numel():
         scale = 1.0 / math.sqrt(t.q.shape[3]) if t.softmax_scale is None else t.softmax_scale
-        compiled(t.q, t.k, t.v, t.o, t.lse, *t.workspace.values(), *t.scales, scale)
+        launch_fp8(compiled, t.q, t.k, t.v, t.o, t.lse, t.workspace.values(), t.scales, scale)
 
 
 NEVER = 2**30  # keys

@@ -11,14 +11,13 @@ import math
 
 import cutlass.cute as cute
 from cutlass import Float32
+from cutlass.cute.runtime import make_fake_tensor
 
 from . import k7
+from .calls_fp8 import of_rows, refuse_fp8_rows
 from .contract import Compiled, LazyMaximum, Problem, Scratch, Stage, Tensors, Work
 from .device.compiling import compile_for_torch, fake_fp32, fake_gqa, fake_rows
-from .device.constants import GRID_YZ_MAX
-from .device.fp8 import quantized_shapes
-from .device.limits import refuse_unless_gqa
-from .quantize import Relayout
+from .quantize import Relayout, RelayoutAndCheck
 
 STAGES = (
     Stage(
@@ -47,32 +46,51 @@ class ForwardOfRows:
         self.attention(mQ8, mK8, mVt8, mO, mLSE, mFlushed, mCounter, mQs, mKs, mVs, scale, stream)
 
 
+class ForwardOfRowsAndScales(ForwardOfRows):
+    """The same for scales that nobody has checked, fp32 (batch, kv_heads) with any strides: what is none
+    becomes NaN in the scratch mScales (3, batch, kv_heads, 1)."""
+
+    def __init__(self, problem: Problem, **options: object):
+        super().__init__(problem, **options)
+        self.relayout = RelayoutAndCheck(problem.head_dim)
+
+    @cute.jit
+    def __call__(
+        self, mQ8, mK8, mV8, mO, mLSE, mVt8, mScales, mFlushed, mCounter, mQs, mKs, mVs, scale, stream
+    ):  # fmt: skip
+        self.relayout(mV8, mVt8, mQs, mKs, mVs, mScales, stream)
+        scales = [mScales[i, None, None, None] for i in range(3)]
+        self.attention(mQ8, mK8, mVt8, mO, mLSE, mFlushed, mCounter, *scales, scale, stream)
+
+
 def supports(problem: Problem) -> str | None:
-    refused = refuse_unless_gqa(problem, "fp8_rows")
-    if refused is None and max(problem.batch, problem.kv_heads) > GRID_YZ_MAX:
-        return f"takes at most {GRID_YZ_MAX} batches and key heads: they are grid dimensions y and z"
-    return refused
+    return refuse_fp8_rows(problem)
 
 
-def workspace(problem: Problem, **options: object) -> Scratch:
-    return {"vt8": quantized_shapes(problem)["vt8"]} | k7.workspace(problem, **options)
+def workspace(problem: Problem, descales: bool = False, **options: object) -> Scratch:
+    return of_rows(problem, descales) | k7.workspace(problem, **options)
 
 
-def work(problem: Problem, **options: object) -> list[Work]:
+def work(problem: Problem, descales: bool = False, **options: object) -> list[Work]:
     return k7.work(problem, **options)
 
 
-def lazy_maximum(problem: Problem, **options: object) -> LazyMaximum:
+def lazy_maximum(problem: Problem, descales: bool = False, **options: object) -> LazyMaximum:
     return k7.lazy_maximum(problem, **options)
 
 
-def compile_kernel(problem: Problem, **options: object) -> object:
-    kernel = ForwardOfRows(problem, **options)
+def compile_kernel(problem: Problem, descales: bool = False, **options: object) -> object:
+    kernel = (ForwardOfRowsAndScales if descales else ForwardOfRows)(problem, **options)
     q, k, _, o = fake_gqa(problem.head_dim, problem.dtype)
     q8, k8, vt8 = k7.fake_operands(q, k)
     v8 = fake_rows(k8.element_type, k8.shape)
     scratch = vt8, *k7.fake_scratch(problem.head_dim)
     scales = [fake_fp32(k, last=cute.sym_int()) for _ in range(3)]
+    if descales:
+        heads = k.shape[:2]
+        strides = lambda: (cute.sym_int64(), cute.sym_int64())
+        scales = [make_fake_tensor(Float32, heads, strides(), assumed_align=4) for _ in range(3)]
+        scratch = vt8, fake_rows(Float32, (3, *heads, 1), 1), *scratch[1:]
     return compile_for_torch(kernel, q8, k8, v8, o, fake_fp32(q), *scratch, *scales, Float32(1.0))
 
 

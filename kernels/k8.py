@@ -18,11 +18,10 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
 from . import k7
+from .calls_fp8 import refuse_fp8_cast
 from .contract import Compiled, LazyMaximum, Problem, Scratch, Stage, Tensors, Work
 from .device.compiling import compile_for_torch, fake_fp32, fake_gqa, fake_rows
-from .device.constants import GRID_YZ_MAX
 from .device.fp8 import ROTATED, UNROTATED, quantized_shapes
-from .device.limits import refuse_unless_gqa
 from .quantize import Quantize
 
 STAGES = (
@@ -60,10 +59,7 @@ class IncoherentForward:
 
 
 def supports(problem: Problem) -> str | None:
-    refused = refuse_unless_gqa(problem, "fp8_cast")
-    if refused is None and max(problem.batch, problem.heads + 2 * problem.kv_heads) > GRID_YZ_MAX:
-        return f"takes at most {GRID_YZ_MAX} batches, and as many heads of q, k and v together"
-    return refused
+    return refuse_fp8_cast(problem)
 
 
 def workspace(problem: Problem, rotate: bool = True, **options: object) -> Scratch:

@@ -1,6 +1,7 @@
 """The ladder, in order: each stage's id and the file that holds it. The only list of stages."""
 
 import importlib
+from types import ModuleType
 from typing import cast
 
 from .contract import KernelFile, Stage
@@ -49,8 +50,15 @@ def load(stage_id: str) -> tuple[Stage, KernelFile]:
     """
     if stage_id not in LADDER:
         raise ValueError(f"unknown stage {stage_id!r}; the ladder has {', '.join(LADDER)}")
+    file = cast(KernelFile, load_file(LADDER[stage_id]))
+    return next(stage for stage in file.STAGES if stage.id == stage_id), file
+
+
+def load_file(name: str) -> ModuleType:
+    """A file of kernels, also one that holds no stage. Raises ModuleNotFoundError where there is no
+    compiler."""
     try:
-        file = cast(KernelFile, importlib.import_module(f".{LADDER[stage_id]}", __package__))
+        return importlib.import_module(f".{name}", __package__)
     except ModuleNotFoundError as error:
         if error.name != "cutlass":
             raise
@@ -58,4 +66,3 @@ def load(stage_id: str) -> tuple[Stage, KernelFile]:
             "the kernels are compiled by NVIDIA's CuTe DSL: pip install 'nvidia-cutlass-dsl[cu13]'",
             name=error.name,
         ) from None
-    return next(stage for stage in file.STAGES if stage.id == stage_id), file

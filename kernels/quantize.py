@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from .contract import Compiled
+from .contract import Compiled, Problem
 from .device.compiling import ELEMENTS, compile_for_torch, fake_rows
 from .device.constants import VECTOR, WARP
 from .device.cuda_cores import widen
@@ -212,15 +212,23 @@ class Relayout:
 
     @cute.jit
     def __call__(self, mV8, mVt8, stream):
+        self.launch(mV8, mVt8, None, None, stream)
+
+    @cute.jit
+    def launch(self, mV8, mVt8, descales, mScales, stream):
         batch, heads, seqlen, _ = mV8.shape
-        self.relayout(mV8, mVt8).launch(
+        self.relayout(mV8, mVt8, descales, mScales).launch(
             grid=(cute.ceil_div(seqlen, BLOCK), heads, batch), block=(self.threads, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def relayout(self, mV8, mVt8):
+    def relayout(self, mV8, mVt8, descales, mScales):
         block, head, batch = cute.arch.block_idx()
         seqlen = mV8.shape[2]
+        if const_expr(mScales is not None):
+            tidx, _, _ = cute.arch.thread_idx()
+            if block == 0 and tidx == 0:
+                self.check(descales, mScales, head, batch)
         smem = SmemAllocator()
         sCodes = smem.allocate_tensor(Int32, words_layout(self.head_dim), 16)  # (word, unit)
         group, word, chunk = own_words(self.head_dim // CHUNK)
@@ -234,6 +242,26 @@ class Relayout:
         put_columns(words, sCodes, group, word, chunk)
         cute.arch.sync_threads()
         store_transposed(sCodes, mVt8, head, seqlen, Int32(0x38383838), CHUNK, self.threads)
+
+
+class RelayoutAndCheck(Relayout):
+    """And the scales of Q, K and V, fp32 (batch, kv_heads), to mScales (3, batch, kv_heads, 1): NaN for a
+    head of which one is not positive and finite, so that all that comes of them is NaN. Nobody has to wait
+    for the GPU to know it."""
+
+    @cute.jit
+    def __call__(self, mV8, mVt8, mQ_scale, mK_scale, mV_scale, mScales, stream):
+        self.launch(mV8, mVt8, (mQ_scale, mK_scale, mV_scale), mScales, stream)
+
+    @cute.jit
+    def check(self, descales, mScales, head, batch):
+        poison = Float32(0.0)
+        for i in range_constexpr(3):
+            scale = descales[i][batch, head]
+            poison += scale - scale  # NaN of NaN and ±∞
+            poison = poison if scale > 0.0 else Float32(math.nan)
+        for i in range_constexpr(3):
+            mScales[i, batch, head, 0] = descales[i][batch, head] + poison
 
 
 # What a thread does in registers
@@ -526,3 +554,8 @@ def compile_relayout(head_dim: int) -> Compiled:
     v8 = fake_rows(Float8E4M3FN, (b, heads, seqlen, head_dim))
     vt8 = fake_rows(Float8E4M3FN, (b, heads, head_dim + ONES_ROWS, cute.sym_int()))
     return compile_for_torch(Relayout(head_dim), v8, vt8)
+
+
+def compile_kernel(problem: Problem, **options: object) -> Compiled:
+    """`compile_quantize` for what a stage's kernel is compiled for."""
+    return compile_quantize(problem.head_dim, problem.dtype, **options)

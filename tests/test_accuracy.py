@@ -71,8 +71,8 @@ def test_errors_are_of_the_inputs_before_rounding() -> None:
 
 
 def test_rotation_is_worth_what_it_is_where_outliers_meet() -> None:
-    """The errors of scores in notes/k8.md: of pairs of a query and a key with an outlier in one channel, and of
-    the rest."""
+    """The errors of scores in notes/k8.md: of pairs of a query and a key with an outlier in one channel, and
+    of the rest."""
     q, k, v = accuracy.rare_outliers(Problem.square(1, 4, 2048, 128, False), generator())
     scores = lambda a, b: (a.float() @ b.float().mT) / math.sqrt(128)
     meet = (q.abs() > 6).float() @ (k.abs() > 6).float().mT > 0
