@@ -92,12 +92,6 @@ def operands(
     return q8, k8, v8, tuple(spread)
 
 
-def random_signs(head_dim: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """±1 in fp32 (head_dim,), the same in every run."""
-    drawn = torch.randint(0, 2, (head_dim,), generator=torch.Generator().manual_seed(0))
-    return (2.0 * drawn - 1.0).to(device)
-
-
 def _among_nan(x8: torch.Tensor, dim: int) -> torch.Tensor:
     """The same codes with 128 of NaN behind them along `dim`."""
     shape = [*x8.shape]

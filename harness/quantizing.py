@@ -18,6 +18,7 @@ from harness import quantized, results, timing
 from harness.command import Parser, Usage, run
 from harness.inputs import hopper_gpu, random_inputs
 from harness.sweep import HEAD_DIMS, sweep_problem
+from hopper_attention import production_fp8
 from hopper_attention.kernels.contract import Compiled, Problem
 from hopper_attention.kernels.device.fp8 import ONES_ROWS, padded_tokens, quantized_shapes
 from hopper_attention.kernels.quantize import compile_quantize, compile_relayout
@@ -52,7 +53,7 @@ def compiled(head_dim: int, dtype: str, way: str) -> Compiled:
 def prepared(problem: Problem, way: str, q, k, v, outputs: dict[str, torch.Tensor]) -> Call:
     """The call of a way on 16-bit q, k, v, into `outputs`, by the names of `quantized_shapes`."""
     chosen, d = WAYS[way], problem.head_dim
-    signs = quantized.random_signs(d, q.device) if "rotate" in chosen else None
+    signs = production_fp8.signs(d).to(q.device) if "rotate" in chosen else None
     rope, given = None, None
     if "rope" in chosen:
         positions = torch.arange(max(problem.seqlen_q, problem.seqlen_kv), device=q.device)

@@ -15,6 +15,7 @@ import torch
 
 from harness import quantized
 from harness.stages import allocate, allocate_backward
+from hopper_attention import production_fp8
 from hopper_attention.kernels.contract import LazyMaximum, Problem, Tensors
 from hopper_attention.kernels.device.fp8 import ROTATED
 
@@ -506,7 +507,7 @@ class Expected:
     def quantized(self, how: str) -> "Quantized":
         """What a stage makes of q, k and v that quantises them itself, as `LazyMaximum.quantized` says."""
         if how not in self._quantized:
-            signs = quantized.random_signs(self.q.shape[3], self.q.device)
+            signs = production_fp8.signs(self.q.shape[3]).to(self.q.device)
             made = quantized.quantize_reference(self.q, self.k, self.v, rotate=how == ROTATED, signs=signs)
             exponents = quantized.of_rows(made.v_exponent, self.v)
             exact = reference(*made.dequantized, self.causal, **self.options)

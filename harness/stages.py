@@ -6,6 +6,7 @@ import math
 import torch
 
 from harness import quantized
+from hopper_attention import production_fp8
 from hopper_attention.checks import (
     check_device,
     check_layout,
@@ -69,7 +70,7 @@ def allocate(
     if problem.reads_codes:
         q, k, v, scales = quantized.operands(q, k, v, in_rows=problem.direction == "fp8_rows")
     elif problem.in_fp8:
-        signs = quantized.random_signs(problem.head_dim, q.device)
+        signs = production_fp8.signs(problem.head_dim).to(q.device)
     scratch = _scratch(module, problem, q.device, options)
     return Tensors(q, k, v, o, lse, scratch, scales=scales, signs=signs)
 

@@ -226,9 +226,9 @@ def _plan_rows(q, k, v, q_descale, k_descale, v_descale, softmax_scale, *options
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     for name, x in descales.items():
         check_descale(name, x, problem, q.device)
-    scratch, refuse = calls_fp8.of_rows(problem, descales=True), calls_fp8.refuse_fp8_rows
+    scratch, refuse = calls_fp8.of_rows(problem), calls_fp8.refuse_fp8_rows
     inputs = {"q": q, "k": k, "v": v}
-    return _plan(FP8_ROWS, problem, softmax_scale, inputs, scratch, refuse, calls_fp8.DESCALES)
+    return _plan(FP8_ROWS, problem, softmax_scale, inputs, scratch, refuse, {})
 
 
 def _plan_cast(q, k, v, softmax_scale, causal: bool, top_left: bool) -> Plan:

@@ -9,7 +9,6 @@ from .device.limits import HEAD_DIMS, refuse_unless_gqa
 CONSUMERS = {64: 3, 128: 2, 256: 2}  # warpgroups of 64 queries of a CTA of k7, by head_dim
 QUERIES = 64
 BLOCK_SCALES = {"block_scales": True}  # k7's option for what the quantising kernel writes
-DESCALES = {"descales": True}  # k7_rows' option for scales that are checked on the way
 PARTS = ("qkv", "q", "kv")  # of a launch of the quantising kernel, of those that it can
 
 
@@ -56,10 +55,10 @@ def fp8_scratch(problem: Problem, ctas: int = SMS, consumers: int | None = None)
     }
 
 
-def of_rows(problem: Problem, descales: bool) -> Scratch:
+def of_rows(problem: Problem) -> Scratch:
     """k7_rows' besides, before k7's."""
-    scales = {"scales": ((3, problem.batch, problem.kv_heads, 1), "float32")} if descales else {}
-    return {"vt8": quantized_shapes(problem)["vt8"]} | scales
+    scales = (3, problem.batch, problem.kv_heads, 1), "float32"
+    return {"vt8": quantized_shapes(problem)["vt8"], "scales": scales}
 
 
 def of_cast(problem: Problem) -> Scratch:
@@ -69,5 +68,5 @@ def of_cast(problem: Problem) -> Scratch:
 
 def launch_fp8(compiled: Compiled, q, k, v, o, lse, scratch, given, softmax_scale: float) -> None:
     """`scratch` as listed here. `given` are the scales of q, k and v, as `k7.FP8Forward` has them or, of
-    k7_rows with `DESCALES`, fp32 (batch, kv_heads); of k8 the signs, fp32 (head_dim,)."""
+    k7_rows, fp32 (batch, kv_heads); of k8 the signs, fp32 (head_dim,)."""
     compiled(q, k, v, o, lse, *scratch, *given, softmax_scale)

@@ -8,6 +8,7 @@ import torch
 from harness import accuracy, quantized, quantizing, reference
 from harness.library import accuracy_tables, quantizing_table
 from harness.quantized import E4M3
+from hopper_attention import production_fp8
 from hopper_attention.kernels.contract import Problem
 
 PROBLEM = Problem.square(1, 4, 1024, 128, False)
@@ -78,11 +79,11 @@ def test_rotation_is_worth_what_it_is_where_outliers_meet() -> None:
     meet = (q.abs() > 6).float() @ (k.abs() > 6).float().mT > 0
     errors = {}
     for rotate in (False, True):
-        made = quantized.quantize_reference(q, k, v, rotate=rotate, signs=quantized.random_signs(128))
+        made = quantized.quantize_reference(q, k, v, rotate=rotate, signs=production_fp8.signs(128))
         off = scores(*made.dequantized[:2]) - scores(q, k)
         errors[rotate] = [off[which].square().mean().sqrt().item() for which in (meet, ~meet)]
     assert errors[False] == pytest.approx([0.41, 0.040], rel=0.05)
-    assert errors[True] == pytest.approx([0.092, 0.041], rel=0.05)
+    assert errors[True] == pytest.approx([0.099, 0.041], rel=0.05)
 
 
 def test_one_that_cannot_is_left_out_only_if_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from harness import cases, quantized, reference, stages
 from harness.inputs import random_inputs
-from hopper_attention import ops
+from hopper_attention import ops, production_fp8
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import LazyMaximum, Problem, Stage, Tensors
 from hopper_attention.kernels.device.fp8 import ROTATED
@@ -101,7 +101,7 @@ class Quantizing(InCodes):
     ROUNDING = InCodes.ROUNDING._replace(quantized=ROTATED)
 
     def forward(self, q, k, v, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
-        signs = quantized.random_signs(q.shape[3])
+        signs = production_fp8.signs(q.shape[3])
         made = quantized.quantize_reference(q, k, v, rotate=True, signs=signs)
         options |= {"exponents": quantized.of_rows(made.v_exponent, v), "dtype": q.dtype}
         return super().forward(*made.dequantized, **options)

@@ -160,8 +160,8 @@ FP8_LAUNCHES = {  # name, what it is compiled for, options; arguments
         with_scratch(OPERANDS | O_AND_LSE, SCRATCH) | FOUND | SCALE,
     ),
     "rows": (
-        "k7_rows", LEAST.with_(direction="fp8_rows"), calls_fp8.DESCALES,
-        with_scratch(ROWS_8 | O_AND_LSE, calls_fp8.of_rows(IN_FP8, True) | SCRATCH) | OF_HEADS | SCALE,
+        "k7_rows", LEAST.with_(direction="fp8_rows"), {},
+        with_scratch(ROWS_8 | O_AND_LSE, calls_fp8.of_rows(IN_FP8) | SCRATCH) | OF_HEADS | SCALE,
     ),
     "cast": (
         "k8", LEAST.with_(direction="fp8_cast"), {},

@@ -182,12 +182,12 @@ def test_what_k7_rows_is_given(launched: list[Launch]) -> None:
     descales = torch.full((2, 2), 2.0), torch.tensor(3.0), None
     o, lse = attend_rows((q, k, v), descales, scale=0.5, causal=True)
     (seen,) = launched
-    assert (seen.name, seen.options) == ("k7_rows", {"descales": True})
+    assert (seen.name, seen.options) == ("k7_rows", {})
     assert seen.least in launch.reachable("k7_rows") and seen.least.causal
     *inputs, o_, lse_, vt8, scales, flushed, counter, of_q, of_k, of_v, softmax_scale = seen.given
     assert all(x is y for x, y in zip((*inputs, o_, lse_), (q, k, v, o, lse), strict=True))
     assert softmax_scale == 0.5
-    for x, (shape, dtype) in zip((vt8, scales, flushed, counter), scratch_of("k7_rows", descales=True)):
+    for x, (shape, dtype) in zip((vt8, scales, flushed, counter), scratch_of("k7_rows")):
         assert (tuple(x.shape), x.dtype) == (shape, getattr(torch, dtype))
     for x, scale in ((of_q, 2.0), (of_k, 3.0), (of_v, 1.0)):
         assert tuple(x.shape) == (2, 2) and x.unique().item() == scale
@@ -386,7 +386,7 @@ def test_what_a_stage_needs_is_stated_once_more_where_no_compiler_is_imported() 
         plain = Problem.square(2, 4, 100, head_dim, False)
         for stage_id, options, more, refuse in (
             ("k7", {}, lambda problem: {}, calls_fp8.refuse_fp8),
-            ("k7_rows", calls_fp8.DESCALES, lambda x: calls_fp8.of_rows(x, True), calls_fp8.refuse_fp8_rows),
+            ("k7_rows", {}, calls_fp8.of_rows, calls_fp8.refuse_fp8_rows),
             ("k8", {}, calls_fp8.of_cast, calls_fp8.refuse_fp8_cast),
         ):
             stage, file = ladder.load(stage_id)
