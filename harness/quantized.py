@@ -1,7 +1,7 @@
 """What `kernels/quantize.py` computes, in PyTorch, on the CPU or a GPU.
 
-Bit for bit: every operation is the kernel's, in fp32 and in its order. But for RoPE, which the kernel
-computes with fused multiply-adds: there a code may be its neighbour.
+Bit for bit: every operation is the kernel's, in fp32 and in its order. But for the sign of a zero after a
+rotation, and for RoPE, which the kernel computes with fused multiply-adds: there a code may be its neighbour.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""The quantising kernels on a GPU: their codes beside the reference's, bit for bit, and their speed beside a
-copy's.
+"""The quantising kernels on a GPU: their codes beside the reference's, bit for bit but for the sign of a
+zero, and their speed beside a copy's.
 
     python -m harness.quantizing            check, time and print
     python -m harness.quantizing --save     and keep the times in results/<gpu>/library/quantizing.json
@@ -17,10 +17,11 @@ import torch
 from harness import quantized, results, timing
 from harness.command import Parser, Usage, run
 from harness.inputs import hopper_gpu, random_inputs
-from harness.sweep import HEAD_DIMS, sweep_problem
+from harness.sweep import sweep_problem
 from hopper_attention import production_fp8
 from hopper_attention.kernels.contract import Compiled, Problem
 from hopper_attention.kernels.device.fp8 import ONES_ROWS, padded_tokens, quantized_shapes
+from hopper_attention.kernels.device.limits import HEAD_DIMS
 from hopper_attention.kernels.quantize import compile_quantize, compile_relayout
 
 WAYS: dict[str, dict[str, bool]] = {

@@ -14,6 +14,7 @@ from in_fp8 import stood_for
 from harness import reference
 from harness.inputs import hopper_gpu, random_inputs
 from harness.quantized import codes, of_rows, quantize_reference
+from harness.quantizing import steps_apart
 from hopper_attention import attention, attention_fp8, flash_attn_func, ops_fp8, production_fp8, quantize
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
@@ -81,7 +82,7 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 @pytest.mark.parametrize("incoherent", [True, False])
 @pytest.mark.parametrize("seqlens", LENGTHS, ids=str)
 def test_codes_and_scales(head_dim: int, dtype, incoherent: bool, seqlens) -> None:
-    """Bit for bit the reference's, whole and in parts."""
+    """The reference's, whole and in parts: bit for bit, but for the sign of a zero."""
     q, k, v = inputs(head_dim, seqlens, dtype)
     signs = production_fp8.signs(head_dim, 5).to(DEVICE)
     expected = quantize_reference(q, k, v, incoherent, signs)
@@ -91,7 +92,7 @@ def test_codes_and_scales(head_dim: int, dtype, incoherent: bool, seqlens) -> No
         for (x8, scale, _), names in zip(
             found, (("q8", "q_scale"), ("k8", "k_scale"), ("vt8", "v_exponent")), strict=True
         ):
-            assert same_bits(x8, getattr(expected, names[0])), names[0]
+            assert not steps_apart(x8, getattr(expected, names[0])).any(), names[0]
             assert same_bits(scale, getattr(expected, names[1])), names[1]
 
 
