@@ -3,7 +3,7 @@
     python bench.py k2                    the sweep: seqlen 128…16384 × head_dim {64, 128} × causal {0, 1}
     python bench.py k1 fa1 k2             several stages in one interleaved run; `all` for the 16-bit ladder
     python bench.py bwd4                  a backward stage, beside the peers' backward passes
-    python bench.py k7                    a stage in FP8, beside the peers that have it, in a run of its own
+    python bench.py k7 k7_rows k8         stages in FP8, beside the peers that have it, in a run of their own
     python bench.py k6 --suite models     the library on models' shapes (harness/suite.py), beside the peers
     CHECK=1 SEQLEN=512 HEADDIM=64 CAUSAL=0 python bench.py k1
     python bench.py k1 --check --seqlen 512 --head-dim 64 --causal 0
