@@ -3,7 +3,7 @@
     python bench.py k2                    the sweep: seqlen 128…16384 × head_dim {64, 128} × causal {0, 1}
     python bench.py k1 fa1 k2             several stages in one interleaved run; `all` for the 16-bit ladder
     python bench.py bwd4                  a backward stage, beside the peers' backward passes
-    python bench.py k7                    a stage in FP8, beside the peers that have it, in a run of its own
+    python bench.py k7 k7_rows k8         stages in FP8, beside the peers that have it, in a run of their own
     python bench.py decode                a few queries to a cache, with rows of its own (harness/decoding.py)
     python bench.py k6 --suite models     the library on models' shapes (harness/suite.py), beside the peers
     CHECK=1 SEQLEN=512 HEADDIM=64 CAUSAL=0 python bench.py k1
@@ -32,7 +32,7 @@ from harness.stages import refuse
 from harness.sweep import HEAD_DIMS, LENGTHS, sweep_problem
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.launch import compile_stage
+from hopper_attention.launch import FORWARD, compile_stage
 
 STATIC_SEQLEN = 4096  # where the static report states its bound
 REPO = Path(__file__).resolve().parent
@@ -82,7 +82,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     everything = args.stages == ["all"]
     args.stages = ladder.stages_named(args.stages)
     if everything:  # that one run can hold
-        args.stages = [x for x in args.stages if ladder.load(x)[0].direction != "fp8"]
+        args.stages = [x for x in args.stages if ladder.load(x)[0].direction in ("fwd", "bwd")]
     if args.suite and (other := [x for x in args.stages if x not in suite.DIRECTIONS]):
         raise Usage(f"--suite is for {' and '.join(suite.DIRECTIONS)}, the library's stages, not {other[0]}")
     try:
@@ -93,8 +93,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             for causal in args.causals
             for n in args.seqlens
         ]
-        directions = {problem.direction for problem in args.problems}
-        if "fp8" in directions and len(directions) > 1:
+        if len({problem.in_fp8 for problem in args.problems}) > 1:
             raise Usage("stages in FP8 have peers of their own: measure them in a run of their own")
         for problem in args.problems:
             for stage_id in stages_for(problem, args.stages):
@@ -201,6 +200,8 @@ def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
     console.print(f"bf16 GEMM {env['gemm_tflops']} TFLOP/s, copy {env['copy_tb_per_s']} TB/s on this GPU")
     files, passed = {}, True
     contenders = [Contender.stage(stage_id) for stage_id in args.stages]
+    if any(problem.direction == "fp8_cast" for problem in args.problems):
+        contenders.append(Contender.stage(FORWARD))  # what a user has without FP8
     contenders += [Contender.public_call(stage_id) for stage_id in args.stages if stage_id in PUBLIC_CALLS]
     bench = Bench(contenders, list(env["peers"]), args.check, env)
     if args.save:
@@ -215,6 +216,7 @@ def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
             passed &= not any(row.check == "fail" for row in rows)
             for stage_id in stages_for(problem, args.stages):
                 names = [stage_id, *([PUBLIC_CALLS[stage_id]] if stage_id in PUBLIC_CALLS else [])]
+                names += [FORWARD] * (problem.direction == "fp8_cast")
                 for name in names:
                     line = line_of(name, problem, rows, env)
                     console.print(f"{name:5} {line}", soft_wrap=True, highlight=False)

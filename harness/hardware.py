@@ -28,7 +28,7 @@ class Gpu:
 
     def roofline_seconds(self, problem: Problem) -> float:
         """The larger of FLOPs over the tensor-core rate and bytes over the memory rate, in seconds."""
-        tensor_flops = self.tensor_flops * (2 if problem.direction == "fp8" else 1)
+        tensor_flops = self.tensor_flops * (2 if problem.in_fp8 else 1)
         return max(problem.flops / tensor_flops, problem.min_bytes / self.hbm_bytes_per_s)
 
 

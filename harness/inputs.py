@@ -24,9 +24,9 @@ def random_inputs(problem: Problem, device: str = "cuda", seed: int = 0) -> tupl
 
 
 def as_read(direction: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Inputs as a kernel of this direction can hold them: of "fp8" rounded to what a code and a power of two
-    say, in their own dtype."""
-    return tuple(map(quantized.held, inputs)) if direction == "fp8" else inputs
+    """Inputs as a kernel of this direction can hold them: codes rounded to what they and a power of two say,
+    in their own dtype."""
+    return tuple(map(quantized.held, inputs)) if direction in ("fp8", "fp8_rows") else inputs
 
 
 def hopper_gpu() -> bool:

@@ -3,6 +3,8 @@
 host.json       `python -m harness.host`: what a call costs the host
 models_*.json   `python bench.py k6 bwd4 --suite models --save`: what models ask, forward and backward
 training.json   `examples/train_gpt.py --save`: a GPT trained with one attention or another
+accuracy.json   `python -m harness.accuracy --save`: how far FP8 is from float64
+quantizing.json `python -m harness.quantizing --save`: the kernels that quantise, beside a copy
 """
 
 import json
@@ -33,8 +35,9 @@ HOW |= {"graphs compiled": "torch.compile, CUDA graphs"}
 NOTHING = "Nothing is measured yet."
 
 
-def load(folder: Path, name: str) -> Rows:
-    """The rows of a GPU's file; none where there is no file. Raises ValueError that names the file."""
+def load(folder: Path, name: str, zeros: bool = False) -> Rows:
+    """The rows of a GPU's file; none where there is no file. Numbers are positive, or may be zero. Raises
+    ValueError that names the file."""
     path = folder / "library" / f"{name}.json"
     if not path.exists():
         return []
@@ -44,7 +47,7 @@ def load(folder: Path, name: str) -> Rows:
         numbers = [x for row in rows for x in _numbers(row)]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error!r}") from None
-    if not rows or not all(math.isfinite(x) and x > 0 for x in numbers):
+    if not rows or not all(math.isfinite(x) and (x > 0 or (zeros and x == 0)) for x in numbers):
         raise ValueError(f"{path}: holds no rows, or a number that is not positive")
     return rows
 
@@ -279,6 +282,57 @@ def plot_training(rows: Rows, path: Path | str) -> None:
 # ---- for `harness.report` ---------------------------------------------------------------------------------
 
 
+# ---- FP8 --------------------------------------------------------------------------------------------------
+
+
+def quantizing_table(rows: Rows) -> str:
+    """What the quantising kernels take, and their share of a copy's rate."""
+    if not rows:
+        return NOTHING
+    head_dims = sorted({row["head_dim"] for row in rows})
+    cells = {(row["way"], row["head_dim"]): f"{row['us']:.1f}, {row['of_copy']:.2f}" for row in rows}
+    lines = [[way, *(cells[way, d] for d in head_dims)] for way in dict.fromkeys(row["way"] for row in rows)]
+    return table(["µs, share of a copy's rate", *(f"d = {d}" for d in head_dims)], lines, "lrrr")
+
+
+INPUTS = {
+    "normal": "N(0, 1)",
+    "rare_outliers": "N(0, 1) + N(0, 100)·Bernoulli(0.001)",
+    "outlier_channels": "N(0, 1), four channels of K × 50",
+    "one_sided": r"weights nearly equal, V = \|N(0, 1)\|",
+}
+
+
+def accuracy_tables(rows: Rows) -> dict[str, str]:
+    """The three questions of `harness.accuracy`."""
+    asked = lambda question: [row for row in rows if row["question"] == question]
+    error = lambda row: f"{row['rmse']:.3g} ± {row['spread']:.1g}"
+    relative = lambda row: f"{row['relative_rmse']:.2%}"
+    found = lambda row: f"{row['found']:.0%}"
+    drawn = lambda row: INPUTS[row["inputs"]]
+    keys = lambda row: f"{row['keys']} keys"
+    of_inputs = lambda name: [row for row in asked("long sums") if row["inputs"] == name]
+    return {
+        "accuracy-outliers": _contenders_table(asked("outliers"), drawn, error),
+        "accuracy-normal": _contenders_table(of_inputs("normal"), keys, relative),
+        "accuracy-one-sided": _contenders_table(of_inputs("one_sided"), keys, relative),
+        "accuracy-needles": _contenders_table(asked("needles"), keys, found),
+    }
+
+
+def _contenders_table(rows: Rows, column: Callable[[dict], str], cell: Callable[[dict], str]) -> str:
+    """A line for each contender."""
+    if not rows:
+        return NOTHING
+    columns = list(dict.fromkeys(map(column, rows)))
+    cells = {(row["contender"], column(row)): cell(row) for row in rows}
+    lines = [
+        [PEER_LABELS.get(name, name), *(cells.get((name, x), "") for x in columns)]
+        for name in dict.fromkeys(row["contender"] for row in rows)
+    ]
+    return table(["", *columns], lines, "l" + "r" * len(columns))
+
+
 def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
     """The blocks of one GPU."""
     return {
@@ -287,6 +341,8 @@ def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
         "models-fwd": models_table(load(folder, "models_fwd"), "fwd"),
         "models-bwd": models_table(load(folder, "models_bwd"), "bwd"),
         "training": training_table(load(folder, "training")),
+        "quantizing": quantizing_table(load(folder, "quantizing")),
+        **accuracy_tables(load(folder, "accuracy", zeros=True)),
     }
 
 

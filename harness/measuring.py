@@ -45,6 +45,13 @@ class Contender:
     def public_call(cls, stage_id: str) -> "Contender":
         return replace(cls.stage(stage_id), name=results.PUBLIC_CALLS[stage_id])
 
+    def problem_of(self, problem: Problem) -> Problem | None:
+        """What it computes of a problem, or None. FP8 that is given 16 bits is given what a forward stage
+        is."""
+        direction = ladder.load(self.stage_id)[0].direction
+        given = {problem.direction, *(["fwd"] if problem.direction == "fp8_cast" else [])}
+        return problem.with_(direction=direction) if direction in given else None
+
     @property
     def is_public_call(self) -> bool:
         return self.name == results.PUBLIC_CALLS.get(self.stage_id)
@@ -168,7 +175,7 @@ class _One:
             yield from self.prepare_peer("math")
             yield from self.timed()
         for contender in self.bench.contenders:
-            if ladder.load(contender.stage_id)[0].direction == self.problem.direction:
+            if contender.problem_of(self.problem) is not None:
                 yield from self.prepare(contender)
         for name in self.bench.peers:
             if name != "math":
@@ -181,7 +188,7 @@ class _One:
             with peak_memory() as peak:
                 call = peers.PEERS[name].build(self.problem, *self.inputs)
                 call()
-            held = {} if self.problem.direction == "fp8" else {"peak_bytes": peak()}
+            held = {} if self.problem.in_fp8 else {"peak_bytes": peak()}
             self.calls[name], self.known[name] = call, held
         except torch.OutOfMemoryError as error:
             yield results.Row.on(self.problem, name, error=out_of_memory(error))
@@ -192,16 +199,17 @@ class _One:
     def prepare(self, contender: Contender) -> Iterator[results.Row]:
         """Compile, allocate and judge a contender; a row only if it will have no time."""
         bench, problem, name = self.bench, self.problem, contender.name
+        own = contender.problem_of(problem)
         try:
             with peak_memory() as peak:
-                file, compiled, tensors = ready(contender, self.expected, problem)
+                file, compiled, tensors = ready(contender, self.expected, own)
         except (MemoryError, torch.OutOfMemoryError) as error:
             text = f"OOM: {error}" if isinstance(error, MemoryError) else out_of_memory(error)
             yield results.Row.on(problem, name, error=text)
             return
         call = lambda: file.run_kernel(compiled, tensors)
-        stage_id, options = contender.kernels(problem)
-        rounding = reference.rounding_of(*ladder.load(stage_id), problem, **options)
+        stage_id, options = contender.kernels(own)
+        rounding = reference.rounding_of(*ladder.load(stage_id), own, **options)
 
         def judge() -> reference.Verdict:
             poison(tensors)
@@ -209,7 +217,7 @@ class _One:
             return self.expected.judge(tensors.outputs, rounding)
 
         known = {"cubin_sha256": machine_code.identity(compiled)}
-        if not isinstance(file, PublicCall) and problem.direction != "fp8":  # whose codes are made here too
+        if not isinstance(file, PublicCall) and not problem.in_fp8:  # whose codes may be made here too
             known["peak_bytes"] = peak()  # outputs and scratch: a stage's `run_kernel` allocates nothing
         kernel = (name, problem.head_dim, problem.causal, problem.dtype, problem.top_left)
         if bench.check_all or kernel not in bench.checked:
@@ -221,7 +229,7 @@ class _One:
             self.judges[name] = judge
             known |= {"check": "pass", "max_error": verdict.max_error}
         if not contender.is_variant and name not in bench.environment["host_us"]:
-            bench.environment["host_us"][name] = round(host_microseconds(contender, problem), 2)
+            bench.environment["host_us"][name] = round(host_microseconds(contender, own), 2)
         self.calls[name], self.known[name] = call, known
 
     def failed(self, name: str, verdict: reference.Verdict, when: str = "") -> results.Row:

@@ -23,7 +23,9 @@ class Peer:
     forward: Forward
     rows_first: bool = False  # whether it is made for (B, N, H, d) tensors instead of (B, H, N, d)
     backward: Callable[..., Callable[[], object]] | None = None  # of (problem, q, k, v, dO), if its own
-    fp8: Forward | None = None  # of q, k and v as `inputs.as_read` leaves them for "fp8", if it has one
+    # Of e4m3 q, k and v and a scale (1, 1) of each in fp32, if it has one. Of 16-bit tensors it is timed
+    # behind a kernel of this repository that makes the codes, with scales that are known beforehand.
+    fp8: Callable[..., Callable[[], torch.Tensor]] | None = None
     fp8_version: Callable[[], str] | None = None
 
     def build(
@@ -38,8 +40,10 @@ class Peer:
         with what it saves for the backward one kept, and the call is of the backward pass alone."""
         if self.rows_first:
             q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-        if problem.direction == "fp8":
-            return self.fp8(problem, q, k, v)
+        if problem.reads_codes:
+            return self.fp8(problem, *in_e4m3(q, k, v))
+        if problem.in_fp8:
+            return behind_a_cast(self, problem, q, k, v)
         if problem.direction == "fwd":
             return self.forward(problem, q, k, v)
         if self.backward is not None:
@@ -107,24 +111,43 @@ def _fa3(problem, q, k, v):
     return lambda: call()[0]
 
 
-def _fa3_fp8(problem, q, k, v):
+def _fa3_fp8(problem, q, k, v, scales):
     _check_alignment(problem, top_left=False)
-    *operands, scales = _e4m3(q, k, v)
     descales = tuple(scale.expand(problem.batch, problem.kv_heads).contiguous() for scale in scales)
-    call = fa3.forward_fp8(*operands, descales, problem.causal)
+    call = fa3.forward_fp8(q, k, v, descales, problem.causal)
     return lambda: call()[0]
 
 
-def _cudnn_fp8(problem, q, k, v):
-    *operands, scales = _e4m3(q, k, v)
-    return cudnn_fp8.forward(problem, *operands, dict(zip("qkv", scales)))
+def _cudnn_fp8(problem, q, k, v, scales):
+    return cudnn_fp8.forward(problem, q, k, v, dict(zip("qkv", scales)))
 
 
-def _e4m3(*tensors: torch.Tensor) -> tuple:
+def in_e4m3(*tensors: torch.Tensor) -> tuple:
     """e4m3 codes of each, and the scales of all, (1, 1)."""
     scales = [quantized.power_of_two(x) for x in tensors]
     codes = [quantized.codes(x.float() / scale) for x, scale in zip(tensors, scales)]
     return *codes, [torch.full((1, 1), scale, device=tensors[0].device) for scale in scales]
+
+
+def behind_a_cast(peer: Peer, problem: Problem, *tensors: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A peer's call in FP8 behind one launch that casts 16-bit tensors, as the peer has them, to codes. A
+    peer wants one scale for a head at least, which no single pass finds: here they are those of the
+    largest values, found before."""
+    from hopper_attention.kernels.quantize import compile_quantize
+
+    cast = compile_quantize(problem.head_dim, problem.dtype, given_scales=True, in_rows=True)
+    codes = [torch.empty_like(x, dtype=quantized.E4M3) for x in tensors]
+    scales = [(x.abs().max().float() / quantized.E4M3_MAX).reshape(1, 1) for x in tensors]
+    call = peer.fp8(problem, *codes, scales)
+    heads = (lambda x: x.transpose(1, 2)) if peer.rows_first else (lambda x: x)
+    spread = [scale.expand(heads(x).shape[:2]).contiguous() for scale, x in zip(scales, tensors)]
+    arguments = *map(heads, tensors), *map(heads, codes), *spread, None, None, None
+
+    def cast_and_call() -> torch.Tensor:
+        cast(*arguments)
+        return call()
+
+    return cast_and_call
 
 
 def _fa3_backward(problem, q, k, v, do):
@@ -168,7 +191,7 @@ def versions(names: list[str], direction: str = "fwd") -> dict[str, str]:
     """Version of each peer of `names` that is installed, and has this direction; the others are left out."""
     found = {}
     for name in names:
-        version = PEERS[name].fp8_version if direction == "fp8" else PEERS[name].version
+        version = PEERS[name].fp8_version if direction.startswith("fp8") else PEERS[name].version
         try:
             if version:
                 found[name] = version()

@@ -1,7 +1,7 @@
 """What `kernels/quantize.py` computes, in PyTorch, on the CPU or a GPU.
 
-Bit for bit: every operation is the kernel's, in fp32 and in its order. But for RoPE, which the kernel
-computes with fused multiply-adds: there a code may be its neighbour.
+Bit for bit: every operation is the kernel's, in fp32 and in its order. But for the sign of a zero after a
+rotation, and for RoPE, which the kernel computes with fused multiply-adds: there a code may be its neighbour.
 """
 
 import math
@@ -61,7 +61,7 @@ def quantize_reference(
     q8, q_scale, q_back = _rows(q, signs if rotate else None, rope, given[0])
     k8, k_scale, k_back = _rows(k, signs if rotate else None, rope, given[1])
     v8, exponent, v_back = _tokens(v.float(), given[2])
-    weights = torch.ones(v.shape[:3], device=v.device) if exponent is None else _spread(2.0**-exponent, v)
+    weights = torch.ones(v.shape[:3], device=v.device) if exponent is None else of_rows(2.0**-exponent, v)
     vt8 = transposed(v8, codes(weights))
     return Quantized(q8, k8, vt8, q_scale, k_scale, exponent, (q_back, k_back, v_back))
 
@@ -79,16 +79,17 @@ def power_of_two(x: torch.Tensor) -> float:
 
 
 def operands(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, in_rows: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """q8, k8, Vt8 and scales (B, kv_heads, 1) of 16-bit tensors that are `held` exactly. Codes of contiguous
-    tensors lie among NaN; others keep their layout."""
+    """q8, k8, Vt8, or `in_rows` v8, and scales (B, kv_heads, 1) of 16-bit tensors that are `held` exactly.
+    Codes of contiguous tensors lie among NaN; others keep their layout."""
     scales = [power_of_two(x) for x in (q, k, v)]
-    q8, k8, v8 = (codes(x.float() / scale) for x, scale in zip((q, k, v), scales))
-    vt8 = transposed(v8, codes(torch.ones(v.shape[:3], device=v.device)))
-    q8, k8 = (_among_nan(x8, 2) if x.is_contiguous() else x8 for x8, x in ((q8, q), (k8, k)))
+    in_codes = [codes(x.float() / scale) for x, scale in zip((q, k, v), scales)]
+    q8, k8, v8 = (_among_nan(x8, 2) if x.is_contiguous() else x8 for x8, x in zip(in_codes, (q, k, v)))
+    if not in_rows:
+        v8 = _among_nan(transposed(in_codes[2], codes(torch.ones(v.shape[:3], device=v.device))), 3)
     spread = [torch.full((*k.shape[:2], 1), scale, device=k.device) for scale in scales]
-    return q8, k8, _among_nan(vt8, 3), tuple(spread)
+    return q8, k8, v8, tuple(spread)
 
 
 def _among_nan(x8: torch.Tensor, dim: int) -> torch.Tensor:
@@ -117,9 +118,11 @@ def transposed(v8: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """√d times the Walsh–Hadamard transform of the last dimension."""
+    """√d times the Walsh–Hadamard transform of the last dimension: by the bits of a thread's chunk, the
+    highest, those of the lane."""
     d = x.shape[-1]
-    for bit in range(d.bit_length() - 1):
+    highest = d.bit_length() - 2
+    for bit in (0, 1, 2, 3, highest, *range(4, highest)):
         first, second = x.unflatten(-1, (-1, 2, 1 << bit)).unbind(-2)
         x = torch.stack([first + second, first - second], dim=-2).flatten(-3)
     return x
@@ -146,8 +149,8 @@ def _rows(x, signs, rope, given):
     bounded = largest.clamp(min=SMALLEST_MAXIMUM)
     inverse = torch.full_like(bounded, E4M3_MAX) / bounded  # `448 / bounded` is its reciprocal times 448
     scale = torch.where(largest > 0, bounded * (norm / E4M3_MAX), torch.ones_like(bounded))
-    x8 = codes(x * _spread(inverse, x)[..., None])
-    return x8, scale, x8.float() * _spread(scale, x)[..., None]
+    x8 = codes(x * of_rows(inverse, x)[..., None])
+    return x8, scale, x8.float() * of_rows(scale, x)[..., None]
 
 
 def _tokens(v, given):
@@ -159,8 +162,8 @@ def _tokens(v, given):
     mantissa, exponent = torch.frexp(largest / E4M3_MAX)  # exact up to where the exponent is clamped
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)  # ⌈log₂⌉
     exponent = torch.where(largest > 0, exponent, EXPONENT_MIN).clamp(EXPONENT_MIN, EXPONENT_MAX).float()
-    v8 = codes(v * _spread(2.0**-exponent, v)[..., None])
-    return v8, exponent, v8.float() * _spread(2.0**exponent, v)[..., None]
+    v8 = codes(v * of_rows(2.0**-exponent, v)[..., None])
+    return v8, exponent, v8.float() * of_rows(2.0**exponent, v)[..., None]
 
 
 def _largest(x: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,6 +174,6 @@ def _largest(x: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]
     return x, rows.unflatten(-1, (-1, BLOCK)).amax(-1)
 
 
-def _spread(of_blocks: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def of_rows(of_blocks: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """A number of each block as one of each row of x."""
     return of_blocks.repeat_interleave(BLOCK, dim=-1)[..., : x.shape[2]]

@@ -9,12 +9,15 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from harness import quantized
 from harness.stages import allocate, allocate_backward
+from hopper_attention import production_fp8
 from hopper_attention.kernels.contract import LazyMaximum, Problem, Tensors
+from hopper_attention.kernels.device.fp8 import ROTATED
 
 from .inputs import poison
 
@@ -43,7 +46,7 @@ tile's P is rounded relative to is then the maximum at the tile's end."""
 
 def _lazy_maximum(scores: torch.Tensor, lazy: LazyMaximum, seen: torch.Tensor) -> torch.Tensor:
     """What each score (heads, rows, keys) is taken relative to; `seen` (rows,) as `_seen_together`."""
-    tile_kv, parts, growth, share, _ = lazy
+    tile_kv, parts, growth, share = lazy.behind.values()
     keys = scores.shape[-1]
     padded = torch.nn.functional.pad(scores, (0, -keys % tile_kv), value=-math.inf)
     part_max = padded.unflatten(-1, (-1, parts, tile_kv // parts)).amax(-1)  # (heads, rows, tiles, parts)
@@ -99,9 +102,10 @@ def _scores(queries, keys, rows: torch.Tensor, columns: torch.Tensor, offset: in
 
 def _attention(
     q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dtype, rounds_p: Rounding, top_left: bool,
-    scale: float | None,
+    scale: float | None, exponents: torch.Tensor | None = None,
 ):  # fmt: skip
-    """(O, LSE) of q, k, v (B, H, N, d) computed in `dtype`; `rows` selects query rows (all by default).
+    """(O, LSE) of q, k, v (B, H, N, d) computed in `dtype`; `rows` selects query rows (all by default). Of P
+    in e4m3 `exponents` (B, Hkv, Nkv) are what P is multiplied by before it is rounded, powers of two.
 
     A query that sees no key has O = 0 and LSE = −∞.
     """
@@ -121,6 +125,9 @@ def _attention(
             scores += _truncation(scores, head_dim)
         maximum = scores.amax(-1, keepdim=True)
         maximum.masked_fill_(maximum == -math.inf, 0.0)  # −∞ − (−∞) would be NaN
+        weights = None if exponents is None else torch.exp2(-exponents[b, kv_heads][:, None].to(dtype))
+        if weights is not None:
+            scores -= weights.log()
         if isinstance(rounds_p, tuple):
             seen_together = _seen_together(rows[piece], seqlen_kv, offset, causal)
             base = _lazy_maximum(scores, rounds_p, seen_together)
@@ -132,6 +139,7 @@ def _attention(
             else:
                 unit = 2.0**rounds_p.e4m3
                 p = p.mul_(unit).to(torch.float8_e4m3fn).to(dtype).mul_(weight / unit)
+                p = p if weights is None else p.mul_(weights)
                 total = p.sum(-1, keepdim=True)
         else:
             p = scores.sub_(maximum).exp_()
@@ -176,11 +184,12 @@ def yardstick(
 
 def yardstick_of(
     q, k, v, causal: bool, rounds_p: Rounding, rows: torch.Tensor | None = None, top_left: bool = False,
-    scale: float | None = None,
+    scale: float | None = None, exponents: torch.Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`yardstick`'s O, and its LSE in fp32."""
-    o, lse = _attention(q, k, v, causal, rows, torch.float32, rounds_p, top_left, scale)
-    return o.to(q.dtype), lse
+    """`yardstick`'s O, in `dtype` if that is not q's, and its LSE in fp32; `exponents` as `_attention` has
+    them."""
+    o, lse = _attention(q, k, v, causal, rows, torch.float32, rounds_p, top_left, scale, exponents)
+    return o.to(dtype or q.dtype), lse
 
 
 def _truncation(scores: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -464,6 +473,15 @@ def cancellation(q, k, v, do, scale: float | None = None) -> dict[str, float]:
     return {"dq": unit * rms(k), "dk": unit * rms(q) * math.sqrt(max(1.0, queries)), "dv": 0.0}
 
 
+class Quantized(NamedTuple):
+    """What is multiplied instead of q, k and v: fp32; the exponents of V's blocks, one for each key; and O
+    and LSE of those in float64."""
+
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    exponents: torch.Tensor
+    exact: tuple[torch.Tensor, torch.Tensor]
+
+
 class Expected:
     """What attention of q, k, v, and for a given dO its backward pass, should give.
 
@@ -479,11 +497,22 @@ class Expected:
         self.softmax_scale, self.dlse = softmax_scale, dlse
         self.options = {"top_left": top_left, "scale": softmax_scale}
         self._yardsticks: dict[tuple[str, Rounding], torch.Tensor | Gradients] = {}
+        self._quantized: dict[str, Quantized] = {}
 
     @functools.cached_property
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """O and LSE in float64."""
         return reference(self.q, self.k, self.v, self.causal, **self.options)
+
+    def quantized(self, how: str) -> "Quantized":
+        """What a stage makes of q, k and v that quantises them itself, as `LazyMaximum.quantized` says."""
+        if how not in self._quantized:
+            signs = production_fp8.signs(self.q.shape[3]).to(self.q.device)
+            made = quantized.quantize_reference(self.q, self.k, self.v, rotate=how == ROTATED, signs=signs)
+            exponents = quantized.of_rows(made.v_exponent, self.v)
+            exact = reference(*made.dequantized, self.causal, **self.options)
+            self._quantized[how] = Quantized(made.dequantized, exponents, exact)
+        return self._quantized[how]
 
     @functools.cached_property
     def saved(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -520,12 +549,16 @@ class Expected:
         Gradients are held to a yardstick that reads what `saved` gives.
         """
         if "o" in outputs:
-            yard, yard_lse = self._yardstick(
-                "o", rounding, yardstick_of, self.q, self.k, self.v, self.causal, **self.options
-            )
+            inputs, exact, options = (self.q, self.k, self.v), None, self.options
+            if isinstance(rounding, LazyMaximum) and rounding.quantized:
+                inputs, exponents, exact = self.quantized(rounding.quantized)
+                options = options | {"exponents": exponents, "dtype": self.q.dtype}
+            yard, yard_lse = self._yardstick("o", rounding, yardstick_of, *inputs, self.causal, **options)
+            ref, ref_lse = exact or self.forward
             codes = isinstance(rounding, LazyMaximum) and rounding.e4m3 is not None
-            given = outputs["o"], self.forward[0], yard, outputs.get("lse"), self.forward[1]
-            return judge(*given, yard_lse=yard_lse if codes else None)
+            return judge(
+                outputs["o"], ref, yard, outputs.get("lse"), ref_lse, yard_lse=yard_lse if codes else None
+            )
         inputs, options = (*self.inputs, self.causal), self.options | {"dlse": self.dlse}
         yard = lambda nudge: self._yardstick(
             f"gradients, {nudge}", rounding, yardstick_gradients, *inputs, **options, nudge=nudge

@@ -78,8 +78,9 @@ def _times_before(row: Row, stage: Stage, measured: Mapping[str, Results]) -> st
     if stage.before is None:
         return ""
     results = measured.get(stage.before)
-    problem = row.problem.with_(direction="fwd") if stage.direction == "fp8" else row.problem
-    before = results.find(stage.before, problem) if results else None
+    before = None
+    if results is not None and results.rows:
+        before = results.find(stage.before, row.problem.with_(direction=results.rows[0].direction))
     if before is None or before.tflops is None:
         return _reason(before)
     return f"{_digits(row.tflops / before.tflops)}×"
@@ -459,9 +460,12 @@ def _framed(content: str) -> str:
 def _stage_cell(row: Row | None, results: Results) -> str:
     if row is None or row.tflops is None:
         return _reason(row)
-    return "<br>".join(
-        (f"**{format_rate(row.tflops)}**", _percent_of_bound(row, results), _ratio(row, results, True))
-    )
+    cells = [f"**{format_rate(row.tflops)}**", _percent_of_bound(row, results), _ratio(row, results, True)]
+    for stage in results.other_stages():
+        other = results.find(stage, row.problem)
+        if other is not None and other.tflops is not None:
+            cells.append(f"{_digits(row.tflops / other.tflops)}× `{stage}`")
+    return "<br>".join(cells)
 
 
 def _ablation_cell(row: Row | None, first: Row | None) -> str:
@@ -511,7 +515,7 @@ def _bound_sentence(measured: Mapping[str, Results]) -> str:
     gpu = bound_gpu(next(iter(measured.values())).environment)
     if gpu is None:
         return "The hardware bound is left out: this GPU's peak rates are not known here."
-    in_fp8 = any(row.direction == "fp8" for found in measured.values() for row in found.rows)
+    in_fp8 = any(row.problem.in_fp8 for found in measured.values() for row in found.rows)
     return (
         f"The hardware bound is the longer of the FLOPs at {gpu.tensor_flops / 1e12:.0f} TFLOP/s "
         f"({gpu.sms} SMs, {gpu.clock_ghz} GHz){', in FP8 at twice that,' * in_fp8} and the least bytes at "

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from harness.timing import Timing
 
 SCHEMA = 2  # 2: cubin_sha256 is machine_code.identity, symbol names normalised
-DIRECTION_WORDS = {"fwd": "forward", "fp8": "FP8 forward", "bwd": "backward", "decode": "decode"}
+DIRECTION_WORDS = {
+    "fwd": "forward",
+    "fp8": "FP8 forward",
+    "fp8_rows": "FP8 forward, of rows",
+    "fp8_cast": "FP8 forward, of 16 bits",
+    "bwd": "backward",
+    "decode": "decode",
+}
+SWEPT = tuple(direction for direction in DIRECTION_WORDS if direction != "decode")
 FILE_KEYS = ("schema", "stage", "environment", "rows")
 # Rows measured under different values of these do not belong in one table.
 ENVIRONMENT_IDENTITY = ("gpu", "driver", "torch", "cutlass_dsl")
@@ -155,15 +163,18 @@ class Results:
 
     def best_peer(self, problem: Problem) -> Row | None:
         """The fastest timed row of another provider for a problem, or None."""
-        own = self.stage, PUBLIC_CALLS.get(self.stage)
+        own = self.stage, PUBLIC_CALLS.get(self.stage), *self.other_stages()
         peers = [row for row in self.rows if row.provider not in own and row.problem == problem]
         return max((row for row in peers if row.tflops is not None), key=lambda row: row.tflops, default=None)
 
+    def other_stages(self) -> list[str]:
+        """The ladder's stages that were timed beside this one."""
+        ours = {self.stage, *PUBLIC_CALLS.values(), *PEER_LABELS}
+        return list(dict.fromkeys(row.provider for row in self.rows if row.provider not in ours))
+
     def sweep_rows(self) -> list[Row]:
         """The rows, of every provider, whose shape is one of the benchmark's sweep."""
-        shapes = {
-            x for direction in ("fwd", "fp8", "bwd") for x in (*sweep(direction), *short_sweep(direction))
-        }
+        shapes = {x for direction in SWEPT for x in (*sweep(direction), *short_sweep(direction))}
         in_bf16 = lambda problem: problem if problem.dtype == "bfloat16" else problem.with_(dtype="bfloat16")
         return [row for row in self.rows if in_bf16(row.problem) in shapes]
 

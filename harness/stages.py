@@ -6,6 +6,7 @@ import math
 import torch
 
 from harness import quantized
+from hopper_attention import production_fp8
 from hopper_attention.checks import (
     check_device,
     check_layout,
@@ -65,10 +66,13 @@ def allocate(
     """
     o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    scales = ()
-    if problem.direction == "fp8":
-        q, k, v, scales = quantized.operands(q, k, v)
-    return Tensors(q, k, v, o, lse, _scratch(module, problem, q.device, options), scales=scales)
+    scales, signs = (), None
+    if problem.reads_codes:
+        q, k, v, scales = quantized.operands(q, k, v, in_rows=problem.direction == "fp8_rows")
+    elif problem.in_fp8:
+        signs = production_fp8.signs(problem.head_dim).to(q.device)
+    scratch = _scratch(module, problem, q.device, options)
+    return Tensors(q, k, v, o, lse, scratch, scales=scales, signs=signs)
 
 
 def allocate_backward(
@@ -117,7 +121,7 @@ def prepare(
     fit.
     """
     found, module = ladder.load(stage)
-    direction = "fp8" if found.direction == "fp8" else "fwd"
+    direction = "fwd" if found.direction == "bwd" else found.direction  # which `refuse` then names
     problem = problem_of(q, k, v, causal, top_left).with_(direction=direction)
     refuse(stage, problem)
     check_device(stage, q)

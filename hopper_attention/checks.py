@@ -2,12 +2,15 @@
 
 import math
 from numbers import Real
+from typing import Any
 
 import torch
 
 from .kernels.contract import DTYPES, Problem
+from .kernels.device.fp8 import quantized_shapes
 
 VECTOR_BYTES = 16  # every stage reads rows in 16-byte accesses or by TMA, which asks for the same
+E4M3 = torch.float8_e4m3fn
 
 
 def problem_of(
@@ -18,26 +21,36 @@ def problem_of(
     Raises TypeError for what is not a tensor or has another dtype, ValueError for shapes that do not belong
     together, and as `Problem` does for `top_left`.
     """
+    _check_qkv(q, k, v, DTYPES)
+    return _problem(q, k, causal, top_left, dtype=name_of(q.dtype))
+
+
+def _check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[str, ...]) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), not {x.dim()}")
-        if str(x.dtype).removeprefix("torch.") not in DTYPES:
-            raise TypeError(
-                f"{name} must be {' or '.join(DTYPES)}, not {str(x.dtype).removeprefix('torch.')}"
-            )
+        if name_of(x.dtype) not in dtypes:
+            raise TypeError(f"{name} must be {' or '.join(dtypes)}, not {name_of(x.dtype)}")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device, not {q.device}, {k.device} and {v.device}")
     if k.shape != v.shape:
         raise ValueError(f"k and v must have one shape, not {tuple(k.shape)} and {tuple(v.shape)}")
+    _check_heads(q, k)
+
+
+def _check_heads(q: torch.Tensor, k: torch.Tensor) -> None:
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch and head_dim")
     if q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
         raise ValueError(
             f"the {q.shape[1]} query heads must be a multiple of the {k.shape[1]} key/value heads"
         )
+
+
+def _problem(q: torch.Tensor, k: torch.Tensor, causal: bool, top_left: bool, **more: Any) -> Problem:
     return Problem(
         batch=q.shape[0],
         heads=q.shape[1],
@@ -46,8 +59,8 @@ def problem_of(
         seqlen_kv=k.shape[2],
         head_dim=q.shape[3],
         causal=bool(causal),
-        dtype=str(q.dtype).removeprefix("torch."),
         top_left=top_left,
+        **more,
     )
 
 
@@ -70,9 +83,137 @@ def gradient_problem_of(
     return problem
 
 
+# ---- in 8 bits --------------------------------------------------------------------------------------------
+
+
+def rows_problem_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, top_left: bool, dtype: torch.dtype
+) -> Problem:
+    """The "fp8_rows" `Problem` of e4m3 tensors in rows, with an output of `dtype`. Raises as `problem_of`."""
+    check_output(dtype)
+    _check_qkv(q, k, v, (name_of(E4M3),))
+    return _problem(q, k, causal, top_left, dtype=name_of(dtype), direction="fp8_rows")
+
+
+def quantized_problem_of(
+    q8: torch.Tensor,
+    k8: torch.Tensor,
+    vt8: torch.Tensor,
+    q_scale: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_exponent: torch.Tensor,
+    causal: bool,
+    top_left: bool,
+    dtype: torch.dtype,
+) -> Problem:
+    """The "fp8" `Problem` of what the quantising kernel wrote. Raises TypeError and ValueError for what it
+    cannot have written."""
+    check_output(dtype)
+    given = {"q8": q8, "k8": k8, "vt8": vt8, "q_scale": q_scale, "k_scale": k_scale, "v_exponent": v_exponent}
+    for name, x in given.items():
+        check_tensor(name, x)
+        kind = E4M3 if name in ("q8", "k8", "vt8") else torch.float32
+        if x.dtype != kind:
+            raise TypeError(f"{name} must be {name_of(kind)}, not {name_of(x.dtype)}")
+        if x.device != q8.device:
+            raise ValueError(f"{name} must be where q8 is, on {q8.device}, not {x.device}")
+        if name in ("q8", "k8") and x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), not {x.dim()}")
+    _check_heads(q8, k8)
+    problem = _problem(q8, k8, causal, top_left, dtype=name_of(dtype), direction="fp8")
+    for name, (shape, _) in quantized_shapes(problem).items():
+        if given[name].shape != shape:
+            raise ValueError(
+                f"{name} must be {shape}, as quantize gives it beside q8 {tuple(q8.shape)} and k8 "
+                f"{tuple(k8.shape)}, not {tuple(given[name].shape)}"
+            )
+    for name in ("q_scale", "k_scale", "v_exponent"):
+        check_unit_stride(name, given[name])
+    return problem
+
+
+def quantizing_problem_of(
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+) -> Problem:
+    """The `Problem` of 16-bit tensors to be quantised: q, k and v, or k and v, or q; those that are not there
+    count as the others. With cos and sin, each row of q and k is turned by one of theirs. Raises as
+    `problem_of`."""
+    check_parts(q, k, v)
+    q, k, v = (q, q, q) if k is None else (k if q is None else q, k, v)
+    _check_qkv(q, k, v, DTYPES)
+    problem = _problem(q, k, False, False, dtype=name_of(q.dtype), direction="fp8_cast")
+    if (cos is None) != (sin is None):
+        raise ValueError("rope is cos and sin: one of them is missing")
+    for name, x in (("cos", cos), ("sin", sin)) if cos is not None else ():
+        check_tensor(name, x)
+        if x.dtype != torch.float32:
+            raise TypeError(f"{name} must be float32, not {name_of(x.dtype)}")
+        rows = max(problem.seqlen_q, problem.seqlen_kv)
+        if x.dim() != 2 or x.shape[0] < rows or x.shape[1] != problem.head_dim // 2:
+            raise ValueError(
+                f"{name} must be (at least {rows} rows, head_dim/2 = {problem.head_dim // 2}), "
+                f"not {tuple(x.shape)}"
+            )
+        if x.device != q.device:
+            raise ValueError(f"{name} must be where q and k are, on {q.device}, not {x.device}")
+        check_layout(name, x)
+    return problem
+
+
+def check_parts(q: object | None, k: object | None, v: object | None) -> None:
+    """Raise ValueError unless all three are there, or k and v, or q."""
+    if (k is None) != (v is None):
+        raise ValueError("k and v are quantised together: one of them is missing")
+    if q is None and k is None:
+        raise ValueError("there is nothing to quantise: neither q nor k and v are given")
+
+
+def check_descale(name: str, x: torch.Tensor | None, problem: Problem, device: torch.device) -> None:
+    """Raise unless `x` is None or an fp32 scale of a whole tensor or of each (batch, kv_head). Its value is
+    device data, and not looked at."""
+    if x is None:
+        return
+    check_tensor(name, x)
+    shape = problem.batch, problem.kv_heads
+    if x.dtype != torch.float32:
+        raise TypeError(f"{name} must be float32, not {name_of(x.dtype)}")
+    if x.numel() != 1 and x.shape != shape:
+        raise ValueError(
+            f"{name} must be one number or (batch, kv_heads) = {shape}, not of shape {tuple(x.shape)}"
+        )
+    if x.dim() > 2:
+        raise ValueError(f"{name} must have at most 2 dimensions, not {x.dim()}")
+    if x.device != device:
+        raise ValueError(f"{name} must be where q is, on {device}, not {x.device}")
+
+
+def check_output(dtype: torch.dtype) -> None:
+    if not isinstance(dtype, torch.dtype) or name_of(dtype) not in DTYPES:
+        shown = name_of(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
+        raise TypeError(f"dtype, the output's, must be {' or '.join(DTYPES)}, not {shown}")
+
+
+# ---- of tensors -------------------------------------------------------------------------------------------
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def check_tensor(name: str, x: object) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+
+
+def check_unit_stride(name: str, x: torch.Tensor) -> None:
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(
+            f"{name} must be contiguous in its last dimension, its stride there is {x.stride(-1)}"
+        )
 
 
 def check_like(name: str, x: object, like_name: str, like: torch.Tensor) -> None:
@@ -101,7 +242,7 @@ def check_lse(name: str, lse: object, q: torch.Tensor) -> None:
     is the lse itself."""
     check_tensor(name, lse)
     if lse.dtype != torch.float32:
-        raise TypeError(f"{name} must be float32, not {str(lse.dtype).removeprefix('torch.')}")
+        raise TypeError(f"{name} must be float32, not {name_of(lse.dtype)}")
     if (lse.shape, lse.device) != (q.shape[:3], q.device):
         raise ValueError(
             f"{name} must be (batch, heads, seqlen_q) = {tuple(q.shape[:3])} on {q.device}, "
@@ -115,10 +256,7 @@ def check_layout(name: str, x: torch.Tensor, written: bool = False) -> None:
     """Raise ValueError unless the rows of `x` are contiguous and 16-byte aligned, and, if `written`, no two
     elements share memory."""
     vector = VECTOR_BYTES // x.element_size()
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
-        raise ValueError(
-            f"{name} must be contiguous in its last dimension, its stride there is {x.stride(-1)}"
-        )
+    check_unit_stride(name, x)
     if bad := [stride for stride in x.stride()[:-1] if stride % vector]:
         raise ValueError(
             f"{name} has stride {bad[0]}: strides must be multiples of {vector} elements (16 bytes)"

@@ -4,7 +4,8 @@
 import torch
 
 from . import ops
-from .checks import check_tensor
+from .checks import E4M3, check_tensor, name_of
+from .fp8 import attention_fp8
 
 
 def attention(
@@ -77,26 +78,43 @@ def flash_attn_func(
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
     window_size: tuple[int | None, int | None] = (-1, -1),
+    attention_chunk: int = 0,
     softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
     learnable_sink: torch.Tensor | None = None,
     deterministic: bool = False,
+    sm_margin: int = 0,
     return_lse: bool = False,
     dropout_p: float = 0.0,
     return_attn_probs: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` in FlashAttention's layout: q, k, v and the result are (batch, seqlen, heads, head_dim).
 
-    Takes by name what FlashAttention-2, -3 and -4 have in common; by position the three would mean different
-    things. With `return_lse`, or `return_attn_probs` as FlashAttention-3 calls it, also the LSE, fp32 (batch,
-    heads, seqlen). A causal mask is aligned at the bottom right. Raises NotImplementedError, with the
-    argument's name, for windows, soft caps, sinks and dropout.
+    Takes by name what FlashAttention-2, -3 and -4 have; by position they would mean different things. With
+    `return_lse`, or `return_attn_probs` as FlashAttention-3 calls it, also the LSE, fp32 (batch, heads,
+    seqlen). A causal mask is aligned at the bottom right. `pack_gqa`, a hint, changes nothing.
+
+    e4m3 tensors go to `attention_fp8`, with the descales, as in FlashAttention-3: fp32 (batch, kv_heads), or
+    one number, or None for 1; the result is bf16.
+
+    Raises NotImplementedError, with the argument's name, for windows, chunks, soft caps, sinks, qv, splits,
+    margins and dropout; ValueError for a descale beside 16-bit tensors.
     """
     window = tuple(-1 if x is None else x for x in window_size)
     for name, given, asked in (
+        ("qv", "a tensor", qv is not None),
         ("window_size", window, window not in ((-1, -1), (-1, 0) if causal else (-1, -1))),
+        ("attention_chunk", attention_chunk, attention_chunk != 0),
         ("softcap", softcap, softcap != 0.0),
+        ("num_splits", num_splits, num_splits not in (0, 1)),
         ("learnable_sink", learnable_sink, learnable_sink is not None),
+        ("sm_margin", sm_margin, sm_margin != 0),
         ("dropout_p", dropout_p, dropout_p != 0.0),
     ):
         if asked:
@@ -105,8 +123,15 @@ def flash_attn_func(
         check_tensor(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), not {x.dim()}")
-    options = {"causal": causal, "softmax_scale": softmax_scale, "deterministic": deterministic}
-    o, lse = attention(*(x.transpose(1, 2) for x in (q, k, v)), **options, return_lse=True)
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    if q.dtype == E4M3:
+        o, lse = attention_fp8(*rows, **descales, causal=causal, softmax_scale=softmax_scale, return_lse=True)
+    else:
+        if given := [name for name, x in descales.items() if x is not None]:
+            raise ValueError(f"{given[0]} belongs to e4m3 tensors, and q is {name_of(q.dtype)}")
+        options = {"causal": causal, "softmax_scale": softmax_scale, "deterministic": deterministic}
+        o, lse = attention(*rows, **options, return_lse=True)
     o = o.transpose(1, 2)
     return (o, lse) if return_lse or return_attn_probs else o
 

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
+import itertools
 import re
 import subprocess
 import tempfile
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 from . import cache
-from .kernels import ladder
+from .kernels import calls_fp8, ladder
 from .kernels.contract import DTYPES, Problem
 from .kernels.device.constants import SMS
 from .kernels.device.limits import HEAD_DIMS
@@ -29,6 +30,8 @@ DETERMINISTIC, DETERMINISTIC_IN_PARTS = "bwd4_det", "bwd4_parts_det"
 DECODE = "decode"  # what queries to a cache are computed with
 # The stages that a call may run.
 LIBRARY = [FORWARD, *FORWARD_IN_ROWS.values(), BACKWARD, IN_PARTS, DETERMINISTIC, DETERMINISTIC_IN_PARTS]
+FP8, FP8_ROWS, FP8_CAST = "k7", "k7_rows", "k8"  # of what `quantize` gave, of e4m3 in rows, of 16 bits
+QUANTIZE = "quantize"  # no stage, but the file of the kernel that makes what FP8 reads
 FUNCTION = "hopper_attention_kernel"  # in a cached file
 RUNTIME_PACKAGE = "nvidia_cutlass_dsl"
 PROVEN_COMPILER = "4.8.1"  # the version of cache.COMPILER whose machine code passed the checks in results/
@@ -70,7 +73,7 @@ def compiled_for(stage_id: str, problem: Problem) -> Problem:
     """What of a problem is compiled in, as the smallest problem of its head_dim, mask, dtype and options."""
     stage, file = ladder.load(stage_id)
     least = problem.with_(batch=1, heads=1, kv_heads=1, seqlen_q=1, seqlen_kv=1, direction=stage.direction)
-    if stage.direction == "fp8":
+    if least.in_fp8:
         least = least.with_(scaled=False)  # its kernel is given a scale in any case
     if problem.top_left and file.supports(least.with_(seqlen_q=2)):
         return least.with_(top_left=False)  # at equal lengths, and it takes no others, the masks are one
@@ -93,6 +96,18 @@ def reachable(stage_id: str) -> list[Problem]:
     return found
 
 
+def reachable_in_fp8() -> list[tuple[str, Problem, dict[str, object]]]:
+    """Everything that a call in FP8 can have compiled, as `kernel_for` takes it: a closed list."""
+    options = {FP8: calls_fp8.BLOCK_SCALES, FP8_ROWS: {}, FP8_CAST: {}}
+    attending = [(name, problem, options[name]) for name in options for problem in reachable(name)]
+    preparing: list[tuple[str, Problem, dict[str, object]]] = []
+    for head_dim, dtype in itertools.product(HEAD_DIMS, DTYPES):
+        least = Problem.square(1, 1, 1, head_dim, False, dtype=dtype, direction="fp8_cast")
+        for parts, rotate, rope in itertools.product(calls_fp8.PARTS, (False, True), (False, True)):
+            preparing.append((QUANTIZE, least, calls_fp8.quantize_options(parts, rotate, rope)))
+    return attending + preparing
+
+
 def compile_kernel(stage_id: str, problem: Problem, **options: object) -> Kernel:
     """`compile_stage` with other options of its kernel file. Once in a process; in another process of the
     same user it comes from the cache."""
@@ -100,7 +115,8 @@ def compile_kernel(stage_id: str, problem: Problem, **options: object) -> Kernel
 
 
 def kernel_for(stage_id: str, least: Problem, options: dict[str, object]) -> Kernel:
-    """The kernel for a problem as `compiled_for` gives it. Where it is cached, no kernel file is imported."""
+    """The kernel for a problem as `compiled_for` gives it, of a stage or of QUANTIZE. Where it is cached, no
+    kernel file is imported."""
     what = stage_id, least, repr(sorted(options.items()))
     with _one_at_a_time:
         if what not in _compiled:
@@ -132,19 +148,20 @@ def warn_unless_proven() -> None:
 def _compile_or_load(stage_id: str, problem: Problem, options: dict[str, object]) -> Kernel:
     warn_unless_proven()
     what = {"problem": repr(problem), "options": repr(sorted(options.items()))}
-    key = cache.key_of(file=ladder.FILES[stage_id], **what)
+    name = ladder.LADDER.get(stage_id, stage_id)
+    key = cache.key_of(file=name, **what)
     with cache.alone(key):
         if (entry := cache.load(key)) is not None:
             with contextlib.suppress(Exception):  # what does not load is compiled anew
                 return Kernel(_load(entry), entry.cubin, tuple(entry.description["constants"]))
-        _, file = ladder.load(stage_id)
+        file = ladder.load(stage_id)[1] if stage_id in ladder.LADDER else ladder.load_file(stage_id)
         compiled = file.compile_kernel(problem, **options)
         host = re.findall(r"llvm\.mlir\.constant\((\d+) : i64\)", str(compiled.ir_module))
         kernel = Kernel(compiled, compiled.__cubin__, tuple(sorted({int(x) for x in host})))
         # A kernel that cannot be kept is compiled again by the next process, and serves this one.
         with contextlib.suppress(Exception), tempfile.TemporaryDirectory() as scratch:
             if cache.folder() is not None:
-                about = {"file": ladder.FILES[stage_id], **what, "constants": kernel.host_constants}
+                about = {"file": name, **what, "constants": kernel.host_constants}
                 cache.store(key, _export(compiled, Path(scratch)), kernel.__cubin__, **about)
         return kernel
 

@@ -344,16 +344,21 @@ def _scratch(part: Part, device: torch.device) -> list[torch.Tensor]:
 
 
 def _zeros_to_keep(wanted: tuple[Dense, ...], device: torch.device) -> list[torch.Tensor]:
-    """Zeros of the current stream, from another thread: `torch.compile(mode="reduce-overhead")` has this one
-    allocate in a CUDA graph's memory while it warms up, and nothing that stays may lie there."""
+    return to_keep(lambda: [empty(*dense).zero_() for dense in wanted], device)
+
+
+def to_keep(make: Callable[[], Kept], device: torch.device) -> Kept:
+    """What `make` allocates on the current stream, from another thread: `torch.compile`, with
+    mode="reduce-overhead", has this one allocate in a CUDA graph's memory while it warms up, and nothing that
+    stays may lie there."""
     stream = torch.cuda.current_stream(device)
 
-    def make() -> list[torch.Tensor]:
+    def run() -> Kept:
         with torch.cuda.stream(stream):  # and its device
-            return [empty(*dense).zero_() for dense in wanted]
+            return make()
 
     with ThreadPoolExecutor(1) as another:
-        return another.submit(make).result()
+        return another.submit(run).result()
 
 
 # ---- small matters ----------------------------------------------------------------------------------------

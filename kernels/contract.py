@@ -29,7 +29,9 @@ class Problem:
     head_dim: int
     causal: bool
     dtype: str = "bfloat16"
-    direction: str = "fwd"  # or "bwd", or "fp8": forward, of Q, K and V in e4m3
+    # Or "bwd". Or forward in FP8: "fp8" of operands as `device.fp8` has them, "fp8_rows" of e4m3 Q, K and V
+    # in rows, "fp8_cast" of 16-bit ones.
+    direction: str = "fwd"
     top_left: bool = False
     scaled: bool = False  # scores are multiplied by a factor given at the launch, not by 1/√head_dim
     lse_grad: bool = False  # of a scaled backward problem: the LSE has a gradient too
@@ -46,6 +48,15 @@ class Problem:
     def square(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool, **rest: Any) -> "Problem":
         """A self-attention problem: as many keys as queries, as many key heads as query heads."""
         return Problem(batch, heads, heads, seqlen, seqlen, head_dim, causal, **rest)
+
+    @property
+    def in_fp8(self) -> bool:
+        return self.direction.startswith("fp8")
+
+    @property
+    def reads_codes(self) -> bool:
+        """Whether Q, K and V are given in e4m3."""
+        return self.direction in ("fp8", "fp8_rows")
 
     @property
     def not_blind(self) -> tuple[int, int]:
@@ -70,7 +81,7 @@ class Problem:
         """Bytes of device memory that must move: every input that counts read once, every output written
         once."""
         queries, keys = self.not_blind
-        element = 1 if self.direction == "fp8" else BYTES_PER_ELEMENT
+        element = 1 if self.reads_codes else BYTES_PER_ELEMENT
         row = self.head_dim * self.batch
         q, kv = (heads * row * element for heads in (self.heads, 2 * self.kv_heads))  # of one position
         o = self.heads * row * BYTES_PER_ELEMENT
@@ -95,9 +106,10 @@ class Tensors:
     """What `run_kernel` reads and writes.
 
     q, o, do, dq are (B, H, Nq, d), k, v, dk, dv (B, Hkv, Nkv, d), all of one 16-bit type; lse is fp32 (B, H,
-    Nq), natural logarithms. Of an "fp8" problem q, k and v are e4m3 instead, v as `device.fp8` has Vt8, and
-    `scales` are fp32. A forward stage writes o and lse. A backward stage reads them, and do, and writes
-    dq, dk, dv; a row that sees no key comes with o = 0 and lse = −∞ and has gradient zero.
+    Nq), natural logarithms. Of a problem that reads codes q, k and v are e4m3 instead, of an "fp8" one v as
+    `device.fp8` has Vt8, and `scales` are fp32. A forward stage writes o and lse. A backward stage reads
+    them, and do, and writes dq, dk, dv; a row that sees no key comes with o = 0 and lse = −∞ and has gradient
+    zero.
     """
 
     q: torch.Tensor
@@ -113,6 +125,7 @@ class Tensors:
     dlse: torch.Tensor | None = None  # fp32 like lse, contiguous: of a problem with lse_grad
     softmax_scale: float | None = None  # of a scaled problem
     scales: tuple[torch.Tensor, ...] = ()  # of q, k and v: (B, heads, 1), or (B, heads, blocks of 64 rows)
+    signs: torch.Tensor | None = None  # ±1 in fp32 (d,): of an "fp8_cast" problem
 
     @property
     def outputs(self) -> dict[str, torch.Tensor]:
@@ -191,6 +204,12 @@ class LazyMaximum(NamedTuple):
     # Of a stage that rounds P to e4m3: log₂ of what P is where a score is the maximum. Its sums are then of
     # rounded P.
     e4m3: float | None = None
+    quantized: str | None = None  # of a stage that quantises its inputs itself: how, `device.fp8` says
+
+    @property
+    def behind(self) -> dict[str, Any]:
+        """What says where it is behind; the rest is of what is rounded."""
+        return {"tile_kv": self.tile_kv, "parts": self.parts, "growth": self.growth, "share": self.share}
 
 
 class KernelFile(Protocol):

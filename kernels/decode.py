@@ -95,10 +95,9 @@ class Decode:
         self.merging = Merging(head_dim, self.dtype, rows, eight_bits, unit, Barrier.CONSUMERS)
         self.keep_q = head_dim <= 128  # in registers
         # Of a thread of the producer's warpgroup and of a consumer, where 168 are too few.
-        self.registers = (56, 224) if head_dim == 256 or rows >= 64 or window else None
+        self.registers = (56, 224) if head_dim == 256 or rows >= TILE_Q or window else None
         self.threads = CONSUMERS + (WARPGROUP if self.registers else WARP)
         self.stages = stages or (SMEM_MAX - 1024 - self.other_bytes) // self.stage_bytes
-        assert 3 * self.stages + 2 <= WARP, "a lane initialises one barrier"
 
     @property
     def stage_bytes(self) -> int:
@@ -179,14 +178,9 @@ class Decode:
             if const_expr(self.registers is not None):
                 cute.arch.setmaxregister_decrease(self.registers[0])
             if warp_idx == WARPS:
-                # The barriers lie next to each other; each lane makes one.
-                lane = cute.arch.lane_idx()
-                if lane < 3 * self.stages + 2:
-                    by_consumers = (lane >= 2 * self.stages) & (lane != 3 * self.stages)
-                    cute.arch.mbarrier_init(full_k + lane, WARPS if by_consumers else 1)
-                cute.arch.mbarrier_init_fence()
-                cute.arch.sync_warp()
-            cute.arch.barrier_arrive(barrier_id=Barrier.INITIALISED, number_of_threads=self.threads)
+                self.initialise(rings, first=True)
+            else:
+                cute.arch.barrier_arrive(barrier_id=Barrier.INITIALISED, number_of_threads=self.threads)
             if warp_idx == WARPS:
                 mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(
                     mLengths, flat, batch_size, sizes
@@ -206,6 +200,8 @@ class Decode:
                     at, batch, columns, entry, entries = self.list.behind(
                         mLengths, flat, column_groups, at, end, batch, columns, entry, entries, n
                     )
+                if turn == 0:
+                    self.initialise(rings, first=False)
         else:
             if const_expr(self.registers is not None):
                 cute.arch.setmaxregister_increase(self.registers[1])
@@ -223,6 +219,26 @@ class Decode:
             return Int32(1), first_chunk + first, cutlass.min(chunks - first, self.unit)
         n = cutlass.min(entries - entry, left_of_slice)
         return n, first_chunk + entry, cutlass.min(chunks - entry, n)
+
+    @cute.jit
+    def initialise(self, rings, first: cutlass.Constexpr):
+        """The producer: make the barriers, `first` those of the first load, and when that is under way the
+        others, which takes as long as a dozen products. Then the consumers may look at them."""
+        full_k, full_v, empty, q_full, q_empty = rings
+        with cute.arch.elect_one():
+            for i in range_constexpr(self.stages):
+                if const_expr(first == (i == 0)):
+                    cute.arch.mbarrier_init(full_k + i, 1)
+                    cute.arch.mbarrier_init(full_v + i, 1)
+                if const_expr(not first):
+                    cute.arch.mbarrier_init(empty + i, WARPS)
+            if const_expr(not first):
+                cute.arch.mbarrier_init(q_full, 1)
+                cute.arch.mbarrier_init(q_empty, WARPS)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()
+        if const_expr(not first):
+            cute.arch.barrier_arrive(barrier_id=Barrier.INITIALISED, number_of_threads=self.threads)
 
     # ---- loads --------------------------------------------------------------------------------------------
 
@@ -248,7 +264,8 @@ class Decode:
         for i in range(count, unroll=1):
             stage, phase = (done + i) % self.stages, ((done + i) // self.stages & 1) ^ 1
             key = (first + i) * self.chunk
-            cute.arch.mbarrier_wait(empty + stage, phase)
+            if done + i >= self.stages:
+                cute.arch.mbarrier_wait(empty + stage, phase)
             if const_expr(not self.paged):
                 expect(full_k + stage, box_bytes)
                 cute.copy(load_K, tKgK[None, first + i], tKsK[None, stage], tma_bar_ptr=full_k + stage)
@@ -272,6 +289,8 @@ class Decode:
                     cute.copy(load_K, from_k[None, inside], to_k[None, place], tma_bar_ptr=full_k + stage)
                     cute.copy(load_V, from_v[None, inside], to_v[None, place], tma_bar_ptr=full_v + stage)
             if i == 0:
+                if turn == 0:
+                    self.initialise(rings, first=False)
                 cute.arch.mbarrier_wait(q_empty, (turn & 1) ^ 1)
                 self.load_q(mQ, sQ, q_full, batch, kv_head, group, block * self.rows)
 

@@ -24,15 +24,14 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from .calls import forward_scratch
+from .calls_fp8 import fp8_scratch, launch_fp8, refuse_fp8
 from .contract import Compiled, LazyMaximum, Problem, Scratch, Stage, Tensors, Work
 from .device.arithmetic import largest_positive
-from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32
+from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa, fake_rows
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
 from .device.e4m3 import round_to_codes
 from .device.flushed import add_flushed, flush, own_quads, zeroed_here
 from .device.fp8 import BLOCK, ONES_ROWS
-from .device.limits import refuse_unless_gqa
 from .device.masks import Mask, mask_of
 from .device.products import Products, Rows, multiply_qk
 from .device.query_tiles import ROWS, Config, QueryTiles, work_on_query_tiles
@@ -96,6 +95,7 @@ class FP8Forward(QueryTiles):
         self.dtype, self.config, self.sms, self.block_scales = ELEMENTS[dtype], config, sms, block_scales
         self.consumers, self.stages = config.consumers, config.stages
         self.columns = head_dim + ONES_ROWS
+        self.blocks = config.tile_kv // BLOCK  # of a tile of keys
         self.chunk = flush_keys // config.tile_kv  # tiles of keys between two flushes
         self.threads = WARPGROUP * (self.consumers + 1)
         self.q_stages = 2 if self.tile_bytes(2) <= SMEM_MAX // config.ctas - 1024 else 1
@@ -112,7 +112,8 @@ class FP8Forward(QueryTiles):
     @property
     def smem_bytes(self) -> int:
         barriers = 2 * (self.q_stages * self.consumers + 2 * self.stages + 1)
-        return self.tile_bytes(self.q_stages) + 16 + barriers * 8
+        scales = 8 * self.blocks * self.stages if self.block_scales else 0
+        return self.tile_bytes(self.q_stages) + scales + 16 + barriers * 8
 
     @cute.jit
     def __call__(self, mQ, mK, mVt, mO, mLSE, mFlushed, mCounter, mQs, mKs, mVs, scale, stream):
@@ -165,6 +166,8 @@ class FP8Forward(QueryTiles):
         sK = allocate_tiles(smem, E4M3, self.tile_kv, self.head_dim, self.stages)  # (key, head_dim, stage)
         sVt = allocate_tiles(smem, E4M3, self.columns, self.tile_kv, self.stages)  # (column, key, stage)
         sV_boxes = row_slices(sVt, self.columns // self.v_boxes)  # (column, key, box of a stage)
+        of_blocks = cute.make_layout((2 * self.blocks, self.stages))  # K's scales and V's exponents, by stage
+        sScales = smem.allocate_tensor(Float32, of_blocks, 16) if const_expr(self.block_scales) else None
         sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # announced, q_block, head, batch
         q_bytes, k_bytes = ROWS * self.head_dim, self.tile_kv * self.head_dim
         q_ring, k_ring, v_ring = tma_rings(
@@ -200,15 +203,18 @@ class FP8Forward(QueryTiles):
                     tVgV, tVsV = partition_tma(
                         load_V, mVt[None, None, kv_head, batch], sV_boxes, (None, None)
                     )
+                    of_kv = sScales, mKs[batch, kv_head, None], mVs[batch, kv_head, None]
                     for i in range_constexpr(self.consumers):
                         put(q_ring, q_put, load_Q, tQgQ[None, q_block * self.consumers + i], tQsQ)
                         q_put.advance()
                         if const_expr(i == 0):
+                            self.put_scales(k_ring, kv_put, of_kv, 0)
                             put(k_ring, kv_put, load_K, tKgK[None, 0], tKsK)
                     self.put_v(v_ring, kv_put, load_V, tVgV[None, None, 0], tVsV)
                     kv_put.advance()
                     kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
                     for block in range(1, kv_blocks, unroll=1):
+                        self.put_scales(k_ring, kv_put, of_kv, block)
                         put(k_ring, kv_put, load_K, tKgK[None, block], tKsK)
                         self.put_v(v_ring, kv_put, load_V, tVgV[None, None, block], tVsV)
                         kv_put.advance()
@@ -229,7 +235,6 @@ class FP8Forward(QueryTiles):
             S, O, row_max, row_sum = rows.S, by_row(rO), rows.max, rows.sum
             flushed = own_quads(mFlushed, cta * self.consumers + consumer, thread, self.head_dim)
             base = cute.make_rmem_tensor(OWN_ROWS, Float32)
-            ahead = cute.make_rmem_tensor((max(1, self.tile_kv // BLOCK), 2), Float32)
             o_stores = WarpStores(mma_o, sO, store_O, mO, thread, warp_idx, consumer_warps)
 
             announced, q_block, head, batch = hear(tile_ring, tile_get, sTile)
@@ -241,18 +246,17 @@ class FP8Forward(QueryTiles):
             qk_scale, v_scale = self.scales(mQs, mKs, mVs, scale_log2, batch, head, first_row, group)
             warpgroup.wait_group(0)
             while announced != END:
+                factors = self.factors(qk_scale, sScales, k_get)
                 k_ring.consumer_release(k_get)
                 k_get.advance()
-                kv_head = head // group
-                scales = qk_scale, mKs[batch, kv_head, None], mVs[batch, kv_head, None], ahead
-                self.load_scales(scales, 0)
                 if visible == 0:
                     self.hide(S, -Float32.inf, *rows.limits, first_row, 0, *rows.lengths)
-                self.first_softmax(x.rS, row_max, scales)
+                self.first_softmax(x.rS, row_max, factors)
                 row_sum.fill(0.0)
                 round_to_codes(x.rS, x.rP)
 
                 # 3. main loop: the tiles that are seen whole, those with hidden keys, those all hidden
+                scales = qk_scale, sScales
                 # After each `chunk` of the first O goes to its sum in fp32, and begins anew with `begun`.
                 begun = Int32(0)
                 for first in range(1, visible, self.chunk, unroll=1):
@@ -315,6 +319,20 @@ class FP8Forward(QueryTiles):
             there = destination[None, state.index * self.v_boxes + box]
             cute.copy(atom, source[None, box], there, tma_bar_ptr=ring.producer_get_barrier(state))
 
+    @cute.jit
+    def put_scales(self, k_ring, state, of_kv, kv_block):
+        """Those of a tile of keys to the stage that `put` fills next. Consumers see them as they see the
+        keys: what `put` arrives with at the stage's barrier releases them, for every lane has written
+        them."""
+        sScales, mKs, mVs = of_kv
+        if const_expr(self.block_scales):
+            found = cute.make_rmem_tensor(2 * self.blocks, Float32)
+            for i in range_constexpr(self.blocks):
+                block = cutlass.min(kv_block * self.blocks + i, mKs.shape[0] - 1)
+                found[i], found[self.blocks + i] = mKs[block], mVs[block]
+            k_ring.sync_object_empty.wait(state.index, state.phase)  # the reads are under way
+            cute.autovec_copy(found, sScales[None, state.index])
+
     def o_and_sums(self, rO):
         """O without the sums, as one instruction's accumulator ((2, 2, d/8), 1, 1), and the sums of this
         thread's rows."""
@@ -337,9 +355,9 @@ class FP8Forward(QueryTiles):
 
     def step(self, x, rows, sums, scales, first_row, kv_block, begun, q_get, k_get, v_get, masked: bool):
         """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one."""
-        factors = self.factors(scales, kv_block)
         x.k_ring.consumer_wait(k_get)
         multiply_qk(x, q_get, k_get)
+        factors = self.factors(*scales, k_get)
         x.v_ring.consumer_wait(v_get)
         multiply_pv(x, v_get, kv_block, begun)
         warpgroup.wait_group(1)
@@ -361,26 +379,16 @@ class FP8Forward(QueryTiles):
             rows.sum[r] += sums[r]
             sums[r] = zeroed_here(sums[r])
 
-    def factors(self, scales, kv_block):
-        """For each block of keys in the tile: what its scores are multiplied by, and the exponent of its V.
-        Those of the tile after it are on their way then."""
-        qk_scale, _, _, ahead = scales
+    def factors(self, qk_scale, sScales, k_get):
+        """For each block of keys in a stage: what its scores are multiplied by, and the exponent of its V."""
         if not self.block_scales:
             return [(qk_scale, None)]
-        found = [(qk_scale * ahead[i, 0], ahead[i, 1]) for i in range(self.tile_kv // BLOCK)]
-        self.load_scales(scales, kv_block + 1)
-        return found
+        rScales = cute.make_rmem_tensor(2 * self.blocks, Float32)
+        cute.autovec_copy(sScales[None, k_get.index], rScales)
+        return [(qk_scale * rScales[i], rScales[self.blocks + i]) for i in range(self.blocks)]
 
-    def load_scales(self, scales, kv_block):
-        """Read what `factors` will give for this tile of keys, or the last one there is."""
-        _, mKs, mVs, ahead = scales
-        for i in range(self.tile_kv // BLOCK if self.block_scales else 0):
-            block = cutlass.min(kv_block * (self.tile_kv // BLOCK) + i, mKs.shape[0] - 1)
-            ahead[i, 0], ahead[i, 1] = mKs[block], mVs[block]
-
-    def first_softmax(self, rS, row_max, scales):
+    def first_softmax(self, rS, row_max, factors):
         """S of a row's first keys becomes P; row_max is scaled, in powers of two, less OFFSET."""
-        factors = self.factors(scales, 0)
         for r in range(OWN_ROWS):
             largest = None
             for part, (factor, exponent) in zip(in_parts(rS, len(factors)), factors):
@@ -432,13 +440,12 @@ def exponentiate(S):
 
 
 def supports(problem: Problem) -> str | None:
-    return refuse_unless_gqa(problem, "fp8")
+    return refuse_fp8(problem)
 
 
 def workspace(problem: Problem, **options: object) -> Scratch:
     kernel = kernel_for(problem, **options)
-    consumers = kernel.sms * kernel.config.ctas * kernel.consumers  # of the launch, at most
-    return {"flushed": ((consumers, ROWS * problem.head_dim), "float32")} | forward_scratch(problem)
+    return fp8_scratch(problem, kernel.sms * kernel.config.ctas, kernel.consumers)
 
 
 def kernel_for(problem: Problem, **options: object) -> FP8Forward:
@@ -459,26 +466,30 @@ def lazy_maximum(problem: Problem, **options: object) -> LazyMaximum:
 
 def compile_kernel(problem: Problem, **options: object) -> object:
     kernel, d = kernel_for(problem, **options), problem.head_dim
-    batch, heads, kv_heads, seqlen_q, seqlen_kv, tokens = (cute.sym_int() for _ in range(6))
-    q, k = (rows_of(E4M3, batch, *extents, d) for extents in ((heads, seqlen_q), (kv_heads, seqlen_kv)))
-    vt = rows_of(E4M3, batch, kv_heads, d + ONES_ROWS, tokens)
-    o = rows_of(kernel.dtype, batch, heads, seqlen_q, d)
-    flushed = make_fake_tensor(Float32, (cute.sym_int(), ROWS * d), (ROWS * d, 1), assumed_align=128)
-    counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
+    q, k, _, o = fake_gqa(d, problem.dtype)
     scales = [fake_fp32(x, last=cute.sym_int()) for x in (q if kernel.block_scales else k, k, k)]
-    return compile_for_torch(kernel, q, k, vt, o, fake_fp32(q), flushed, counter, *scales, Float32(1.0))
+    given = *fake_scratch(d), *scales, Float32(1.0)
+    return compile_for_torch(kernel, *fake_operands(q, k), o, fake_fp32(q), *given)
 
 
-def rows_of(dtype: type, *shape: object) -> object:
-    """A stand-in for a tensor of rows that the TMA takes: 16-byte aligned, any strides but the last."""
-    strides = tuple(cute.sym_int64(divisibility=128 // dtype.width) for _ in shape[:-1])
-    return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
+def fake_operands(q: object, k: object) -> tuple[object, object, object]:
+    """Stand-ins for Q8, K8 and Vt8, of 16-bit ones."""
+    batch, kv_heads, _, head_dim = k.shape
+    vt8 = batch, kv_heads, head_dim + ONES_ROWS, cute.sym_int()
+    return tuple(fake_rows(E4M3, shape) for shape in (q.shape, k.shape, vt8))
+
+
+def fake_scratch(head_dim: int) -> tuple[object, object]:
+    """Stand-ins for what `workspace` lists."""
+    row = ROWS * head_dim
+    flushed = make_fake_tensor(Float32, (cute.sym_int(), row), (row, 1), assumed_align=128)
+    return flushed, make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
 
 
 def run_kernel(compiled: Compiled, t: Tensors) -> None:
     if t.o.numel():
         scale = 1.0 / math.sqrt(t.q.shape[3]) if t.softmax_scale is None else t.softmax_scale
-        compiled(t.q, t.k, t.v, t.o, t.lse, *t.workspace.values(), *t.scales, scale)
+        launch_fp8(compiled, t.q, t.k, t.v, t.o, t.lse, t.workspace.values(), t.scales, scale)
 
 
 NEVER = 2**30  # keys

@@ -1,6 +1,7 @@
 """The ladder, in order: each stage's id and the file that holds it. The only list of stages."""
 
 import importlib
+from types import ModuleType
 from typing import cast
 
 from .contract import KernelFile, Stage
@@ -21,6 +22,8 @@ LADDER: dict[str, str] = {
     "k6_r128": "k6_rows",
     "k6_r64": "k6_rows",
     "k7": "k7",
+    "k7_rows": "k7_rows",
+    "k8": "k8",
     "bwd1": "bwd1",
     "bwd2": "bwd2",
     "bwd3": "bwd3",
@@ -51,8 +54,15 @@ def load(stage_id: str) -> tuple[Stage, KernelFile]:
     """
     if stage_id not in FILES:
         raise ValueError(f"unknown stage {stage_id!r}; the ladder has {', '.join(LADDER)}")
+    file = cast(KernelFile, load_file(FILES[stage_id]))
+    return next(stage for stage in file.STAGES if stage.id == stage_id), file
+
+
+def load_file(name: str) -> ModuleType:
+    """A file of kernels, also one that holds no stage. Raises ModuleNotFoundError where there is no
+    compiler."""
     try:
-        file = cast(KernelFile, importlib.import_module(f".{FILES[stage_id]}", __package__))
+        return importlib.import_module(f".{name}", __package__)
     except ModuleNotFoundError as error:
         if error.name != "cutlass":
             raise
@@ -60,4 +70,3 @@ def load(stage_id: str) -> tuple[Stage, KernelFile]:
             "the kernels are compiled by NVIDIA's CuTe DSL: pip install 'nvidia-cutlass-dsl[cu13]'",
             name=error.name,
         ) from None
-    return next(stage for stage in file.STAGES if stage.id == stage_id), file

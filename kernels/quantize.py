@@ -18,11 +18,10 @@ import math
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr, range_constexpr
-from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from .contract import Compiled
-from .device.compiling import ELEMENTS, compile_for_torch
+from .contract import Compiled, Problem
+from .device.compiling import ELEMENTS, compile_for_torch, fake_rows
 from .device.constants import VECTOR, WARP
 from .device.cuda_cores import widen
 from .device.e4m3 import absolute, four_e4m3, larger_pair
@@ -51,9 +50,10 @@ class Quantize:
     """`dtype` to e4m3. `parts` are the tensors of the launch, "qkv" or some of them.
 
     With `given_scales` an fp32 (batch, heads) of each tensor is read, x8 = x · (1/scale), where otherwise a
-    scale is found for each block and written. `rotate`: Q and K times signs, ±1 fp32 (head_dim,), and the
-    normalised Walsh–Hadamard matrix; `rope`: before that, and with cos and sin fp32 (seqlen, head_dim/2),
-    element j and j + head_dim/2 are a point that turns, as Llama has it, without rounding in between.
+    scale is found for each block and written; V may then stay `in_rows`. `rotate`: Q and K times signs, ±1
+    fp32 (head_dim,), and the normalised Walsh–Hadamard matrix; `rope`: before that, and with cos and sin fp32
+    (seqlen, head_dim/2), element j and j + head_dim/2 are a point that turns, as Llama has it, without
+    rounding in between.
     """
 
     def __init__(
@@ -65,8 +65,10 @@ class Quantize:
         given_scales: bool = False,
         parts: str = "qkv",
         threads_per_sm: int | None = None,
+        in_rows: bool = False,
     ):
         self.head_dim, self.dtype, self.parts = head_dim, dtype, parts
+        self.columns_of_v, self.rows_of_v = ("v" in parts and x for x in (not in_rows, in_rows))
         self.rotate, self.rope, self.given = rotate, rope, given_scales
         self.threads = BLOCK * head_dim // OWN
         self.lanes = head_dim // OWN  # that share a row of Q or K; neighbours in one warp
@@ -102,7 +104,7 @@ class Quantize:
         warps = self.threads // WARP
         sMax = smem.allocate_tensor(Uint32, cute.make_layout((warps, 2), stride=(1, warps)), 16)
         rotation = mSigns, mCos, mSin
-        if const_expr("v" in self.parts):
+        if const_expr(self.columns_of_v):
             sCodes = smem.allocate_tensor(Int32, words_layout(self.head_dim), 16)  # (word, unit)
         if const_expr("q" in self.parts):
             if head < mQ.shape[1]:
@@ -112,9 +114,12 @@ class Quantize:
             if head >= 0 and head < mK.shape[1]:
                 self.rows(mK, mK8, mK_scale, head, sMax, *rotation)
             head -= mK.shape[1]
-        if const_expr("v" in self.parts):
+        if const_expr(self.columns_of_v):
             if head >= 0:
                 self.columns(mV, mVt8, mV_scale, head, sMax, sCodes)
+        if const_expr(self.rows_of_v):
+            if head >= 0:
+                self.rows(mV, mVt8, mV_scale, head, sMax, *rotation)
 
     @cute.jit
     def rows(self, mX, mX8, mScale, head, sMax, mSigns, mCos, mSin):
@@ -124,7 +129,7 @@ class Quantize:
         block, _, batch = cute.arch.block_idx()
         seqlen = mX.shape[2]
         row, lane = block * BLOCK + tidx // self.lanes, tidx % self.lanes
-        halves = lane, lane + self.lanes  # in chunks
+        halves, signs = (lane, lane + self.lanes), (1.0, 1.0)  # in chunks
         if block * BLOCK < seqlen:
             # Rows past the end read the last row again, which changes no maximum.
             source = cutlass.min(row, seqlen - 1)
@@ -137,8 +142,9 @@ class Quantize:
                 if const_expr(self.rope):
                     x = turned(x, *[load_fp32(mY[source, None], lane) for mY in (mCos, mSin)])
                 if const_expr(self.rotate):
-                    signs = [sign for chunk in halves for sign in load_fp32(mSigns, chunk)]
-                    x = hadamard([a * sign for a, sign in zip(x, signs)], self.lanes)
+                    drawn = [sign for chunk in halves for sign in load_fp32(mSigns, chunk)]
+                    x = hadamard([a * sign for a, sign in zip(x, drawn)], self.lanes)
+                    halves, signs = transformed_chunks(lane, self.lanes), transformed_signs(lane, self.lanes)
                 rX = cute.make_rmem_tensor(cute.make_layout(OWN), Float32)
                 keep(rX, x)
 
@@ -151,7 +157,7 @@ class Quantize:
                 if tidx == 0:
                     scale = cute.arch.fmax(largest, SMALLEST_MAXIMUM) * (self.norm / E4M3_MAX)
                     mScale[batch, head, block] = scale if largest > 0.0 else Float32(1.0)
-            x = scaled(rX, inverse, self.given)
+            x = scaled(rX, [inverse * sign for sign in signs for _ in range(CHUNK)], self.given)
             codes = cute.make_rmem_tensor(cute.make_layout((QUAD, 2)), Int32)  # (word, half)
             for word in range_constexpr(2 * QUAD):
                 codes[word] = four_e4m3(*x[QUAD * word : QUAD * (word + 1)])
@@ -189,7 +195,7 @@ class Quantize:
                 weight = inverse
                 if tidx == 0:
                     mScale[batch, head, block] = Float32(exponent)
-            x = scaled(rV, inverse, self.given)
+            x = scaled(rV, [inverse] * OWN, self.given)
             words = [four_e4m3(*x[column::VECTOR]) for column in range(VECTOR)]
             put_columns(words, sCodes, group, word, chunk)
             cute.arch.sync_threads()
@@ -206,15 +212,23 @@ class Relayout:
 
     @cute.jit
     def __call__(self, mV8, mVt8, stream):
+        self.launch(mV8, mVt8, None, None, stream)
+
+    @cute.jit
+    def launch(self, mV8, mVt8, descales, mScales, stream):
         batch, heads, seqlen, _ = mV8.shape
-        self.relayout(mV8, mVt8).launch(
+        self.relayout(mV8, mVt8, descales, mScales).launch(
             grid=(cute.ceil_div(seqlen, BLOCK), heads, batch), block=(self.threads, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def relayout(self, mV8, mVt8):
+    def relayout(self, mV8, mVt8, descales, mScales):
         block, head, batch = cute.arch.block_idx()
         seqlen = mV8.shape[2]
+        if const_expr(mScales is not None):
+            tidx, _, _ = cute.arch.thread_idx()
+            if block == 0 and tidx == 0:
+                self.check(descales, mScales, head, batch)
         smem = SmemAllocator()
         sCodes = smem.allocate_tensor(Int32, words_layout(self.head_dim), 16)  # (word, unit)
         group, word, chunk = own_words(self.head_dim // CHUNK)
@@ -228,6 +242,26 @@ class Relayout:
         put_columns(words, sCodes, group, word, chunk)
         cute.arch.sync_threads()
         store_transposed(sCodes, mVt8, head, seqlen, Int32(0x38383838), CHUNK, self.threads)
+
+
+class RelayoutAndCheck(Relayout):
+    """And the scales of Q, K and V, fp32 (batch, kv_heads), to mScales (3, batch, kv_heads, 1): NaN for a
+    head of which one is not positive and finite, so that all that comes of them is NaN. Nobody has to wait
+    for the GPU to know it."""
+
+    @cute.jit
+    def __call__(self, mV8, mVt8, mQ_scale, mK_scale, mV_scale, mScales, stream):
+        self.launch(mV8, mVt8, (mQ_scale, mK_scale, mV_scale), mScales, stream)
+
+    @cute.jit
+    def check(self, descales, mScales, head, batch):
+        poison = Float32(0.0)
+        for i in range_constexpr(3):
+            scale = descales[i][batch, head]
+            poison += scale - scale  # NaN of NaN and ±∞
+            poison = poison if scale > 0.0 else Float32(math.nan)
+        for i in range_constexpr(3):
+            mScales[i, batch, head, 0] = descales[i][batch, head] + poison
 
 
 # What a thread does in registers
@@ -268,18 +302,49 @@ def turned(x: list[Float32], cos: list[Float32], sin: list[Float32]) -> list[Flo
 
 def hadamard(x: list[Float32], lanes: int) -> list[Float32]:
     """√d times the Walsh–Hadamard transform of a row: sums and differences of all that differ in one bit of
-    their column, bit after bit from the lowest; a thread's 16, then its neighbours', then its two halves."""
+    their column, bit after bit; those of a thread's chunks, that of its two halves, its neighbours'.
+
+    Two neighbours differ in a bit of their columns. One keeps its sums and gives its differences, the other
+    the reverse: then each has all that one half of the next sums and differences are of, and half as much is
+    sent as if each were to have both. What comes out is where `transformed_chunks` says, and of the signs of
+    `transformed_signs`.
+    """
     x = butterflies(x, (1, 2, 4, 8))
-    for bit in range(lanes.bit_length() - 1):
-        own = minus_one_if(1 << bit)
-        x = [a * own + cute.arch.shuffle_sync_bfly(a, 1 << bit) for a in x]
-    return butterflies(x, (CHUNK,))
+    kept, given = x[:CHUNK], x[CHUNK:]
+    bits = lanes.bit_length() - 1
+    for bit in range(bits + 1):
+        sign = minus_one_if(1 << bit) if bit < bits else 1.0
+        pairs = list(zip(kept, given))
+        kept, given = [a + b * sign for a, b in pairs], [a - b * sign for a, b in pairs]
+        if bit < bits:
+            given = [cute.arch.shuffle_sync_bfly(b, 1 << bit) for b in given]
+    return kept + given
+
+
+def transformed_chunks(lane: Int32, lanes: int) -> tuple[Int32, Int32]:
+    """Where a thread's two halves are after `hadamard`: each exchange swaps what the halves differ in, at
+    first the highest bit of the chunk, with a bit of the lane."""
+    first = (lane & 1) * lanes + (lane >> 1)
+    return first, first + lanes // 2
+
+
+def transformed_signs(lane: Int32, lanes: int) -> tuple[Float32, Float32]:
+    """What a thread's two halves are to be multiplied by after `hadamard`: the difference of two neighbours
+    is that of the lower from the higher in the one with the bit, and is kept there if the next bit is set."""
+    bits = lanes.bit_length() - 1
+    swapped = lane & lane >> 1
+    odd = swapped ^ swapped >> 1  # of its bits, which are two at most
+    return minus_if(odd), minus_if(odd ^ lane >> bits - 1)
 
 
 def minus_one_if(bit: int) -> Float32:
     """−1 in lanes with this bit, 1 in others."""
-    sign = cute.arch.lane_idx() << 32 - bit.bit_length() & -(1 << 31)
-    return (sign | 0x3F800000).bitcast(Float32)
+    return minus_if(cute.arch.lane_idx() >> bit.bit_length() - 1)
+
+
+def minus_if(odd: Int32) -> Float32:
+    """−1 for an odd number, 1 for an even one."""
+    return (odd << 31 | 0x3F800000).bitcast(Float32)
 
 
 def butterflies(x: list[Float32], distances: tuple[int, ...]) -> list[Float32]:
@@ -288,9 +353,9 @@ def butterflies(x: list[Float32], distances: tuple[int, ...]) -> list[Float32]:
     return x
 
 
-def scaled(rX: cute.Tensor, inverse: Float32, saturates: bool) -> list[Float32]:
+def scaled(rX: cute.Tensor, inverses: list[Float32], saturates: bool) -> list[Float32]:
     """x · inverse. Where conversion may saturate, ±∞ must not: x − x is 0, or then NaN."""
-    return [a * inverse + (a - a) if saturates else a * inverse for a in wide(rX)]
+    return [a * b + (a - a) if saturates else a * b for a, b in zip(wide(rX), inverses)]
 
 
 @cute.jit
@@ -444,11 +509,13 @@ def compile_quantize(
     given_scales: bool = False,
     parts: str = "qkv",
     threads_per_sm: int | None = None,
+    in_rows: bool = False,
 ) -> Compiled:
     """Called as compiled(q, k, v, q8, k8, vt8, q_scale, k_scale, v_exponent, signs, cos, sin), with None for
     what `parts` and options leave out; `quantized_shapes` lists the outputs. Not for empty ones.
 
-    With `given_scales` in the place of those found are those of q, k and v, fp32 (batch, heads), to be read.
+    With `given_scales` in the place of those found are those of q, k and v, fp32 (batch, heads), to be read;
+    `in_rows` then leaves v8 in the place of vt8, (batch, kv_heads, seqlen, head_dim).
     signs is ±1 in fp32 (head_dim,), cos and sin fp32 (at least seqlen, head_dim/2), of which a row of q or k
     takes the row of its number. Last strides are 1, the others of q, k and v multiples of 8, of codes of 16,
     of cos and sin of 4. Batch, and heads of all parts together, are at most `GRID_YZ_MAX`.
@@ -457,6 +524,8 @@ def compile_quantize(
         raise ValueError(f"takes head_dim 64, 128 or 256, not {head_dim}")
     if parts not in ("qkv", "q", "k", "v", "qk", "kv"):
         raise ValueError(f"takes parts of qkv, not {parts!r}")
+    if in_rows and (rotate or rope or not given_scales):
+        raise ValueError("leaves V in rows only with given scales, and unrotated")
     batch = cute.sym_int()
     extents = {"q": (batch, cute.sym_int(), cute.sym_int())}
     extents |= dict.fromkeys("kv", (batch, cute.sym_int(), cute.sym_int()))
@@ -468,24 +537,25 @@ def compile_quantize(
         b, heads, seqlen = extents[name]
         blocks = cute.sym_int()
         of_rows, of_columns = (seqlen, head_dim), (head_dim + ONES_ROWS, cute.sym_int())
-        sources.append(stand_in(ELEMENTS[dtype], (b, heads, *of_rows), VECTOR))
-        codes.append(stand_in(Float8E4M3FN, (b, heads, *(of_columns if name == "v" else of_rows)), CHUNK))
-        scales.append(stand_in(Float32, (b, heads) if given_scales else (b, heads, blocks), 1))
-    signs = stand_in(Float32, (head_dim,), QUAD) if rotate else None
-    turns = [stand_in(Float32, (cute.sym_int(), head_dim // 2), QUAD) if rope else None for _ in range(2)]
-    kernel = Quantize(head_dim, ELEMENTS[dtype], rotate, rope, given_scales, parts, threads_per_sm)
+        sources.append(fake_rows(ELEMENTS[dtype], (b, heads, *of_rows)))
+        codes.append(
+            fake_rows(Float8E4M3FN, (b, heads, *(of_columns if name == "v" and not in_rows else of_rows)))
+        )
+        scales.append(fake_rows(Float32, (b, heads) if given_scales else (b, heads, blocks), 1))
+    signs = fake_rows(Float32, (head_dim,), QUAD) if rotate else None
+    turns = [fake_rows(Float32, (cute.sym_int(), head_dim // 2), QUAD) if rope else None for _ in range(2)]
+    kernel = Quantize(head_dim, ELEMENTS[dtype], rotate, rope, given_scales, parts, threads_per_sm, in_rows)
     return compile_for_torch(kernel, *sources, *codes, *scales, signs, *turns)
 
 
 def compile_relayout(head_dim: int) -> Compiled:
     """Called as compiled(v8, vt8): e4m3 (batch, kv_heads, seqlen, head_dim), strides multiples of 16."""
     b, heads, seqlen = (cute.sym_int() for _ in range(3))
-    v8 = stand_in(Float8E4M3FN, (b, heads, seqlen, head_dim), CHUNK)
-    vt8 = stand_in(Float8E4M3FN, (b, heads, head_dim + ONES_ROWS, cute.sym_int()), CHUNK)
+    v8 = fake_rows(Float8E4M3FN, (b, heads, seqlen, head_dim))
+    vt8 = fake_rows(Float8E4M3FN, (b, heads, head_dim + ONES_ROWS, cute.sym_int()))
     return compile_for_torch(Relayout(head_dim), v8, vt8)
 
 
-def stand_in(dtype: type, shape: tuple[object, ...], vector: int) -> object:
-    """Of a tensor that is read or written `vector` elements at a time, along a unit last stride."""
-    strides = tuple(cute.sym_int64(divisibility=vector) for _ in shape[:-1])
-    return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=vector * dtype.width // 8)
+def compile_kernel(problem: Problem, **options: object) -> Compiled:
+    """`compile_quantize` for what a stage's kernel is compiled for."""
+    return compile_quantize(problem.head_dim, problem.dtype, **options)

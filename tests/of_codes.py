@@ -21,5 +21,6 @@ def read(t: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return t.q, t.k, t.v
     q_scale, k_scale, v_scale = (x[..., None] for x in t.scales)
     q_scale = q_scale.repeat_interleave(t.q.shape[1] // max(1, t.k.shape[1]), 1)
-    found = t.q.float() * q_scale, t.k.float() * k_scale, values_of(t.v, t.k.shape[2]) * v_scale
+    v = t.v.float() if t.v.shape == t.k.shape else values_of(t.v, t.k.shape[2])
+    found = t.q.float() * q_scale, t.k.float() * k_scale, v * v_scale
     return tuple(x.to(t.o.dtype) for x in found)

@@ -15,11 +15,12 @@ import torch
 from of_codes import read as read_back
 from torch.overrides import TorchFunctionMode
 
-from harness import cases, reference, stages
+from harness import cases, quantized, reference, stages
 from harness.inputs import random_inputs
-from hopper_attention import ops
+from hopper_attention import ops, production_fp8
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import LazyMaximum, Problem, Stage, Tensors
+from hopper_attention.kernels.device.fp8 import ROTATED
 
 NEED_A_GPU = {
     "wrong input",
@@ -32,6 +33,8 @@ NEED_A_GPU = {
 STAGES = {
     **{x: Stage(x, "", "", None) for x in ("k6", "k6_r128", "k6_r64")},
     "k7": Stage("k7", "", "", None, direction="fp8"),
+    "k7_rows": Stage("k7_rows", "", "", None, direction="fp8_rows"),
+    "k8": Stage("k8", "", "", None, direction="fp8_cast"),
     "bwd": Stage("bwd", "", "", None, direction="bwd"),
     "bwd with atomics": Stage("bwd with atomics", "", "", None, direction="bwd", atomics=True),
 }
@@ -92,8 +95,23 @@ class InCodes(Kernel):
         return reference.yardstick_of(*inputs, rounds_p=self.ROUNDING, **options)
 
 
+class Quantizing(InCodes):
+    """The yardstick of a kernel that quantises what it reads."""
+
+    ROUNDING = InCodes.ROUNDING._replace(quantized=ROTATED)
+
+    def forward(self, q, k, v, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        signs = production_fp8.signs(q.shape[3])
+        made = quantized.quantize_reference(q, k, v, rotate=True, signs=signs)
+        options |= {"exponents": quantized.of_rows(made.v_exponent, v), "dtype": q.dtype}
+        return super().forward(*made.dequantized, **options)
+
+
+KERNELS = {"fwd": Kernel, "bwd": Kernel, "fp8": InCodes, "fp8_rows": InCodes, "fp8_cast": Quantizing}
+
+
 def stand_in(stage_id: str, **faults: Fault) -> Kernel:
-    return (InCodes if STAGES[stage_id].direction == "fp8" else Kernel)(**faults)
+    return KERNELS[STAGES[stage_id].direction](**faults)
 
 
 def cpu_sized(shape: cases.Shape) -> cases.Shape:
@@ -173,7 +191,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
 
 def cases_of(stage_id: str) -> list[str]:
     direction = STAGES[stage_id].direction
-    here = (None, "fwd" if direction == "fp8" else direction)
+    here = (None, "bwd" if direction == "bwd" else "fwd")
     return [name for name, (only, _) in cases.CASES.items() if only in here and name not in NEED_A_GPU]
 
 
@@ -282,7 +300,7 @@ OF_GRADIENTS = (
 )
 SHOWS = [
     (stage_id, fault, name)
-    for stage_id in ("k6", "k7", "bwd")
+    for stage_id in ("k6", "k7", "k8", "bwd")
     for fault, (_, names) in FAULTS.items()
     for name in names
     if name in cases_of(stage_id) and not (stage_id != "bwd" and fault in OF_GRADIENTS)

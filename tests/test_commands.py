@@ -234,9 +234,11 @@ def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_bench_sweeps_everything_by_default() -> None:
     args = bench.parse(["all"])
-    in_fp8 = [stage_id for stage_id in ladder.LADDER if ladder.load(stage_id)[0].direction == "fp8"]
+    in_fp8 = {"k7": "fp8", "k7_rows": "fp8_rows", "k8": "fp8_cast"}
     assert args.stages == [stage_id for stage_id in ladder.LADDER if stage_id not in in_fp8]
-    assert set(bench.parse(in_fp8).problems) == {*sweep("fp8"), *short_sweep("fp8")}
+    for stage_id, direction in in_fp8.items():
+        assert set(bench.parse([stage_id]).problems) == {*sweep(direction), *short_sweep(direction)}
+    assert len(bench.parse([*in_fp8]).problems) == 32 * 3
     directions = {ladder.load(stage_id)[0].direction for stage_id in args.stages}
     swept = lambda direction: {*sweep(direction), *short_sweep(direction)}
     assert set(args.problems) == set().union(*map(swept, directions))
@@ -559,8 +561,9 @@ def test_a_stage_in_fp8_is_beside_the_peers_that_have_it(
 
     def in_fp8(problem: Problem, *inputs: torch.Tensor) -> Callable[[], torch.Tensor]:
         assert problem.direction == "fp8"
-        given.append(inputs)
-        return lambda: inputs[0]
+        *codes, scales = inputs
+        given.append([x.float() * scale for x, scale in zip(codes, scales, strict=True)])
+        return lambda: codes[0]
 
     peer = dataclasses.replace(peers.PEERS["fa2"], fp8=in_fp8, fp8_version=lambda: "8.0")
     monkeypatch.setitem(peers.PEERS, "fa2", peer)

@@ -321,18 +321,13 @@ def rows_depend_on_each_other(model: Callable) -> bool:
 FAULTS = (unequal_to_attention, unequal_to_the_yardstick, rows_depend_on_each_other)
 
 
-def of_model(lazy: LazyMaximum) -> dict[str, float]:
-    """The model's arguments: it has the rule, and rounds by `round_p`."""
-    return {name: value for name, value in lazy._asdict().items() if name != "e4m3"}
-
-
 def test_lazy_defaults_are_k6s() -> None:
     problem = Problem.square(1, 1, 512, 128, False)
     parameters = inspect.signature(flash_attention_lazy).parameters
     found = k6.lazy_maximum(problem)
-    assert of_model(found) == {name: parameters[name].default for name in of_model(found)}
+    assert found.behind == {name: parameters[name].default for name in found.behind}
     assert found.e4m3 is None
-    assert k6.lazy_maximum(problem, exact=True)[2:] == (0.0, 0.0, None)
+    assert k6.lazy_maximum(problem, exact=True)[2:] == (0.0, 0.0, None, None)
     assert CONSUMER_ROWS == ROWS
 
 
@@ -343,7 +338,7 @@ def test_lazy(d: int, tile_kv: int, parts: int, mask: dict[str, bool]) -> None:
         for q, k, v in (qkv(n, d, nk), steep(n, d, nk), steep(n, d, nk, first=-400.0, tile_kv=tile_kv)):
             exact = lazy_reference(q, k, v, **mask)
             for rule in RULES:
-                shape = of_model(LazyMaximum(tile_kv, parts, *rule))
+                shape = LazyMaximum(tile_kv, parts, *rule).behind
                 found = flash_attention_lazy(q, k, v, **mask, **shape)
                 assert off(found, exact) < CLOSE, (n, nk, rule)
 
@@ -356,7 +351,7 @@ def test_lazy_rounds_p_as_the_yardstick_does(tile_kv: int, parts: int, mask: dic
         inputs = [round_bf16(x) for x in steep(n, 64, nk, first, tile_kv)]
         for rule in RULES:
             rounding = LazyMaximum(tile_kv, parts, *rule)
-            found = flash_attention_lazy(*inputs, **mask, **of_model(rounding), round_p=round_bf16)
+            found = flash_attention_lazy(*inputs, **mask, **rounding.behind, round_p=round_bf16)
             assert off(found, lazy_reference(*inputs, rounding=rounding, **mask)) < CLOSE
 
 
@@ -471,7 +466,7 @@ def test_run_model_runs_the_lazy_model_as_k6_is(monkeypatch: pytest.MonkeyPatch)
     asked = set()
 
     def spy(q: Array, k: Array, v: Array, **arguments: object) -> tuple[Array, Array]:
-        asked.add((q.shape[1], *(arguments[name] for name in of_model(LazyMaximum(0, 0, 0.0)))))
+        asked.add((q.shape[1], *(arguments[name] for name in LazyMaximum(0, 0, 0.0).behind)))
         return flash_attention_lazy(q, k, v, **arguments)
 
     monkeypatch.setitem(MODELS, "flash_attention_lazy", spy)

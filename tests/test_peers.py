@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from harness import cudnn_fp8, fa3, peers, quantized, reference
 from harness.inputs import random_inputs
+from hopper_attention.kernels import quantize
 from hopper_attention.kernels.contract import Problem
 
 BACKENDS = {
@@ -489,6 +490,35 @@ def test_a_peer_in_fp8_is_given_codes_once(name: str, in_codes: Callable, given:
             assert x.data_ptr() == first.data_ptr(), "no copy in a call"
             back = x.float() * quantized.power_of_two(mine)
             assert torch.equal(back.transpose(1, 2) if name in ROWS_FIRST else back, mine.float())
+
+
+@pytest.mark.parametrize("name", IN_FP8)
+def test_a_peer_in_fp8_of_16_bits_is_behind_a_cast(
+    name: str, in_codes: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_codes()
+    problem = fp8_problem("causal GQA").with_(direction="fp8_cast")
+    casts = []
+
+    def compile_quantize(head_dim: int, dtype: str, **options: bool) -> Callable[..., None]:
+        assert (head_dim, dtype) == (problem.head_dim, problem.dtype)
+        assert options == {"given_scales": True, "in_rows": True}
+
+        def cast(*arguments: torch.Tensor | None) -> None:
+            casts.append(arguments)
+            for x, x8, scale in zip(arguments[:3], arguments[3:6], arguments[6:9], strict=True):
+                x8.copy_(quantized.codes(x.float() / scale[..., None, None]))
+
+        return cast
+
+    monkeypatch.setattr(quantize, "compile_quantize", compile_quantize)
+    inputs = random_inputs(problem, "cpu")
+    call = peers.PEERS[name].build(problem, *inputs)
+    for turn in (1, 2):
+        found = call()
+        assert len(casts) == turn
+        exact = reference.reference(*inputs, problem.causal)[0]
+        assert far(found.transpose(1, 2) if name in ROWS_FIRST else found, exact) < 0.1
 
 
 def test_cudnn_writes_codes_where_it_has_nothing_else(in_codes: Callable) -> None:

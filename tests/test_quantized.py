@@ -326,18 +326,22 @@ def test_bytes_are_transposed() -> None:
 
 @every_head_dim
 def test_threads_transform_a_row(head_dim: int) -> None:
-    """Bit for bit as the reference: the same sums in the same order."""
+    """Bit for bit as the reference: the same sums in the same order; and where they are said to be."""
     row, lanes = torch.randn(head_dim), head_dim // 32
     of_lane = row.view(2, lanes, 16).transpose(0, 1).reshape(lanes, 32)
     lane = torch.arange(lanes)
-    minus_one_if = lambda bit: torch.where(lane & bit == 0, 1.0, -1.0)
     shuffle = lambda x, bit: x[lane ^ bit]
     with (
-        mock.patch.object(untraced, "minus_one_if", minus_one_if),
+        mock.patch.object(untraced, "minus_if", lambda odd: 1.0 - 2.0 * (odd & 1)),
+        mock.patch.object(untraced.cute.arch, "lane_idx", lambda: lane),
         mock.patch.object(untraced.cute.arch, "shuffle_sync_bfly", shuffle),
     ):
-        found = torch.stack(untraced.hadamard(list(of_lane.T), lanes), dim=1)
-    assert torch.equal(found.view(lanes, 2, 16).transpose(0, 1).flatten(), hadamard(row))
+        found = torch.stack(untraced.hadamard(list(of_lane.T), lanes), dim=1).view(lanes, 2, 16)
+        chunks, signs = (of(lane, lanes) for of in (untraced.transformed_chunks, untraced.transformed_signs))
+    transformed = torch.empty(2 * lanes, 16)
+    for half, (chunk, sign) in enumerate(zip(chunks, signs)):
+        transformed[chunk] = found[:, half] * sign[:, None]
+    assert torch.equal(transformed.flatten(), hadamard(row))
 
 
 # Machine code

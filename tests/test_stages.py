@@ -123,7 +123,13 @@ def test_other_head_dims_are_refused_by_name(stage_id: str, head_dim: int) -> No
         call(stage_id, x, x)
 
 
-COMPUTES = {"fwd": "forward pass", "fp8": "forward pass in FP8", "bwd": "backward pass"}
+COMPUTES = {
+    "fwd": "forward pass",
+    "fp8": "forward pass in FP8",
+    "fp8_rows": "forward pass in FP8, of rows",
+    "fp8_cast": "forward pass in FP8, of 16 bits",
+    "bwd": "backward pass",
+}
 
 
 @pytest.mark.parametrize("stage_id", STAGES)
@@ -189,7 +195,8 @@ def test_every_stage_takes_the_sweep(stage_id: str) -> None:
 
 # Where a causal mask is aligned
 
-TAKES_UNEQUAL_LENGTHS = {"k6", "k6_r128", "k6_r64", "k7", "bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det"}
+TAKES_UNEQUAL_LENGTHS = {"k6", "k6_r128", "k6_r64", "k7", "k7_rows", "k8"}
+TAKES_UNEQUAL_LENGTHS |= {"bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det"}
 
 
 @pytest.mark.parametrize("stage_id", STAGES)

@@ -8,11 +8,12 @@ from cutlass import Float32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ..contract import Problem
-from .constants import ROWS_MAX, VECTOR
+from .constants import ROWS_MAX
 from .limits import COMPUTES, refuse_options
 
 # The target is an option, not an environment variable that other users of the DSL in the process would see.
 OPTIONS = "--gpu-arch sm_90a --enable-tvm-ffi --keep-cubin"
+VECTOR_BITS = 128
 ELEMENTS = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
@@ -42,7 +43,7 @@ def fake_qkvo(head_dim: int) -> tuple[object, ...]:
     strides and the alignment of the pointer. Reusing a symbol makes it check that the extents agree.
     """
     extents = tuple(cute.sym_int() for _ in range(3))
-    return tuple(_fake_rows(cutlass.BFloat16, (*extents, head_dim)) for _ in range(4))
+    return tuple(fake_rows(cutlass.BFloat16, (*extents, head_dim)) for _ in range(4))
 
 
 def fake_gqa(head_dim: int, dtype: str) -> tuple[object, ...]:
@@ -51,24 +52,27 @@ def fake_gqa(head_dim: int, dtype: str) -> tuple[object, ...]:
     element = ELEMENTS[dtype]
     batch = cute.sym_int()
     of_q, of_kv = ((batch, cute.sym_int(), cute.sym_int(), head_dim) for _ in range(2))
-    return tuple(_fake_rows(element, shape) for shape in (of_q, of_kv, of_kv, of_q))
+    return tuple(fake_rows(element, shape) for shape in (of_q, of_kv, of_kv, of_q))
 
 
 def fake_backward(head_dim: int) -> tuple[object, ...]:
     """Stand-ins for q, k, v, o, do, dq, dk, dv, as `fake_qkvo`'s: one shape, strides of their own."""
     extents = tuple(cute.sym_int() for _ in range(3))
-    return tuple(_fake_rows(cutlass.BFloat16, (*extents, head_dim)) for _ in range(8))
+    return tuple(fake_rows(cutlass.BFloat16, (*extents, head_dim)) for _ in range(8))
 
 
 def fake_gqa_backward(head_dim: int, dtype: str) -> tuple[object, ...]:
     """Stand-ins for q, k, v, o, do, dq, dk, dv: `fake_gqa`'s, and what is shaped like them."""
     q, k, v, o = fake_gqa(head_dim, dtype)
-    return q, k, v, o, *(_fake_rows(like.element_type, like.shape) for like in (o, q, k, v))
+    return q, k, v, o, *(fake_rows(like.element_type, like.shape) for like in (o, q, k, v))
 
 
-def _fake_rows(dtype: type, shape: tuple[object, ...]) -> object:
-    strides = tuple(cute.sym_int64(divisibility=VECTOR) for _ in shape[:-1])
-    return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=2 * VECTOR)
+def fake_rows(dtype: type, shape: tuple[object, ...], vector: int | None = None) -> object:
+    """A stand-in for a tensor with a unit last stride, along which `vector` elements, or 16 bytes as the TMA
+    asks, are read or written at once: address and strides must allow it."""
+    vector = vector or VECTOR_BITS // dtype.width
+    strides = tuple(cute.sym_int64(divisibility=vector) for _ in shape[:-1])
+    return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=vector * dtype.width // 8)
 
 
 def fake_fp32(like: object, *trailing: object, vector: int = 1, last: object = None) -> object:
@@ -78,8 +82,7 @@ def fake_fp32(like: object, *trailing: object, vector: int = 1, last: object = N
     `vector` elements are read or written at once: strides and address must allow it.
     """
     shape = (*like.shape[:3], *trailing) if last is None else (*like.shape[:2], last)
-    strides = tuple(cute.sym_int64(divisibility=vector) for _ in shape[:-1])
-    return make_fake_tensor(Float32, shape, (*strides, 1), assumed_align=4 * vector)
+    return fake_rows(Float32, shape, vector)
 
 
 def compile_for_torch(kernel: object, *stand_ins: object) -> object:

@@ -12,11 +12,11 @@ product it has columns 4t … 4t + 3 of every 16. The order of tokens makes the 
 in its registers.
 """
 
-import math
-
 from ..contract import Problem, Scratch
 
 E4M3_MAX = 448.0
+# How a stage quantises its inputs: with scales of their blocks, and before that rotated or not.
+ROTATED, UNROTATED = "rotated", "unrotated"
 BLOCK = 64  # rows that share a scale
 TOKENS = 16  # that TOKEN_ORDER permutes; rows of Vt8 are a multiple of them, which is what the TMA asks
 TOKEN_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
@@ -29,7 +29,12 @@ SMALLEST_MAXIMUM = 2.0**-100
 
 def padded_tokens(seqlen_kv: int) -> int:
     """The length of Vt8's rows."""
-    return math.ceil(seqlen_kv / TOKENS) * TOKENS
+    return (seqlen_kv + TOKENS - 1) // TOKENS * TOKENS
+
+
+def blocks_of(seqlen: int) -> int:
+    """How many scales so many rows have."""
+    return (seqlen + BLOCK - 1) // BLOCK
 
 
 def quantized_shapes(problem: Problem, given_scales: bool = False) -> Scratch:
@@ -44,7 +49,7 @@ def quantized_shapes(problem: Problem, given_scales: bool = False) -> Scratch:
     }
     if given_scales:
         return codes
-    blocks, blocks_kv = (math.ceil(rows / BLOCK) for rows in (n, n_kv))
+    blocks, blocks_kv = blocks_of(n), blocks_of(n_kv)
     return codes | {
         "q_scale": ((b, h, blocks), "float32"),
         "k_scale": ((b, h_kv, blocks_kv), "float32"),

@@ -22,7 +22,13 @@ def refuse_heads_on_grid(problem: Problem) -> str | None:
     return None
 
 
-COMPUTES = {"fwd": "forward pass", "fp8": "forward pass in FP8", "bwd": "backward pass"}
+COMPUTES = {
+    "fwd": "forward pass",
+    "fp8": "forward pass in FP8",
+    "fp8_rows": "forward pass in FP8, of rows",
+    "fp8_cast": "forward pass in FP8, of 16 bits",
+    "bwd": "backward pass",
+}
 
 
 def refuse_unless_gqa(problem: Problem, direction: str = "fwd") -> str | None:

@@ -117,7 +117,7 @@ class Merging:
             total += weight * sStats[w, inside, 1]
             cute.autovec_copy(cute.local_tile(sO[w, inside, None], (4,), (vector,)), part)
             result.store(result.load() + part.load() * weight)
-        result.store(result.load() * (value_scale * (0.0 if total == 0.0 else 1.0 / total)))
+        result.store(result.load() * (value_scale * (0.0 if total == 0.0 else cute.arch.rcp_approx(total))))
         return result, largest + cute.math.log2(total, fastmath=True)
 
     @cute.jit
@@ -144,55 +144,60 @@ class Merging:
             if before == pieces - 1:
                 if lane == 0:
                     mArrived[arrived] = Int32(0)  # for the next launch
-                for i in range(cute.ceil_div(self.rows, WARPS * at_once), unroll=1):
-                    row, vector = (i * WARPS + warp_idx) * at_once + lane // own, lane % own
-                    for p in range(self.head_dim // self.merge_columns, unroll=1):
+                lanes = min(WARP, self.head_dim // 4)  # of a row
+                passes = at_once * lanes // WARP
+                for i in range(cute.ceil_div(self.rows, WARPS * at_once) * passes, unroll=1):
+                    first_row = (i // passes * WARPS + warp_idx) * at_once + i % passes * (WARP // lanes)
+                    row = first_row + lane // lanes
+                    for p in range(self.head_dim // (4 * lanes), unroll=1):
                         # All lanes, since they tell each other what pieces weigh.
+                        vector = p * lanes + lane % lanes
                         result, lse = self.row_of_pieces(
-                            mPart,
-                            mPartLSE,
-                            first,
-                            stride,
-                            pieces,
-                            cutlass.min(row, rows - 1),
-                            p * own + vector,
+                            mPart, mPartLSE, first, stride, pieces, cutlass.min(row, rows - 1), vector, lanes
                         )
                         if row < rows:
-                            store_row(mO, mLSE, result, lse, o_place, row, p * own + vector, self.dtype)
+                            store_row(mO, mLSE, result, lse, o_place, row, vector, self.dtype)
 
     @cute.jit
-    def row_of_pieces(self, mPart, mPartLSE, first_piece, stride, pieces, row, vector):
+    def row_of_pieces(
+        self, mPart, mPartLSE, first_piece, stride, pieces, row, vector, lanes: cutlass.Constexpr
+    ):  # fmt: skip
         """Four columns of a row of O, of all pieces, and log₂ of the row's sum. Each lane weighs one piece,
-        and tells the others of the row."""
-        lane, own = cute.arch.lane_idx(), self.merge_columns // 4
-        at_once = min(16, own)  # loads under way
+        and tells the other `lanes` of the row."""
+        lane = cute.arch.lane_idx()
+        # Loads under way, for which there are registers: 132 CTAs for 8 key heads leave 16 pieces, for 4 33.
+        at_once = min(16 if self.halves == 1 else 17, lanes)
         largest, total = -Float32.inf, Float32(0.0)
         result = cute.make_rmem_tensor(cute.make_layout(4), Float32)
         result.fill(0.0)
         parts = cute.make_rmem_tensor(cute.make_layout((4, at_once)), Float32)
+        own = lane % lanes
         for first in range(0, pieces, at_once, unroll=1):
-            mine = cutlass.min(first + lane % at_once, pieces - 1)
-            lse = mPartLSE[self.place_of(first_piece, stride, mine), row]
-            lse = lse if first + lane % at_once < pieces else -Float32.inf
+            lse = mPartLSE[self.place_of(first_piece, stride, cutlass.min(first + own, pieces - 1)), row]
+            lse = lse if (own < at_once) & (first + own < pieces) else -Float32.inf
             for j in range_constexpr(at_once):
-                place = self.place_of(first_piece, stride, cutlass.min(first + j, pieces - 1))
+                # There are two at least, so the first is never another.
+                i = cutlass.min(first + j, pieces - 1) if j else first
+                place = self.place_of(first_piece, stride, i, may_be_first=j == 0)
                 cute.autovec_copy(cute.local_tile(mPart[place, row, None], (4,), (vector,)), parts[None, j])
-            new = cute.arch.fmax(largest, cute.arch.warp_reduction_max(lse, threads_in_group=at_once))
+            new = cute.arch.fmax(largest, cute.arch.warp_reduction_max(lse, threads_in_group=lanes))
             weight = cute.math.exp2(lse - finite(new), fastmath=True)
             factor = cute.math.exp2(largest - finite(new), fastmath=True)
-            total = total * factor + cute.arch.warp_reduction_sum(weight, threads_in_group=at_once)
+            total = total * factor + cute.arch.warp_reduction_sum(weight, threads_in_group=lanes)
             result.store(result.load() * factor)
             for j in range_constexpr(at_once):
-                of_piece = cute.arch.shuffle_sync(weight, lane // own * own + j)
+                of_piece = cute.arch.shuffle_sync(weight, lane - own + j)
                 result.store(result.load() + parts[None, j].load() * of_piece)
             largest = new
-        result.store(result.load() * (0.0 if total == 0.0 else 1.0 / total))
+        result.store(result.load() * (0.0 if total == 0.0 else cute.arch.rcp_approx(total)))
         return result, largest + cute.math.log2(total, fastmath=True)
 
-    def place_of(self, first_piece, stride, i):
+    def place_of(self, first_piece, stride, i, may_be_first: bool = True):
         """Where the i-th piece of a sequence and column lies."""
         at = first_piece + i * stride
-        return at if self.unit else at * PIECES + Int32(i == 0)
+        if self.unit:
+            return at
+        return at * PIECES + Int32(i == 0) if may_be_first else at * PIECES
 
 
 @cute.jit

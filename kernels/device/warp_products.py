@@ -156,9 +156,8 @@ def warp_products(
     plain, transposed = (cute.make_copy_atom(warp.LdMatrix8x8x16bOp(t, 4), dtype) for t in (False, True))
     copy_q = cute.make_tiled_copy_A(plain, mma).get_slice(lane)
     copy_k, copy_v = (cute.make_tiled_copy_B(atom, mma).get_slice(lane) for atom in (plain, transposed))
-    if eight_bits:  # which would drop the swizzle
-        swizzle = swizzled_tiles(sK.element_type, *(cute.size(sK, mode=[i]) for i in range(3))).inner
-        sK, sV = (cute.recast_tensor(sX, dtype, swizzle) for sX in (sK, sV))
+    if eight_bits:
+        sK, sV = (in_pairs(sX, dtype) for sX in (sK, sV))
     sK, sV = row_slices(sK, GROUP), row_slices(sV, GROUP)
     sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
     x = WarpProducts(
@@ -178,6 +177,13 @@ def warp_products(
         rV=mma.make_fragment_B(thread.partition_B(sVt[None, None, 0])),
     )
     return x, sK, sV
+
+
+def in_pairs(sX: cute.Tensor, dtype: type) -> cute.Tensor:
+    """(row, column, tile) of 8 bits as 16-bit units. `recast_tensor` would lose the swizzle."""
+    swizzle = swizzled_tiles(sX.element_type, *(cute.size(sX, mode=[i]) for i in range(3))).inner
+    pairs = cute.recast_ptr(sX.iterator, swizzle, dtype)
+    return cute.make_tensor(pairs, cute.recast_layout(dtype.width, sX.element_type.width, sX.layout))
 
 
 def by_half(fragment: cute.Tensor) -> cute.Tensor:

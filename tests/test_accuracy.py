@@ -1,0 +1,114 @@
+"""The inputs and questions of `harness.accuracy` and `harness.quantizing`, as far as they need no GPU."""
+
+import math
+
+import pytest
+import torch
+
+from harness import accuracy, quantized, quantizing, reference
+from harness.library import accuracy_tables, quantizing_table
+from harness.quantized import E4M3
+from hopper_attention import production_fp8
+from hopper_attention.kernels.contract import Problem
+
+PROBLEM = Problem.square(1, 4, 1024, 128, False)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def exact(problem: Problem, q, k, v) -> torch.Tensor:
+    return reference.reference(q, k, v, problem.causal)[0].to(q.dtype)
+
+
+def mean_of_values(problem: Problem, q, k, v) -> torch.Tensor:
+    return v.float().mean(2, keepdim=True).expand(q.shape).to(q.dtype)
+
+
+def test_inputs_are_what_they_are_called() -> None:
+    q, k, v = accuracy.normal(PROBLEM, generator())
+    assert q.dtype == torch.bfloat16 and q.shape == v.shape == (1, 4, 1024, 128)
+    assert all(abs(x.float().std().item() - 1) < 0.01 for x in (q, k, v))
+    for x in accuracy.rare_outliers(PROBLEM, generator()):
+        struck = (x.float().abs() > 5.5).float().mean().item()
+        assert struck == pytest.approx(1e-3 * math.erfc(5.5 / math.sqrt(2 * 101)), rel=0.15)
+    q, k, v = accuracy.outlier_channels(PROBLEM, generator())
+    size = k.float().square().mean((0, 1, 2)).sqrt()
+    assert (size > 40).nonzero().flatten().tolist() == [0, 32, 64, 96]
+    assert max(x.float().abs().max() for x in (q, v)) < 8
+    q, k, v = accuracy.one_sided(PROBLEM, generator())
+    assert (v >= 0).all() and abs(q.float().std().item() - 0.1) < 0.01
+
+
+def test_seeds_draw_the_same_again_and_others() -> None:
+    draws = [accuracy.rare_outliers(PROBLEM, generator(seed))[0] for seed in (0, 0, 1)]
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
+def test_needles_are_found_by_attention_alone() -> None:
+    contenders = {"exact": exact, "mean": mean_of_values}
+    found = {
+        (row["contender"], row["keys"]): row["found"] for row in accuracy.found_needles(contenders, (2048,))
+    }
+    assert found["exact", 2048] == 1.0
+    assert found["mean", 2048] < 0.1
+
+
+def test_a_needle_has_its_weight() -> None:
+    problem = Problem(1, 2, 2, accuracy.DEPTHS, 4096, 128, False)
+    (q, k, _), _, _ = accuracy.needles(problem, generator())
+    weights = ((q.float() @ k.float().mT) / math.sqrt(128)).softmax(-1).amax(-1)
+    assert weights.median().item() == pytest.approx(accuracy.WEIGHT, rel=0.3)
+
+
+def test_errors_are_of_the_inputs_before_rounding() -> None:
+    rows = list(accuracy.outliers({"exact": exact}, Problem.square(1, 1, 128, 64, False)))
+    assert [row["inputs"] for row in rows] == ["normal", "rare_outliers", "outlier_channels"]
+    assert all(0 < row["rmse"] < 2**-8 for row in rows), "bf16's rounding of O"
+    rows = list(accuracy.long_sums({"exact": exact, "mean": mean_of_values}, (256,)))
+    by_name = {(row["inputs"], row["contender"]): row["relative_rmse"] for row in rows}
+    assert by_name["one_sided", "exact"] < 2**-8 < by_name["normal", "mean"]
+
+
+def test_rotation_is_worth_what_it_is_where_outliers_meet() -> None:
+    """The errors of scores in notes/k8.md: of pairs of a query and a key with an outlier in one channel, and
+    of the rest."""
+    q, k, v = accuracy.rare_outliers(Problem.square(1, 4, 2048, 128, False), generator())
+    scores = lambda a, b: (a.float() @ b.float().mT) / math.sqrt(128)
+    meet = (q.abs() > 6).float() @ (k.abs() > 6).float().mT > 0
+    errors = {}
+    for rotate in (False, True):
+        made = quantized.quantize_reference(q, k, v, rotate=rotate, signs=production_fp8.signs(128))
+        off = scores(*made.dequantized[:2]) - scores(q, k)
+        errors[rotate] = [off[which].square().mean().sqrt().item() for which in (meet, ~meet)]
+    assert errors[False] == pytest.approx([0.41, 0.040], rel=0.05)
+    assert errors[True] == pytest.approx([0.099, 0.041], rel=0.05)
+
+
+def test_one_that_cannot_is_left_out_only_if_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(*_: object) -> torch.Tensor:
+        raise RuntimeError("no kernel")
+
+    problem = Problem.square(1, 1, 64, 64, False)
+    inputs = accuracy.normal(problem, generator())
+    monkeypatch.setitem(accuracy.PEERS, "fa3", cannot)
+    assert list(accuracy._attempts({"fa3": cannot}, problem, inputs)) == []
+    with pytest.raises(RuntimeError, match="no kernel"):
+        list(accuracy._attempts({"k7": cannot}, problem, inputs))
+
+
+def test_codes_apart() -> None:
+    apart = lambda *pairs: quantizing.steps_apart(
+        *(torch.tensor(x, dtype=torch.uint8).view(E4M3) for x in zip(*pairs, strict=True))
+    ).tolist()
+    assert apart((0x00, 0x80), (0x7F, 0xFF), (0x38, 0x38)) == [0, 0, 0]
+    assert apart((0x38, 0x39), (0x01, 0x81), (0xB8, 0xB9)) == [1, 2, 1]
+    assert apart((0x7F, 0x7E))[0] > 100
+
+
+def test_tables() -> None:
+    row = {"question": "needles", "keys": 1024, "contender": "fa3", "found": 0.0}
+    assert "| FlashAttention-3 | 0% |" in accuracy_tables([row])["accuracy-needles"]
+    row = {"head_dim": 64, "seqlen": 16384, "way": "plain", "us": 77.71, "bytes": 1, "of_copy": 0.978}
+    assert "| plain | 77.7, 0.98 |" in quantizing_table([row])
