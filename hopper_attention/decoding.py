@@ -15,6 +15,8 @@ from .launch import DECODE, kernel_for, sms_option
 from .production import KINDS_MAX, WHOLE, Plan
 
 E4M3 = torch.float8_e4m3fn
+ZEROS = 2**21  # counters for calls in CUDA graphs, of a device: 8 MiB
+_zeros: dict[int, torch.Tensor] = {}  # those that no graph has yet
 # A plan, and what its kernel is given: CTAs that work together, the scale, the window.
 _plans: dict[tuple[object, ...], tuple[Plan, tuple[int, float, int | None]]] = {}
 
@@ -58,7 +60,7 @@ def decode(
     try:
         with production.NOTHING if device.index == production.current_device() else torch.cuda.device(device):
             o, lse = (production.empty(*x) for x in plan.outputs)
-            scratch = production._scratch(plan.parts[0], device)
+            scratch = _scratch(plan.parts[0], device)
             new, descales = (k, v), (k_descale, v_descale)
             decode_calls.launch_decode(
                 plan.launch, q, k_cache, v_cache, o, lse, cache_seqlens, block_table, new, descales, scratch,
@@ -68,6 +70,22 @@ def decode(
     except Exception:
         _plan(*tensors, *options)  # raises with the name of what is wrong
         raise
+
+
+def _scratch(part: production.Part, device: torch.device) -> list[torch.Tensor]:
+    """`production._scratch`, but that calls which a CUDA graph captures take their counters, each its own,
+    from zeros made before: zeroing them would be a kernel in every replay, and take a quarter of its time."""
+    if device.index not in _zeros and not production.is_capturing():
+        _zeros[device.index] = production._zeros_to_keep((production._dense((ZEROS,), torch.int32),), device)[
+            0
+        ]
+    if not production.is_capturing():
+        return production._scratch(part, device)
+    (wanted, *_), left = part.counters[0], _zeros.get(device.index)
+    if left is None or left.numel() < wanted[0]:
+        return production._scratch(part, device)
+    _zeros[device.index] = left[wanted[0] :]
+    return [*(production.empty(*dense) for dense in part.floats), left[: wanted[0]]]
 
 
 def problem_of(

@@ -95,7 +95,8 @@ class Decode:
         self.merging = Merging(head_dim, self.dtype, rows, eight_bits, unit, Barrier.CONSUMERS)
         self.keep_q = head_dim <= 128  # in registers
         # Of a thread of the producer's warpgroup and of a consumer, where 168 are too few.
-        self.registers = (56, 224) if head_dim == 256 or rows >= TILE_Q or window else None
+        few = head_dim <= 128 and rows < TILE_Q and not (self.list.lengths or window)
+        self.registers = None if few else (56, 224)
         self.threads = CONSUMERS + (WARPGROUP if self.registers else WARP)
         self.stages = stages or (SMEM_MAX - 1024 - self.other_bytes) // self.stage_bytes
 
