@@ -36,9 +36,9 @@ def test_needles_have_an_lse_too(off: float, passes: bool, monkeypatch: pytest.M
     lse = reference.reference(q, k, v, True)[1]
     lse[0, 1, 40] *= 1 + off
     found = {"o": v[:, :, target], "lse": lse.float()}
-    monkeypatch.setattr(reference, "needle_inputs", lambda problem, device: (q, k, v, target))
+    monkeypatch.setattr(reference, "needle_inputs", lambda problem, device, amplitude: (q, k, v, target))
     monkeypatch.setattr(cases, "run_poisoned", lambda *_, **__: found)
-    messages = list(cases.needle_in("a stage", problem))
+    messages = list(cases.needle_in("k6", problem))
     assert (messages == []) == passes
     assert all("LSE off by" in text for text in messages)
 
