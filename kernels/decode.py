@@ -358,8 +358,6 @@ class Decode:
                 first_piece = start // share
                 pieces = (start + entries - 1) // share - first_piece + 1
                 piece = cute.arch.block_idx()[0] * PIECES + (1 if entry == 0 else 0)
-            counted = batch * column_groups * together + column
-            self.merging.prefetch_counters(mArrived, counted)
             rows = cutlass.min(all_rows - first_row, self.rows)
             o_place = batch, kv_head * group.divisor, first_row, group, rows
             own_row = first_row + tile * TILE_Q  # the warp's first
@@ -448,7 +446,7 @@ class Decode:
             )
             if pieces > 1:
                 self.merging.merge_pieces(
-                    mO, mLSE, mPart, mPartLSE, mArrived, o_place, counted,
+                    mO, mLSE, mPart, mPartLSE, mArrived, o_place, batch * column_groups * together + column,
                     first_piece * together + mine, together, pieces,
                 )  # fmt: skip
             at, batch, columns, entry, entries = self.list.behind(
