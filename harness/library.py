@@ -38,7 +38,11 @@ NOTHING = "Nothing is measured yet."
 def load(folder: Path, name: str, zeros: bool = False) -> Rows:
     """The rows of a GPU's file; none where there is no file. Numbers are positive, or may be zero. Raises
     ValueError that names the file."""
-    path = folder / "library" / f"{name}.json"
+    return load_rows(folder / "library" / f"{name}.json", zeros)
+
+
+def load_rows(path: Path, zeros: bool = False) -> Rows:
+    """`load`, of any such file."""
     if not path.exists():
         return []
     try:
@@ -53,7 +57,9 @@ def load(folder: Path, name: str, zeros: bool = False) -> Rows:
 
 
 def _numbers(row: Mapping[str, Any]) -> Iterable[float]:
-    for value in row.values():
+    for name, value in row.items():
+        if name == "errors":  # why a peer has none
+            continue
         if isinstance(value, Mapping):
             yield from value.values()
         elif isinstance(value, list):
@@ -295,6 +301,40 @@ def quantizing_table(rows: Rows) -> str:
     return table(["µs, share of a copy's rate", *(f"d = {d}" for d in head_dims)], lines, "lrrr")
 
 
+DECODING_PEERS = ("cudnn", "fa2", "fa3")
+
+
+def decode_table(rows: Rows) -> str:
+    """µs of attention to a cache beside the peers', and what it reads in a second."""
+    if not rows:
+        return NOTHING
+    lines, ratios = [], []
+    for row in rows:
+        us = row["us"]
+        ours = us[HOPPER]
+        kind = ["e4m3"] * row["eight_bits"] + [f"pages of {row['page']}"] * (row["page"] > 0)
+        kind += ["ragged"] * row["ragged"] + [f"d = {row['head_dim']}"] * (row["head_dim"] != 128)
+        heads = f"{row['heads']}:{row['kv_heads']}"
+        shape = f"{row['batch']}, {heads}, {row['queries']}, {row['keys']}"
+        peers = [f"{us[x]:.1f}" if x in us else "" for x in DECODING_PEERS]
+        best = min((us[x] for x in DECODING_PEERS if x in us), default=None)
+        if best is not None and not kind:
+            ratios.append((best / ours, shape))
+        size, rate = row["bytes"] / 1e6, row["bytes"] / ours / 1e6
+        size = f"{size:.0f} MB" if size < 1e3 else f"{size / 1e3:.2f} GB"
+        ahead = f"{best / ours:.2f}" if best else ""
+        lines.append([shape, ", ".join(kind), size, f"**{ours:.1f}**", *peers, ahead, f"{rate:.2f}"])
+    header = ["batch, heads, queries, keys", "", "K and V", "`decode`"]
+    header += [*(PEER_LABELS[x] for x in DECODING_PEERS), "ahead", "TB/s"]
+    behind = [f"{shape} ({ratio:.3f})" for ratio, shape in ratios if ratio < 1]
+    sentence = (
+        f"µs of a call in a CUDA graph, caches rotating through more than a gigabyte. The {len(ratios)} rows "
+        f"without a remark: {min(ratios)[0]:.3f} to {max(ratios)[0]:.3f} × the best peer, geometric mean "
+        f"{geometric_mean(ratio for ratio, _ in ratios):.3f}; below 1.000: {'; '.join(behind) or 'none'}."
+    )
+    return f"{table(header, lines, 'llrrrrrrr')}\n\n{sentence}"
+
+
 INPUTS = {
     "normal": "N(0, 1)",
     "rare_outliers": "N(0, 1) + N(0, 100)·Bernoulli(0.001)",
@@ -342,6 +382,7 @@ def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
         "models-bwd": models_table(load(folder, "models_bwd"), "bwd"),
         "training": training_table(load(folder, "training")),
         "quantizing": quantizing_table(load(folder, "quantizing")),
+        "decode": decode_table(load_rows(folder / "decode" / "bench.json", zeros=True)),
         **accuracy_tables(load(folder, "accuracy", zeros=True)),
     }
 
