@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hopper_attention.kernels.contract import Problem
-from hopper_attention.kernels.decode_calls import (
+from hopper_attention.kernels.calls_decode import (
     PIECES,
     WARPS,
     chunk_of,
@@ -19,6 +18,7 @@ from hopper_attention.kernels.decode_calls import (
     rows_of,
     together_of,
 )
+from hopper_attention.kernels.contract import Problem
 
 Array = np.ndarray
 TILE_Q, GROUP = 16, 16
@@ -223,7 +223,7 @@ def attention(
 def plan_of(
     queries: int, heads: int, kv_heads: int, head_dim: int, unit: int = 0, ctas: int = 132
 ) -> Plan:  # fmt: skip
-    """As `decode_calls` chooses for 16-bit keys."""
+    """As `calls_decode` chooses for 16-bit keys."""
     problem = Problem(1, heads, kv_heads, queries, 1, head_dim, False, direction="decode")
     together = together_of(columns_of(problem), ctas)
     return Plan(rows_of(problem), chunk_of(head_dim, False), unit, ctas, together)

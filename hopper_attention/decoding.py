@@ -9,7 +9,7 @@ import torch
 
 from . import production, tuned
 from .checks import check_device, check_layout, check_scale, check_tensor
-from .kernels import decode_calls
+from .kernels import calls_decode
 from .kernels.contract import DTYPES, Problem
 from .launch import DECODE, kernel_for, sms_option
 from .production import KINDS_MAX, WHOLE, Plan
@@ -62,7 +62,7 @@ def decode(
             o, lse = (production.empty(*x) for x in plan.outputs)
             scratch = _scratch(plan.parts[0], device)
             new, descales = (k, v), (k_descale, v_descale)
-            decode_calls.launch_decode(
+            calls_decode.launch_decode(
                 plan.launch, q, k_cache, v_cache, o, lse, cache_seqlens, block_table, new, descales, scratch,
                 *given,
             )  # fmt: skip
@@ -147,13 +147,13 @@ def _plan(
 ) -> tuple[Plan, tuple[int, float, int | None]]:  # fmt: skip
     problem = problem_of(q, k_cache, v_cache, block_table, causal)
     eight_bits, window = k_cache.dtype == E4M3, window_left >= 0
-    if reason := decode_calls.refuse_decode(problem):
+    if reason := calls_decode.refuse_decode(problem):
         raise ValueError(f"{DECODE} {reason}")
     if block_table is not None:
         if cache_seqlens is None:
             raise ValueError("a cache of pages needs cache_seqlens: how many keys each sequence has")
-        if not decode_calls.takes_pages(k_cache.shape[1], problem.head_dim, eight_bits):
-            raise ValueError(f"pages must have {decode_calls.PAGES}, not {k_cache.shape[1]}")
+        if not calls_decode.takes_pages(k_cache.shape[1], problem.head_dim, eight_bits):
+            raise ValueError(f"pages must have {calls_decode.PAGES}, not {k_cache.shape[1]}")
     if cache_seqlens is not None:
         _check_integers("cache_seqlens", cache_seqlens, q, (problem.batch,))
     _check_new(q, k_cache, k, v, cache_seqlens)
@@ -168,18 +168,18 @@ def _plan(
         if x is not None:
             check_layout(name, x)
     page_size = 0 if block_table is None else k_cache.shape[1]
-    options = decode_calls.options_of(
+    options = calls_decode.options_of(
         problem, cache_seqlens is not None, page_size, eight_bits, window, k is not None, batch_invariant
     )
     gpu = tuned.gpu(q.device)
-    part = production._part(WHOLE, WHOLE, decode_calls.decode_scratch(problem, options, gpu.sms))
+    part = production._part(WHOLE, WHOLE, calls_decode.decode_scratch(problem, options, gpu.sms))
     lse_shape = problem.batch, problem.heads, problem.seqlen_q
     outputs = production._dense_like(q), production._dense(lse_shape, torch.float32)
     launch = None
     if q.numel():
         least = Problem(1, 1, 1, 1, 1, problem.head_dim, problem.causal, problem.dtype, direction="decode")
         launch = kernel_for(DECODE, least, options | sms_option(gpu.sms)).launch
-    together = decode_calls.together_of(decode_calls.columns_of(problem), gpu.sms)
+    together = calls_decode.together_of(calls_decode.columns_of(problem), gpu.sms)
     return Plan(launch, outputs, (part,), ()), (together, scale, window_left if window else None)
 
 

@@ -24,8 +24,8 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
+from .calls_decode import CHUNK_BYTES, PIECES, ROWS, WARPS, refuse_decode
 from .contract import Problem, Stage
-from .decode_calls import CHUNK_BYTES, PIECES, ROWS, WARPS, refuse_decode
 from .device.cache_rows import append, blank
 from .device.compiling import ELEMENTS, compile_for_torch
 from .device.constants import LOG2_E, SMEM_MAX, SMS, VECTOR, WARP, WARPGROUP
@@ -510,7 +510,7 @@ def supports(problem: Problem) -> str | None:
 
 def compile_kernel(problem: Problem, **options: object) -> object:
     """Needs no tensors and no GPU. Of the problem head_dim, mask and dtype are compiled in; `options` are
-    Decode's, of which `decode_calls.options_of` makes those of a call."""
+    Decode's, of which `calls_decode.options_of` makes those of a call."""
     kernel = Decode(problem.head_dim, problem.dtype, causal=problem.causal, **options)
     d, element, of_kv = kernel.head_dim, kernel.dtype, kernel.kv_dtype
     batch, heads, kv_heads, seqlen_q, added, pieces = (cute.sym_int() for _ in range(6))

@@ -12,7 +12,7 @@ from harness import decoding as decoding_on_gpu
 from harness import decoding_model as model
 from harness.machine_code import disassemble
 from hopper_attention import decoding, flash_attn_with_kvcache, ops, production
-from hopper_attention.kernels import decode_calls, ladder
+from hopper_attention.kernels import calls_decode, ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import compile_kernel
 
@@ -55,7 +55,7 @@ def test_slices_are_equal_and_hold_every_chunk_once(unit: int) -> None:
     for _ in range(50):
         lengths = [random_.choice((0, 1, random_.randint(0, 5000))) for _ in range(random_.randint(1, 70))]
         columns, ctas = random_.randint(1, 9), random_.choice((1, 7, 132))
-        plan = model.Plan(8, 64, unit, ctas, decode_calls.together_of(columns, ctas))
+        plan = model.Plan(8, 64, unit, ctas, calls_decode.together_of(columns, ctas))
         found = model.segments(plan, lengths, columns)
         read = [(x.batch, x.column, x.first + i) for x in found for i in range(x.chunks)]
         wanted = [
@@ -76,11 +76,11 @@ def test_slices_are_equal_and_hold_every_chunk_once(unit: int) -> None:
 
 
 def test_teams_leave_few_sms_without_work() -> None:
-    assert [decode_calls.together_of(n, 132) for n in (1, 2, 4, 8, 16, 32, 40, 64)] == [
+    assert [calls_decode.together_of(n, 132) for n in (1, 2, 4, 8, 16, 32, 40, 64)] == [
         1, 2, 4, 8, 16, 32, 10, 64,
     ]  # fmt: skip
     for columns, sms in itertools.product(range(1, 300), (78, 114, 132)):
-        together = decode_calls.together_of(columns, sms)
+        together = calls_decode.together_of(columns, sms)
         assert columns % together == 0 and sms // together * together >= 0.93 * sms
 
 
@@ -255,14 +255,14 @@ def test_a_compiled_step_stores_what_is_new(on_cpu: None) -> None:
 
 def test_scratch_is_of_the_capacity_not_of_the_lengths() -> None:
     problem = Problem(64, 32, 8, 1, 8192, 128, False, direction="decode")
-    options = decode_calls.options_of(problem, True, 0, False, False, False, False)
-    assert decode_calls.decode_scratch(problem, options, 132) == {
+    options = calls_decode.options_of(problem, True, 0, False, False, False, False)
+    assert calls_decode.decode_scratch(problem, options, 132) == {
         "pieces": ((264, 8, 128), "float32"),
         "pieces_lse": ((264, 8), "float32"),
         "arrived": ((64 * 8 * 8,), "int32"),
     }
     options |= {"unit": 16}
-    assert decode_calls.decode_scratch(problem, options, 132)["pieces"][0] == (64 * 8 * 8, 8, 128)
+    assert calls_decode.decode_scratch(problem, options, 132)["pieces"][0] == (64 * 8 * 8, 8, 128)
 
 
 def test_calls_in_a_graph_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ KERNELS = [
 def test_kernels_compile_without_spills(head_dim: int, rows: int, more: dict) -> None:
     more = {"lengths": True, "page": 0, "eight_bits": False, "window": False, "appends": False} | more
     problem = Problem(1, rows, 1, 1, 1, head_dim, more.pop("causal", False), direction="decode")
-    options = decode_calls.options_of(
+    options = calls_decode.options_of(
         problem, more["lengths"], more["page"], more["eight_bits"], more["window"], more["appends"], False
     )
     assert options["rows"] == rows

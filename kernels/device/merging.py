@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 
-from ..decode_calls import PIECES, WARPS
+from ..calls_decode import PIECES, WARPS
 from .constants import LN_2, VECTOR, WARP
 from .rows import LANES, finite, sum_of_row
 from .warp_products import HALVES, TILE_Q, columns_of
