@@ -1,12 +1,14 @@
 """The inputs and questions of `harness.accuracy` and `harness.quantizing`, as far as they need no GPU."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from harness import accuracy, quantized, quantizing, reference
-from harness.library import accuracy_tables, quantizing_table
+from harness.library import NOTHING, accuracy_tables, decode_table, load_rows, quantizing_table
 from harness.quantized import E4M3
 from hopper_attention import production_fp8
 from hopper_attention.kernels.contract import Problem
@@ -112,3 +114,27 @@ def test_tables() -> None:
     assert "| FlashAttention-3 | 0% |" in accuracy_tables([row])["accuracy-needles"]
     row = {"head_dim": 64, "seqlen": 16384, "way": "plain", "us": 77.71, "bytes": 1, "of_copy": 0.978}
     assert "| plain | 77.7, 0.98 |" in quantizing_table([row])
+
+
+def test_table_of_decoding() -> None:
+    plain = {"batch": 1, "heads": 32, "kv_heads": 8, "queries": 1, "keys": 2048, "head_dim": 128, "page": 0}
+    plain |= {"eight_bits": False, "ragged": False, "bytes": 8_388_608, "errors": {}, "single_us": 26.7}
+    rows = [
+        plain | {"us": {"hopper_attention": 7.0, "cudnn": 8.4, "fa3": 14.0}},
+        plain | {"us": {"hopper_attention": 8.0, "fa2": 6.0}, "keys": 4096},
+        plain | {"us": {"hopper_attention": 10.0}, "page": 16, "eight_bits": True, "errors": {"fa3": "no"}},
+    ]
+    text = decode_table(rows)
+    assert "| 1, 32:8, 1, 2048 |  | 8 MB | **7.0** | 8.4 |  | 14.0 | 1.20 | 1.20 |" in text
+    assert "| 1, 32:8, 1, 2048 | e4m3, pages of 16 | 8 MB | **10.0** |  |  |  |  | 0.84 |" in text
+    assert "The 2 rows without a remark: 0.750 to 1.200" in text
+    assert "below 1.000: 1, 32:8, 1, 4096 (0.750)" in text
+    assert decode_table([]) == NOTHING
+
+
+def test_rows_of_decoding_may_hold_zeros_and_reasons(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"rows": [{"page": 0, "us": {"x": 1.0}, "errors": {"fa3": "no pages"}}]}))
+    assert load_rows(path, zeros=True)[0]["errors"] == {"fa3": "no pages"}
+    with pytest.raises(ValueError, match="not positive"):
+        load_rows(path)
