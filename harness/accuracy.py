@@ -136,7 +136,7 @@ def by_peer(name: str) -> Attend:
 
 def in_codes(*tensors: torch.Tensor) -> tuple:
     """e4m3 codes of each, with the scale (1, 1) by which its largest value is e4m3's."""
-    scales = [(x.abs().max().float() / quantized.E4M3_MAX).reshape(1, 1) for x in tensors]
+    scales = [quantized.full_scale(x) for x in tensors]
     return *(quantized.codes(x.float() / scale) for x, scale in zip(tensors, scales)), scales
 
 

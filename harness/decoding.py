@@ -22,6 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from hopper_attention import flash_attn_with_kvcache
+from hopper_attention.cache import write_atomically
+from hopper_attention.checks import E4M3
 
 from . import decoding_model as model
 from . import fa3, results, timing
@@ -30,7 +32,6 @@ from .reference import LSE_TOLERANCE, MAX_FACTOR, RMS_FACTOR
 ROTATION_BYTES = 1.05e9  # of caches that calls go through: 20 times L2
 CALLS = 40  # of a graph, at least
 REPEATS = 9
-E4M3 = torch.float8_e4m3fn
 Call = Callable[[], object]
 
 
@@ -278,15 +279,20 @@ class Pool:
         return list(zip(views[::2], views[1::2]))
 
 
+def in_pages(row: Row, caches) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+    """A page table in random order, and the caches as pages."""
+    pages = math.ceil(row.keys / row.page)
+    order = torch.randperm(row.batch * pages, device="cuda").int()
+    shape = -1, row.page, row.kv_heads, row.head_dim
+    return order.view(row.batch, pages), [[x.reshape(shape) for x in pair] for pair in caches]
+
+
 def ours(row: Row, q: torch.Tensor, caches) -> list[Call]:
     options: dict[str, object] = {"causal": row.queries > 1}
     if row.page or row.ragged:
         options["cache_seqlens"] = torch.tensor(row.lengths, dtype=torch.int32, device="cuda")
     if row.page:
-        pages = math.ceil(row.keys / row.page)
-        order = torch.randperm(row.batch * pages, device="cuda").int()
-        options["block_table"] = order.view(row.batch, pages)
-        caches = [[x.reshape(-1, row.page, row.kv_heads, row.head_dim) for x in pair] for pair in caches]
+        options["block_table"], caches = in_pages(row, caches)
     if row.eight_bits:
         one = torch.ones((), device="cuda")
         options |= {"k_descale": one, "v_descale": one}
@@ -314,10 +320,7 @@ def fa3_calls(row: Row, q: torch.Tensor, caches) -> list[Call]:
     options = {"is_causal": row.queries > 1, "num_splits": 0, "window_size_left": -1, "window_size_right": -1}
     options["seqused_k"] = torch.tensor(row.lengths, dtype=torch.int32, device="cuda")
     if row.page:
-        pages = math.ceil(row.keys / row.page)
-        order = torch.randperm(row.batch * pages, device="cuda").int()
-        options["page_table"] = order.view(row.batch, pages)
-        caches = [[x.reshape(-1, row.page, row.kv_heads, row.head_dim) for x in pair] for pair in caches]
+        options["page_table"], caches = in_pages(row, caches)
     for build in fa3.builds().values():
         try:
             calls = [fa3._call(build.fwd, q=q, k=k, v=v, **options) for k, v in caches]
@@ -440,8 +443,9 @@ def run(save: Path | None = None, console: Console | None = None) -> bool:
         console.print(text, soft_wrap=True, highlight=False)
     if save and steady and not failures:
         path = save / results.gpu_folder(environment["gpu"]) / "decode" / "bench.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"environment": environment, "cases": len(every), "rows": rows}, indent=1))
+        results.probe(path)
+        data = {"environment": environment, "cases": len(every), "rows": rows}
+        write_atomically(path, json.dumps(data, indent=1).encode())
         console.print(f"wrote {path}")
     return steady and failures == 0
 

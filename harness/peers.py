@@ -137,7 +137,7 @@ def behind_a_cast(peer: Peer, problem: Problem, *tensors: torch.Tensor) -> Calla
 
     cast = compile_quantize(problem.head_dim, problem.dtype, given_scales=True, in_rows=True)
     codes = [torch.empty_like(x, dtype=quantized.E4M3) for x in tensors]
-    scales = [(x.abs().max().float() / quantized.E4M3_MAX).reshape(1, 1) for x in tensors]
+    scales = [quantized.full_scale(x) for x in tensors]
     call = peer.fp8(problem, *codes, scales)
     heads = (lambda x: x.transpose(1, 2)) if peer.rows_first else (lambda x: x)
     spread = [scale.expand(heads(x).shape[:2]).contiguous() for scale, x in zip(scales, tensors)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hopper_attention.checks import E4M3
 from hopper_attention.kernels.device.fp8 import (
     BLOCK,
     E4M3_MAX,
@@ -22,7 +23,6 @@ from hopper_attention.kernels.device.fp8 import (
     padded_tokens,
 )
 
-E4M3 = torch.float8_e4m3fn
 FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -76,6 +76,11 @@ def power_of_two(x: torch.Tensor) -> float:
     """The least scale, at least 1, by which all of x that is finite is within e4m3's range."""
     largest = x.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().item() if x.numel() else 0.0
     return 2.0 ** max(0, math.ceil(math.log2(largest / E4M3_MAX))) if largest else 1.0
+
+
+def full_scale(x: torch.Tensor) -> torch.Tensor:
+    """fp32 (1, 1): the scale by which the largest |x| is e4m3's largest, found on x's device."""
+    return (x.abs().max().float() / E4M3_MAX).reshape(1, 1)
 
 
 def operands(

@@ -8,13 +8,12 @@ graph that captured one serves all lengths.
 import torch
 
 from . import production, tuned
-from .checks import check_device, check_layout, check_scale, check_tensor
+from .checks import E4M3, check_device, check_layout, check_scale, check_tensor, name_of
 from .kernels import calls_decode
 from .kernels.contract import DTYPES, Problem
 from .launch import DECODE, kernel_for, sms_option
-from .production import KINDS_MAX, WHOLE, Plan
+from .production import WHOLE, Plan, plan_of, run_on
 
-E4M3 = torch.float8_e4m3fn
 ZEROS = 2**21  # counters for calls in CUDA graphs, of a device: 8 MiB
 _zeros: dict[int, torch.Tensor] = {}  # those that no graph has yet
 # A plan, and what its kernel is given: CTAs that work together, the scale, the window.
@@ -48,28 +47,23 @@ def decode(
         q.device,
         options,
     )
-    found = _plans.get(kind)
-    if found is None:
-        found = _plan(*tensors, *options)
-        if found[0].launch is not None:
-            production._keep(_plans, KINDS_MAX, kind, found)
-    plan, given = found
+    plan_anew = lambda: _plan(*tensors, *options)
+    plan, given = plan_of(_plans, kind, plan_anew)
     device = q.device
     if plan.launch is None:  # without a query; new keys and values are the kernel's to store
         return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    try:
-        with production.NOTHING if device.index == production.current_device() else torch.cuda.device(device):
-            o, lse = (production.empty(*x) for x in plan.outputs)
-            scratch = _scratch(plan.parts[0], device)
-            new, descales = (k, v), (k_descale, v_descale)
-            calls_decode.launch_decode(
-                plan.launch, q, k_cache, v_cache, o, lse, cache_seqlens, block_table, new, descales, scratch,
-                *given,
-            )  # fmt: skip
-            return o, lse
-    except Exception:
-        _plan(*tensors, *options)  # raises with the name of what is wrong
-        raise
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = (production.empty(*x) for x in plan.outputs)
+        scratch = _scratch(plan.parts[0], device)
+        new, descales = (k, v), (k_descale, v_descale)
+        calls_decode.launch_decode(
+            plan.launch, q, k_cache, v_cache, o, lse, cache_seqlens, block_table, new, descales, scratch,
+            *given,
+        )  # fmt: skip
+        return o, lse
+
+    return run_on(device, run, plan_anew)
 
 
 def _scratch(part: production.Part, device: torch.device) -> list[torch.Tensor]:
@@ -109,14 +103,12 @@ def problem_of(
             raise ValueError(
                 f"{name} must have 4 dimensions ({first}, {length}, heads, head_dim), not {x.dim()}"
             )
-    dtype = str(q.dtype).removeprefix("torch.")
+    dtype = name_of(q.dtype)
     if dtype not in DTYPES:
         raise TypeError(f"q must be {' or '.join(DTYPES)}, not {dtype}")
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dtype not in (q.dtype, E4M3):
-            raise TypeError(
-                f"{name} must be {dtype} as q, or float8_e4m3fn, not {str(x.dtype).removeprefix('torch.')}"
-            )
+            raise TypeError(f"{name} must be {dtype} as q, or float8_e4m3fn, not {name_of(x.dtype)}")
         if x.device != q.device:
             raise ValueError(f"q and {name} must be on one device, not {q.device} and {x.device}")
     if (k_cache.shape, k_cache.dtype) != (v_cache.shape, v_cache.dtype):
@@ -186,7 +178,7 @@ def _plan(
 def _check_integers(name: str, x: object, q: torch.Tensor, shape: tuple[int | None, ...]) -> None:
     check_tensor(name, x)
     if x.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, not {str(x.dtype).removeprefix('torch.')}")
+        raise TypeError(f"{name} must be int32, not {name_of(x.dtype)}")
     fits = len(x.shape) == len(shape) and all(b in (None, a) for a, b in zip(x.shape, shape))
     if not fits or x.device != q.device:
         wanted = ", ".join("pages" if n is None else str(n) for n in shape) + "," * (len(shape) == 1)

@@ -124,7 +124,7 @@ def attention_fp8(
     if isinstance(q, torch.Tensor) and q.dtype == E4M3:
         for name, x in (("k", k), ("v", v)):
             _check_in_rows(name, x)
-        given = (_descale(name, x, q.device) for name, x in descales.items())
+        given = (descale_of(name, x, q.device) for name, x in descales.items())
         o, lse = ops_fp8.call_rows((q, k, v, *given), *options, dtype)
         return (o, lse) if return_lse else o
     for name, x in descales.items():
@@ -169,7 +169,9 @@ def _check_in_rows(name: str, x: object) -> None:
         raise TypeError(f"{name} must be {name_of(E4M3)} as q is, not {found}")
 
 
-def _descale(name: str, x: Descale, device: torch.device) -> torch.Tensor | None:
+def descale_of(name: str, x: Descale, device: torch.device) -> torch.Tensor | None:
+    """A descale as a tensor, a number as one of shape (1,). Raises TypeError or ValueError for what is no
+    scale, as far as the host can see."""
     if x is None or isinstance(x, torch.Tensor):
         return x
     if not isinstance(x, Real):

@@ -5,7 +5,7 @@ import torch
 
 from . import ops
 from .checks import E4M3, check_tensor, name_of
-from .fp8 import attention_fp8
+from .fp8 import Descale, attention_fp8, descale_of
 
 
 def attention(
@@ -190,7 +190,8 @@ def flash_attn_with_kvcache(
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     if k_cache.dim() == 4:
-        k_descale, v_descale = (_descale(x, q, k_cache.shape[2]) for x in (k_descale, v_descale))
+        descales = {"k_descale": k_descale, "v_descale": v_descale}
+        k_descale, v_descale = (_of_heads(name, x, q, k_cache.shape[2]) for name, x in descales.items())
     rest = block_table, k_descale, v_descale, softmax_scale, causal or right == 0, left, batch_invariant
     if k is None and v is None:
         o, lse = ops.decode(q, k_cache, v_cache, cache_seqlens, *rest)
@@ -203,10 +204,9 @@ def flash_attn_with_kvcache(
     return (o, lse) if return_softmax_lse else o
 
 
-def _descale(x: float | torch.Tensor | None, q: torch.Tensor, kv_heads: int) -> torch.Tensor | None:
-    """As the kernel reads it: (batch, kv heads), without copies."""
-    if x is None:
-        return None
-    if not isinstance(x, torch.Tensor):
-        x = torch.full((), float(x), dtype=torch.float32, device=q.device)
-    return x if x.dim() == 2 and x.shape != (1, 1) else x.reshape(-1).expand(q.shape[0], kv_heads)
+def _of_heads(name: str, x: Descale, q: torch.Tensor, kv_heads: int) -> torch.Tensor | None:
+    """As the kernel reads it: (batch, kv heads), without copies. Of another size it stays, to be refused."""
+    x = descale_of(name, x, q.device)
+    if x is None or (x.dim() == 2 and x.shape != (1, 1)) or x.numel() not in (1, kv_heads):
+        return x
+    return x.reshape(-1).expand(q.shape[0], kv_heads)

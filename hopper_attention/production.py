@@ -371,6 +371,26 @@ current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
+def plan_of(
+    plans: dict[tuple[object, ...], Kept], kind: tuple[object, ...], make: Callable[[], Kept]
+) -> Kept:
+    """The plan for inputs of a kind, made for the first of them."""
+    plan = plans.get(kind)
+    return _keep(plans, KINDS_MAX, kind, make()) if plan is None else plan
+
+
+def run_on(device: torch.device, run: Callable[[], Kept], plan_anew: Callable[[], object]) -> Kept:
+    """`run()` with the device current. What a launch refuses, `plan_anew` names."""
+    try:
+        if device.index == current_device():
+            return run()
+        with torch.cuda.device(device):
+            return run()
+    except Exception:
+        plan_anew()
+        raise
+
+
 def _keep(known: dict[tuple[object, ...], Kept], most: int, key: tuple[object, ...], value: Kept) -> Kept:
     """Remember a value; of too many, none but this one."""
     if len(known) >= most:

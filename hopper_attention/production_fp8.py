@@ -4,7 +4,7 @@ out or everything quantised first."""
 import functools
 import random
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -24,9 +24,8 @@ from .kernels import calls_fp8
 from .kernels.contract import Problem, Scratch
 from .kernels.device.fp8 import quantized_shapes
 from .launch import FP8, FP8_CAST, FP8_ROWS, QUANTIZE, kernel_for, sms_option
-from .production import WHOLE, Dense, Launch, Part
+from .production import WHOLE, Dense, Launch, Part, plan_of, run_on
 
-Kept, Result = TypeVar("Kept"), TypeVar("Result")
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -70,8 +69,8 @@ def quantize(
     given = q, k, v, cos, sin
     kinds = (None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
     plan_anew = lambda: _plan_quantize(*given, seed)
-    plan = _plan_of((QUANTIZE, *kinds, seed), plan_anew)
-    return _on((k if q is None else q).device, lambda: _quantize(plan, *given), plan_anew)
+    plan = plan_of(_plans, (QUANTIZE, *kinds, seed), plan_anew)
+    return run_on((k if q is None else q).device, lambda: _quantize(plan, *given), plan_anew)
 
 
 def _quantize(plan: QuantizingPlan, q, k, v, cos, sin) -> list[torch.Tensor]:
@@ -110,8 +109,8 @@ def forward(
     shapes = q8.shape, k8.shape, vt8.shape, q_scale.shape, k_scale.shape, v_exponent.shape
     kind = FP8, *shapes, q8.stride(), k8.stride(), vt8.stride(), q8.device, options
     plan_anew = lambda: _plan_forward(*tensors, *options)
-    plan = _plan_of(kind, plan_anew)
-    return _on(q8.device, lambda: _attend(plan, q8, k8, vt8, tensors[3:]), plan_anew)
+    plan = plan_of(_plans, kind, plan_anew)
+    return run_on(q8.device, lambda: _attend(plan, q8, k8, vt8, tensors[3:]), plan_anew)
 
 
 def forward_rows(
@@ -135,12 +134,12 @@ def forward_rows(
     shapes = q.shape, k.shape, *(None if x is None else x.shape for x in descales)
     kind = FP8_ROWS, *shapes, q.stride(), k.stride(), v.stride(), q.dtype, q.device, options
     plan_anew = lambda: _plan_rows(q, k, v, *descales, *options)
-    plan = _plan_of(kind, plan_anew)
+    plan = plan_of(_plans, kind, plan_anew)
 
     def run() -> Pair:
         return _attend(plan, q, k, v, [_of_heads(x, k) for x in descales] if plan.launch else ())
 
-    return _on(q.device, run, plan_anew)
+    return run_on(q.device, run, plan_anew)
 
 
 def forward_cast(
@@ -159,13 +158,8 @@ def forward_cast(
     options = softmax_scale, causal, top_left
     kind = FP8_CAST, q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, options
     plan_anew = lambda: _plan_cast(q, k, v, *options)
-    plan = _plan_of(kind, plan_anew)
-    return _on(q.device, lambda: _attend(plan, q, k, v, plan.given), plan_anew)
-
-
-def _plan_of(kind: tuple[object, ...], plan_anew: Callable[[], Kept]) -> Kept:
-    plan = _plans.get(kind)
-    return production._keep(_plans, production.KINDS_MAX, kind, plan_anew()) if plan is None else plan
+    plan = plan_of(_plans, kind, plan_anew)
+    return run_on(q.device, lambda: _attend(plan, q, k, v, plan.given), plan_anew)
 
 
 def _attend(plan: Plan, q, k, v, given) -> Pair:
@@ -174,18 +168,6 @@ def _attend(plan: Plan, q, k, v, given) -> Pair:
         scratch = production._scratch(plan.part, q.device)
         calls_fp8.launch_fp8(plan.launch, q, k, v, o, lse, scratch, given, plan.softmax_scale)
     return o, lse
-
-
-def _on(device: torch.device, run: Callable[[], Result], plan_anew: Callable[[], object]) -> Result:
-    """`run()` with the device current. What a launch refuses, `plan_anew` names."""
-    try:
-        if device.index == production.current_device():
-            return run()
-        with torch.cuda.device(device):
-            return run()
-    except Exception:
-        plan_anew()
-        raise
 
 
 # ---- plans ------------------------------------------------------------------------------------------------

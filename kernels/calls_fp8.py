@@ -1,7 +1,12 @@
 """What a caller of k7, k7_rows, k8 and the kernel that quantises must know to launch them: what they take,
 the scratch they need, the order of their arguments. Imports no compiler, as `calls`."""
 
-from .contract import Compiled, Problem, Scratch
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .contract import Compiled, Problem, Scratch, Tensors
 from .device.constants import GRID_YZ_MAX, SMS
 from .device.fp8 import quantized_shapes
 from .device.limits import HEAD_DIMS, refuse_unless_gqa
@@ -70,3 +75,10 @@ def launch_fp8(compiled: Compiled, q, k, v, o, lse, scratch, given, softmax_scal
     """`scratch` as listed here. `given` are the scales of q, k and v, as `k7.FP8Forward` has them or, of
     k7_rows, fp32 (batch, kv_heads); of k8 the signs, fp32 (head_dim,)."""
     compiled(q, k, v, o, lse, *scratch, *given, softmax_scale)
+
+
+def run_fp8(compiled: Compiled, t: Tensors, given: Sequence[torch.Tensor]) -> None:
+    """`launch_fp8` of a stage's tensors."""
+    if t.o.numel():
+        scale = 1.0 / math.sqrt(t.q.shape[3]) if t.softmax_scale is None else t.softmax_scale
+        launch_fp8(compiled, t.q, t.k, t.v, t.o, t.lse, t.workspace.values(), given, scale)

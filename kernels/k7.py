@@ -24,7 +24,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from .calls_fp8 import fp8_scratch, launch_fp8, refuse_fp8
+from .calls_fp8 import fp8_scratch, refuse_fp8, run_fp8
 from .contract import Compiled, LazyMaximum, Problem, Scratch, Stage, Tensors, Work
 from .device.arithmetic import largest_positive
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa, fake_rows
@@ -439,8 +439,7 @@ def exponentiate(S):
         S[r, None].store(cute.math.exp2(S[r, None].load(), fastmath=True))
 
 
-def supports(problem: Problem) -> str | None:
-    return refuse_fp8(problem)
+supports = refuse_fp8
 
 
 def workspace(problem: Problem, **options: object) -> Scratch:
@@ -487,9 +486,7 @@ def fake_scratch(head_dim: int) -> tuple[object, object]:
 
 
 def run_kernel(compiled: Compiled, t: Tensors) -> None:
-    if t.o.numel():
-        scale = 1.0 / math.sqrt(t.q.shape[3]) if t.softmax_scale is None else t.softmax_scale
-        launch_fp8(compiled, t.q, t.k, t.v, t.o, t.lse, t.workspace.values(), t.scales, scale)
+    run_fp8(compiled, t, t.scales)
 
 
 NEVER = 2**30  # keys

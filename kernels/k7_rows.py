@@ -8,15 +8,13 @@ Supports          as k7.
 Where to read     `quantize.RelayoutAndCheck`.
 """
 
-import math
-
 import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.runtime import make_fake_tensor
 
 from . import k7
-from .calls_fp8 import launch_fp8, of_rows, refuse_fp8_rows
-from .contract import Compiled, LazyMaximum, Problem, Scratch, Stage, Tensors, Work
+from .calls_fp8 import of_rows, refuse_fp8_rows, run_fp8
+from .contract import Compiled, Problem, Scratch, Stage, Tensors
 from .device.compiling import compile_for_torch, fake_fp32, fake_gqa, fake_rows
 from .quantize import RelayoutAndCheck
 
@@ -51,20 +49,12 @@ class ForwardOfRows:
         self.attention(mQ8, mK8, mVt8, mO, mLSE, mFlushed, mCounter, *scales, scale, stream)
 
 
-def supports(problem: Problem) -> str | None:
-    return refuse_fp8_rows(problem)
+supports = refuse_fp8_rows
+work, lazy_maximum = k7.work, k7.lazy_maximum
 
 
 def workspace(problem: Problem, **options: object) -> Scratch:
     return of_rows(problem) | k7.workspace(problem, **options)
-
-
-def work(problem: Problem, **options: object) -> list[Work]:
-    return k7.work(problem, **options)
-
-
-def lazy_maximum(problem: Problem, **options: object) -> LazyMaximum:
-    return k7.lazy_maximum(problem, **options)
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:
@@ -80,7 +70,4 @@ def compile_kernel(problem: Problem, **options: object) -> object:
 
 
 def run_kernel(compiled: Compiled, t: Tensors) -> None:
-    if t.o.numel():
-        scale = 1.0 / math.sqrt(t.q.shape[3]) if t.softmax_scale is None else t.softmax_scale
-        scales = [x[..., 0] for x in t.scales]
-        launch_fp8(compiled, t.q, t.k, t.v, t.o, t.lse, t.workspace.values(), scales, scale)
+    run_fp8(compiled, t, [x[..., 0] for x in t.scales])

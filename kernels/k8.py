@@ -12,16 +12,14 @@ Where to read     quantize.py; `k7.FP8Forward.put_scales`.
 Note              notes/k8.md: what the rotation is worth, and on which inputs.
 """
 
-import math
-
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
 from . import k7
-from .calls_fp8 import refuse_fp8_cast
+from .calls_fp8 import of_cast, refuse_fp8_cast, run_fp8
 from .contract import Compiled, LazyMaximum, Problem, Scratch, Stage, Tensors, Work
 from .device.compiling import compile_for_torch, fake_fp32, fake_gqa, fake_rows
-from .device.fp8 import ROTATED, UNROTATED, quantized_shapes
+from .device.fp8 import ROTATED, UNROTATED
 from .quantize import Quantize
 
 STAGES = (
@@ -58,12 +56,11 @@ class IncoherentForward:
         self.attention(mQ8, mK8, mVt8, mO, mLSE, mFlushed, mCounter, mQs, mKs, mVe, scale, stream)
 
 
-def supports(problem: Problem) -> str | None:
-    return refuse_fp8_cast(problem)
+supports = refuse_fp8_cast
 
 
 def workspace(problem: Problem, rotate: bool = True, **options: object) -> Scratch:
-    return quantized_shapes(problem) | k7.workspace(problem, **options)
+    return of_cast(problem) | k7.workspace(problem, **options)
 
 
 def work(problem: Problem, rotate: bool = True, **options: object) -> list[Work]:
@@ -85,9 +82,7 @@ def compile_kernel(problem: Problem, rotate: bool = True, **options: object) -> 
 
 
 def run_kernel(compiled: Compiled, t: Tensors) -> None:
-    if t.o.numel():
-        scale = 1.0 / math.sqrt(t.q.shape[3]) if t.softmax_scale is None else t.softmax_scale
-        compiled(t.q, t.k, t.v, t.o, t.lse, *t.workspace.values(), t.signs, scale)
+    run_fp8(compiled, t, (t.signs,))
 
 
 VARIANTS = {"rotated": {}, "not rotated": {"rotate": False}}
