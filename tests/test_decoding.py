@@ -175,6 +175,16 @@ REFUSED = [
     ),
     ({"k_descale": 1.0}, ValueError, "k_descale is for caches in float8_e4m3fn"),
     ({"cache": E4M3, "v_descale": 1.0}, ValueError, "needs k_descale"),
+    (
+        {"cache": E4M3, "k_descale": 0.0, "v_descale": 1.0},
+        ValueError,
+        "k_descale must be positive and finite",
+    ),
+    (
+        {"cache": E4M3, "k_descale": torch.ones(3), "v_descale": 1.0},
+        ValueError,
+        "k_descale must be float32 (",
+    ),
     ({"softmax_scale": -1.0}, ValueError, "softmax_scale must be positive and finite"),
     ({"window_size": (5, 3)}, NotImplementedError, "window_size = (5, 3)"),
     ({"softcap": 30.0}, NotImplementedError, "softcap = 30.0"),
