@@ -18,6 +18,7 @@ check: $(READY)
 
 report: $(READY)
 	.venv/bin/python -m harness.report
+	.venv/bin/python -m harness.draw
 
 $(READY): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
