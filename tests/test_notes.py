@@ -1,0 +1,136 @@
+"""The notes: links lead somewhere, quoted code is in the kernels, arithmetic is right, and first layers are read
+in five minutes."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.hardware import H100_SXM
+from harness.results import repository
+from hopper_attention.kernels.device.fp8 import E4M3_MAX
+
+ROOT = repository()
+NOTES = sorted((ROOT / "notes").glob("*.md"))
+DOCUMENTS = [ROOT / "README.md", *NOTES]
+every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+WORDS_IN_FIVE_MINUTES = 900
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+def anchors(path: Path) -> set[str]:
+    """The names GitHub gives to a document's headings."""
+    found: dict[str, int] = {}
+    names = set()
+    for heading in re.findall(r"^#{1,6} (.*)$", without_code(path.read_text(encoding="utf-8")), re.M):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        name = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
+        seen = found.get(name, 0)
+        found[name] = seen + 1
+        names.add(f"{name}-{seen}" if seen else name)
+    return names
+
+
+@every_document
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"`[^`\n]*`", "", without_code(path.read_text(encoding="utf-8")))
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    wrong = []
+    for link in links:
+        if link.startswith(("https://", "http://")):
+            continue
+        target, _, anchor = link.partition("#")
+        place = (path.parent / target).resolve() if target else path
+        if not place.exists() or (anchor and anchor not in anchors(place)):
+            wrong.append(link)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["k6", "bwd4"])
+def test_the_first_layer_takes_five_minutes(name: str) -> None:
+    text = (ROOT / "notes" / f"{name}.md").read_text(encoding="utf-8")
+    first, details = re.sub(r"<!--.*?-->", "", text).split("\n## Details\n")
+    assert len([word for word in first.split() if re.search(r"\w", word)]) <= WORDS_IN_FIVE_MINUTES
+    assert re.search(r"!\[[^\]]+\]\(drawings/", first.split("\n## ")[0])  # before the first page of text
+    assert details
+
+
+def test_quoted_code_is_in_the_kernels() -> None:
+    lines = {
+        line.strip()
+        for path in (ROOT / "kernels").rglob("*.py")
+        for line in path.read_text("utf-8").splitlines()
+    }
+    text = (ROOT / "notes" / "cute.md").read_text(encoding="utf-8")
+    quoted = [line.strip() for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+              for line in block.splitlines()]  # fmt: skip
+    assert len(quoted) > 25
+    assert [line for line in quoted if line and line not in lines] == []
+
+
+# mathematics.md
+
+
+def test_the_machine_in_the_mathematics() -> None:
+    text = (ROOT / "notes" / "mathematics.md").read_text(encoding="utf-8")
+    gpu = H100_SXM
+    clock = gpu.clock_ghz * 1e9
+    tflops, bandwidth = gpu.tensor_flops / 1e12, gpu.hbm_bytes_per_s / 1e12
+    n, d = 4096, 128
+    head = 4 * n * n * d
+    said = [
+        f"{tflops:.0f} / {bandwidth:.2f} = {tflops / bandwidth:.0f}$",
+        f"or {head / gpu.tensor_flops * 1e6:.1f} µs of the whole chip",
+        f"| {gpu.sms * 128 * 2 * clock / 1e12:.0f} TFLOP/s |",
+        f"| {gpu.sms * 16 * clock / 1e12:.1f} T results/s |",
+        f"{gpu.sms * 128 * clock / 1e12:.1f} TB/s",
+        f"{100 * 797 / tflops:.0f} % of {tflops:.0f}",
+    ]
+    naive = head / (16 * n * n + 8 * n * d)
+    said += [f"{naive * bandwidth:.0f} TFLOP/s at most"]
+    for rows in (64, 128, 192):
+        need = tflops / rows
+        said.append(f"| {rows} | {head / rows / 1e6:.0f} MB | {need:.1f} TB/s | {4096 / rows:.0f} bytes |")
+    for rows, measured in ((128, "4.43"), (192, "3.09")):
+        traffic = 64 * (math.ceil(n / rows) * 4 * n * d + 4 * n * d) / 1e9
+        assert f"{traffic:.2f}" == measured
+        said.append(f"{measured} GB" if rows == 128 else f"it should be {measured}")
+    assert [words for words in said if words not in text] == []
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """Through e4m3, with one scale for the tensor."""
+    scale = E4M3_MAX / x.abs().max()
+    return (x * scale).to(torch.float8_e4m3fn).to(torch.float64) / scale
+
+
+def test_the_error_budget_of_fp8() -> None:
+    """The last column of mathematics.md's table, and the rounding that its predictions start from."""
+    torch.manual_seed(0)
+    x = torch.randn(10**6, dtype=torch.float64)
+    rms = lambda error, of: (error.pow(2).mean() / of.pow(2).mean()).sqrt().item()
+    assert rms(x.to(torch.float8_e4m3fn).to(torch.float64) - x, x) == pytest.approx(0.0266, abs=2e-4)
+    q, k, v = (torch.randn(n, 128, dtype=torch.float64) for n in (256, 4096, 4096))
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rounds_p: bool = False) -> torch.Tensor:
+        s = q @ k.T / math.sqrt(128)
+        p = torch.exp(s - s.amax(1, keepdim=True)) * 64
+        p = p.to(torch.float8_e4m3fn).to(torch.float64) if rounds_p else p
+        return p @ v / p.sum(1, keepdim=True)
+
+    exact = attention(q, k, v)
+    found = {
+        "Q and K": attention(rounded(q), rounded(k), v),
+        "V": attention(q, k, rounded(v)),
+        "P": attention(q, k, v, rounds_p=True),
+        "together": attention(rounded(q), rounded(k), rounded(v), rounds_p=True),
+    }
+    text = (ROOT / "notes" / "mathematics.md").read_text(encoding="utf-8")
+    for source, o in found.items():
+        (said,) = re.findall(rf"^\| {source} \|.*\| ([\d.]+) % \|$", text, re.M)
+        assert 100 * rms(o - exact, exact) == pytest.approx(float(said), abs=0.06)
