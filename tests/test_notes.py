@@ -1,4 +1,4 @@
-"""The notes: links lead somewhere, quoted code is in the kernels, arithmetic is right, and first layers are read
+"""The notes: links lead somewhere, quoted code is in the kernels, arithmetic is right, first layers are read
 in five minutes."""
 
 import math
