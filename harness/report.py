@@ -6,9 +6,9 @@ nothing and exits 1, with a line for each stale item. Of a figure it checks only
 bytes depend on the versions of matplotlib and its font renderer, so comparing them would fail where nothing
 is wrong.
 
-Blocks: `ladder`, `environment`, `sustained`, those of `harness.library` and, for production stages,
-`claim-<id>`, of the GPU measured last; `stage-<id>` for every stage and `ablation-<file>` for every kernel
-file, of every GPU that has their rows.
+Blocks: `ladder`, `environment`, `sustained`, `published`, those of `harness.library` and, for production
+stages, `claim-<id>`, of the GPU measured last; `stage-<id>` for every stage and `ablation-<file>` for every
+kernel file, of every GPU that has their rows.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from harness import library, plots
+from harness import library, plots, published
 from harness.figures import drawable
 from harness.markdown import table
 from harness.plots import format_rate, label
@@ -335,6 +335,7 @@ def make_blocks(
         "counters": counters,
         **(of_library or {}),
     }
+    blocks["published"] = published.block(measured)
     blocks |= {f"claim-{stage}": claim(measured, stage) for stage in PRODUCTION}
     for stage in stages:
         found = [results[stage.id] for results in everything.values() if stage.id in results]
