@@ -235,7 +235,7 @@ def bwd4() -> Canvas:
     picture.text(214, 425, "DQ_FULL", 11, "middle", "soft")
     picture.text(214, 468, "DQ_EMPTY", 11, "middle", "soft")
     picture.text(170, 484, f"{B.DQ_FULL} + c + 2·adder, {B.DQ_EMPTY} + c", 11, paint="soft")
-    picture.box(16, 546, 150, 40, ["dQ's sums in L2", "fp32, one a query row"], "h", 11, True)
+    picture.box(16, 546, 150, 40, ["dQ's sums in L2", "fp32: dQ before rounding"], "h", 11, True)
     picture.arrow([(91, 478), (91, 546)])
     picture.box(
         262, 546, 176, 40, [f"warp {warps + 3}: writes zeros", "of the next section's sums"], "f", 11, True
