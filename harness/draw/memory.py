@@ -2,13 +2,15 @@
 
 from harness.draw.canvas import WIDTH, Canvas
 from harness.untraced import kernels
+from hopper_attention.kernels.contract import Problem
 
 KIB = 1024
+HEAD_DIMS = (64, 128, 256)  # of those that are drawn
 
 
 def maps() -> Canvas:
     """Shared memory by buffer, of the kernels' own byte counts."""
-    constants, masks = kernels("device.constants"), kernels("device.masks")
+    constants = kernels("device.constants")
     rows: list[tuple[str, int, list[tuple[str, str, int]]]] = []  # (kernel, all bytes, buffers)
     k5 = kernels("k5")
     kernel = k5.FlashAttention2Specialised(128, False)
@@ -25,8 +27,8 @@ def maps() -> Canvas:
         )
     )
     k6 = kernels("k6")
-    for d in k6.CONFIGS:
-        kernel = k6.FlashAttentionForward(d, masks.Full(), "bfloat16")
+    for d in HEAD_DIMS:
+        kernel = k6.kernel_for(Problem.square(1, 1, 1024, d, False))
         queries, tile = kernel.tile_q * d * 2, kernel.tile_kv * d * 2
         names = {1: ["Q, O"], 2: ["Q, O", "Q, O"], 3: ["Q", "Q", "O"]}[kernel.q_and_o]
         rows.append(
@@ -41,7 +43,7 @@ def maps() -> Canvas:
             )
         )
     k7 = kernels("k7")
-    kernel = k7.FP8Forward(128, masks.Full(), "bfloat16")
+    kernel = k7.FP8Forward(128, kernels("device.masks").Full(), "bfloat16")
     rows.append(
         (
             "k7, d = 128",
@@ -55,12 +57,14 @@ def maps() -> Canvas:
         )
     )
     bwd4, operands = kernels("bwd4"), kernels("bwd4_operands")
-    for d, config in operands.CONFIGS.items():
+    for d in HEAD_DIMS[:2]:
+        kernel = bwd4.kernel_for(Problem.square(1, 1, 1024, d, False, direction="bwd")).main
+        config = kernel.config
         q, kv = config.tile_q * d * 2, operands.TILE_KV * d * 2
         rows.append(
             (
                 f"bwd4, d = {d}",
-                operands.shared_bytes(config, d, False),
+                kernel.smem_bytes,
                 [
                     (f"K ×{config.k_stages}", "b", config.k_stages * kv),
                     ("V", "c", kv),
@@ -71,7 +75,6 @@ def maps() -> Canvas:
                 ],
             )
         )
-    assert bwd4.CONFIGS is operands.CONFIGS
     decode = kernels("decode")
     kernel = decode.Decode(128, "bfloat16", 16)
     half = kernel.stages * kernel.stage_bytes // 2

@@ -35,7 +35,7 @@ def _schedule(
 def causal() -> Canvas:
     """k6's causal order beside one that takes head after head, over all SMs."""
     k6, orders = kernels("k6"), kernels("device.tile_order")
-    kernel = k6.FlashAttentionForward(HEAD_DIM, kernels("device.masks").Causal(), "bfloat16")
+    kernel = k6.kernel_for(Problem.square(1, HEADS, SEQLEN, HEAD_DIM, True))
     section = kernel.section_bytes(SEQLEN) // (4 * HEAD_DIM) // SEQLEN
     panels = [
         ("head after head, first rows first", *_schedule(orders.ByHead(), kernel, section)),

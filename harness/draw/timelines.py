@@ -16,6 +16,7 @@ from harness.draw.canvas import Canvas
 from harness.results import Results, repository
 from harness.sweep import sweep_problem
 from harness.untraced import kernels
+from hopper_attention.kernels.contract import Problem
 
 TICK = 8  # cycles
 IN_FLIGHT = 8  # WGMMAs of a warpgroup; then issuing the next one holds it up (notes/gotchas.md)
@@ -135,7 +136,7 @@ def programs_of(stage: str) -> list[Iterator[Step]]:
     """The main loop of a stage's consumers at HEAD_DIM, from the second tile's point of view: endless."""
     module = kernels(stage)
     if stage == "k6":
-        config = module.CONFIGS[HEAD_DIM]
+        config = module.kernel_for(Problem.square(1, 1, 4096, HEAD_DIM, False)).config
         consumers, tile_kv = config.consumers, config.tile_kv
     else:
         tile_q, tile_kv, _ = module.TILES[HEAD_DIM]
@@ -258,7 +259,7 @@ def timelines() -> Canvas:
 
 def ring() -> Canvas:
     """k6's ring of K at head_dim 128 over two rounds and a half: its stages, and both barriers' phases."""
-    config = kernels("k6").CONFIGS[HEAD_DIM]
+    config = kernels("k6").kernel_for(Problem.square(1, 1, 4096, HEAD_DIM, False)).config
     stages, consumers = config.stages, config.consumers
     load, step, tiles = 5, 3, 2 * stages + 2  # a load takes so many units of time, a consumer's step so many
     kv_bytes = config.tile_kv * HEAD_DIM * 2
