@@ -51,7 +51,7 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("name", ["k6", "bwd4"])
+@pytest.mark.parametrize("name", ["k6", "k7", "decode", "bwd4"])
 def test_the_first_layer_takes_five_minutes(name: str) -> None:
     text = (ROOT / "notes" / f"{name}.md").read_text(encoding="utf-8")
     first, details = re.sub(r"<!--.*?-->", "", text).split("\n## Details\n")
