@@ -8,7 +8,7 @@ is wrong.
 
 Blocks: `ladder`, `environment`, `sustained`, `published`, those of `harness.library` and, for production
 stages, `claim-<id>`, of the GPU measured last; `stage-<id>` for every stage and `ablation-<file>` for every
-kernel file, of every GPU that has their rows.
+kernel file, of every GPU that has their rows; `worth-<file>` for those of `harness.worth`.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from harness import library, plots, published
+from harness import library, plots, published, worth
 from harness.figures import drawable
 from harness.markdown import table
 from harness.plots import format_rate, label
@@ -407,11 +407,20 @@ def ablation_tables(root: Path, folders: Iterable[str]) -> dict[str, str]:
     return {file: "\n\n".join(found) for file, found in tables.items()}
 
 
+def ablations_of(root: Path, folders: Iterable[str], file: str) -> dict[str, Results]:
+    """The GPUs' measured variants of a kernel file, in the folders' order."""
+    paths = {folder: root / "results" / folder / "ablations" / f"{file}.json" for folder in folders}
+    return {folder: Results.load(path) for folder, path in paths.items() if path.exists()}
+
+
 def _blocks_of(root: Path, everything: Mapping[str, dict[str, Results]], stages: Sequence[Stage], notes: str):
     newest = root / "results" / next(iter(everything), "")
     counters = counters_table(newest / "profiles", [stage.id for stage in stages])
     tables = ablation_tables(root, everything)
     of_library = library.blocks(newest, next(iter(everything.values()), {}))
+    of_library |= {
+        f"worth-{file}": worth.block(file, ablations_of(root, everything, file)) for file in worth.LACKING
+    }
     return make_blocks(stages, everything, ladder.LADDER, notes, tables, counters, of_library)
 
 

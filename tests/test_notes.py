@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from untraced import kernels
 
+from harness import worth
 from harness.hardware import H100_SXM
-from harness.results import repository
+from harness.results import Results, repository
+from hopper_attention.kernels.contract import Problem
 from hopper_attention.kernels.device.fp8 import E4M3_MAX
 
 ROOT = repository()
@@ -134,3 +137,41 @@ def test_the_error_budget_of_fp8() -> None:
     for source, o in found.items():
         (said,) = re.findall(rf"^\| {source} \|.*\| ([\d.]+) % \|$", text, re.M)
         assert 100 * rms(o - exact, exact) == pytest.approx(float(said), abs=0.06)
+
+
+# The production kernels' tables
+
+
+@pytest.mark.parametrize(("stage", "direction"), [("k6", "fwd"), ("k7", "fp8")])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_what_a_forward_kernel_takes(stage: str, direction: str, head_dim: int) -> None:
+    module = kernels(stage)
+    problem = Problem.square(1, 1, 1024, head_dim, False, direction=direction)
+    if stage == "k6":
+        kernel = module.kernel_for(problem)
+    else:
+        kernel = module.FP8Forward(head_dim, kernels("device.masks").Full(), problem.dtype)
+    text = (ROOT / "notes" / f"{stage}.md").read_text(encoding="utf-8")
+    parts = ", in two parts" if stage == "k6" and kernel.config.parts == 2 else ""
+    fewer, more = kernel.config.registers
+    row = (
+        f"| {head_dim} | {kernel.tile_q} × {kernel.tile_kv}{parts} | {kernel.stages} | {kernel.threads} | "
+        f"{fewer}, {more} | {kernel.smem_bytes / 1024:.1f} KiB |"
+    )
+    assert row in text
+
+
+def test_what_is_taken_out_of_a_kernel_is_one_of_its_variants() -> None:
+    for file, lacking in worth.LACKING.items():
+        variants = kernels(file).VARIANTS
+        assert {variant for _, _, variant in lacking} <= set(variants)
+
+
+def test_the_worth_of_an_idea_is_the_ratio_of_two_rows() -> None:
+    results = Results.load(ROOT / "results" / "h200" / "ablations" / "k6.json")
+    rates = {row.provider: row.tflops for row in results.rows
+             if (row.head_dim, row.causal, row.seqlen_q) == (128, False, worth.SEQLEN)}  # fmt: skip
+    change = 100 * (rates["exact"] / rates["192×64, 4 stages"] - 1)
+    table = worth.block("k6", {"h200": results})
+    assert f"| lazy rescaling (`exact`) | 128 | {change:+.0f} % ".replace("-", "−") in table
+    assert "| not measured | not measured |" in worth.block("k6", {})
