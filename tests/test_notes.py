@@ -54,6 +54,17 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert wrong == []
 
 
+@every_document
+def test_formulas_are_what_github_renders(path: Path) -> None:
+    """A dollar beside a letter or a digit opens nothing there, and an escaped comma loses its backslash."""
+    text = re.sub(r"`[^`\n]*`", "", without_code(path.read_text(encoding="utf-8")))
+    displayed = re.findall(r"\$\$.*?\$\$", text, re.S)
+    inline = list(re.finditer(r"(.?)(\$[^$\n]+\$)(.?)", re.sub(r"\$\$.*?\$\$", "", text, flags=re.S)))
+    glued = [m.group(0) for m in inline if m.group(1).isalnum() or m.group(3).isalnum()]
+    escaped = [x for x in (*displayed, *(m.group(2) for m in inline)) if re.search(r"\\[,;:%{}]", x)]
+    assert (glued, escaped) == ([], [])
+
+
 @pytest.mark.parametrize("name", ["k6", "k7", "decode", "bwd4"])
 def test_the_first_layer_takes_five_minutes(name: str) -> None:
     text = (ROOT / "notes" / f"{name}.md").read_text(encoding="utf-8")
