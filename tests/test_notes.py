@@ -1,6 +1,7 @@
 """The notes: links lead somewhere, quoted code is in the kernels, arithmetic is right, first layers are read
 in five minutes."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -186,3 +187,44 @@ def test_the_worth_of_an_idea_is_the_ratio_of_two_rows() -> None:
     table = worth.block("k6", {"h200": results})
     assert f"| lazy rescaling (`exact`) | 128 | {change:+.0f} % ".replace("-", "−") in table
     assert "| not measured | not measured |" in worth.block("k6", {})
+
+
+# Profiles
+
+COLUMNS = re.compile(r"^`?(k\d(?:_\w+?)?|fa1|bwd\d)`?(?:, d = (\d+))?$")
+UNITS = {"time, ms": ("time, µs", 1e3), "L2 traffic, GB": ("L2 traffic, bytes", 1e9),
+         "device-memory traffic, GB": ("device-memory traffic, bytes", 1e9)}  # fmt: skip
+
+
+def profile_tables() -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """(note, stage, (counter, value as written)) of each column that is headed by a stage's name."""
+    found = []
+    for path in NOTES:
+        for table in re.findall(r"(?:^\|.*\|\n)+", path.read_text(encoding="utf-8"), re.M):
+            head, _, *rows = [[cell.strip().strip("*") for cell in line.strip("|\n").split("|")]
+                              for line in table.splitlines()]  # fmt: skip
+            if not any(row[0] == "issue slots, %" for row in rows):
+                continue
+            for at, name in enumerate(head[1:], 1):
+                if match := COLUMNS.match(name):
+                    stage = match[1] + (f"_d{match[2]}" if match[2] not in (None, "128") else "")
+                    found.append((path.name, stage, [(row[0], row[at]) for row in rows]))
+    return found
+
+
+def test_profile_tables_are_the_profiles() -> None:
+    """As Nsight Compute's files on the H100 have them, of the kernel that takes longest."""
+    tables, compared, wrong = profile_tables(), 0, []
+    assert {note for note, _, _ in tables} >= {"k3.md", "k4.md", "k5.md", "k6.md", "k6_2.md", "bwd3.md"}
+    for note, stage, rows in tables:
+        path = ROOT / "results" / "h100-80gb-hbm3" / "profiles" / f"{stage}.json"
+        longest = max(json.loads(path.read_text("utf-8")), key=lambda kernel: kernel["time, µs"])
+        for counter, said in rows:
+            name, unit = UNITS.get(counter, (counter, 1.0))
+            if name in longest and re.fullmatch(r"[\d.,]+", said):
+                decimals = len(said.partition(".")[2])
+                compared += 1
+                if abs(float(said.replace(",", "")) - longest[name] / unit) > 0.501 * 10**-decimals:
+                    wrong.append((note, stage, counter, said, longest[name] / unit))
+    assert wrong == []
+    assert compared > 60
