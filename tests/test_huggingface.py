@@ -106,7 +106,7 @@ def test_what_neither_has_is_refused_by_name() -> None:
         huggingface.hopper_attention_forward(torch.nn.Identity(), q, q, q, None, softcap=50.0)
 
 
-# ---- generation with a cache of the library's ---------------------------------------------------------------
+# ---- generation with a cache of the library's --------------------------------------------------------------
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@
 
 A model's attention hands its new key and value to the cache, and what that returns to the attention function.
 Of a step by one token this cache returns a mark without data, so that another attention function fails; ours
-has the kernel store them and attend to all keys in one launch. What has more tokens, or a mask because of padding, is stored first
-and goes the way it would without this cache.
+has the kernel store them and attend to all keys in one launch. What has more tokens, or a mask because of
+padding, is stored first and goes the way it would without this cache.
 
 Memory is taken once, for `longest` tokens. How many are stored is kept on the GPU for the kernel, and on the
 host for who asks; a CUDA graph of a step that is given its `position_ids` advances the first of them alone.
