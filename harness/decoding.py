@@ -341,6 +341,36 @@ def stress(pool: Pool, launches: int = 100_000) -> bool:
     return all(torch.equal(x.view(torch.int16), first.view(torch.int16)) for x in outputs)
 
 
+def waits_for_the_launch_before(pool: Pool, replays: int = 50) -> bool:
+    """Whether calls in a graph see what the kernels right before them wrote: a query, and a cache's last
+    values. They begin before those have ended."""
+    row = Row(8, 32, 8, 1, 4096)
+    k, v = (x.clone() for x in pool.caches(row)[0])
+    q = torch.empty(row.batch, 1, row.heads, row.head_dim, device="cuda", dtype=torch.bfloat16)
+    inputs = [(torch.randn_like(q), torch.randn_like(v[:, -300:])) for _ in range(24)]
+
+    def steps() -> list[torch.Tensor]:
+        outputs = []
+        for of_q, of_v in inputs:
+            q.copy_(of_q)
+            v[:, -300:].copy_(of_v)
+            outputs.append(flash_attn_with_kvcache(q, k, v))
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize()
+        return outputs
+
+    wanted, graph = steps(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = steps()
+    same = True
+    for _ in range(replays):
+        for o in outputs:
+            o.zero_()
+        graph.replay()
+        same &= all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(outputs, wanted))
+    return same and not torch.equal(wanted[0], wanted[1])
+
+
 # ---- the command ------------------------------------------------------------------------------------------
 
 
@@ -353,6 +383,9 @@ def run(save: Path | None = None, console: Console | None = None) -> bool:
     pool, rows = Pool(), []
     steady = stress(pool)
     console.print(f"100,000 launches beside copies: {'the same bits' if steady else 'FAIL: other bits'}")
+    waits = waits_for_the_launch_before(pool)
+    console.print(f"what the launch before wrote is {'seen' if waits else 'FAIL: not always seen'}")
+    steady &= waits
     for row in ROWS:
         found = time_row(row, pool)
         rows.append(found)
