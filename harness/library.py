@@ -323,16 +323,18 @@ def decode_table(rows: Rows) -> str:
         size, rate = row["bytes"] / 1e6, row["bytes"] / ours / 1e6
         size = f"{size:.0f} MB" if size < 1e3 else f"{size / 1e3:.2f} GB"
         ahead = f"{best / ours:.2f}" if best else ""
-        lines.append([shape, ", ".join(kind), size, f"**{ours:.1f}**", *peers, ahead, f"{rate:.2f}"])
-    header = ["batch, heads, queries, keys", "", "K and V", "`decode`"]
+        plain = f"{row['without_pdl_us']:.1f}" if "without_pdl_us" in row else ""
+        lines.append([shape, ", ".join(kind), size, f"**{ours:.1f}**", plain, *peers, ahead, f"{rate:.2f}"])
+    header = ["batch, heads, queries, keys", "", "K and V", "`decode`", "without PDL"]
     header += [*(PEER_LABELS[x] for x in DECODING_PEERS), "ahead", "TB/s"]
     behind = [f"{shape} ({ratio:.3f})" for ratio, shape in ratios if ratio < 1]
     sentence = (
-        f"µs of a call in a CUDA graph, caches rotating through more than a gigabyte. The {len(ratios)} rows "
+        f"µs of a call in a CUDA graph, caches rotating through more than a gigabyte; without PDL the kernel "
+        f"starts when the one before has ended. The {len(ratios)} rows "
         f"without a remark: {min(ratios)[0]:.3f} to {max(ratios)[0]:.3f} × the best peer, geometric mean "
         f"{geometric_mean(ratio for ratio, _ in ratios):.3f}; below 1.000: {'; '.join(behind) or 'none'}."
     )
-    return f"{table(header, lines, 'llrrrrrrr')}\n\n{sentence}"
+    return f"{table(header, lines, 'llrrrrrrrr')}\n\n{sentence}"
 
 
 INPUTS = {

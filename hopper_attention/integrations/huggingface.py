@@ -3,7 +3,7 @@
 A model's masks come as transformers makes them for "sdpa": none where causality says everything, which the
 kernels take. A call that they do not take, or would do slower (padding, a window, dropout, other head dims,
 decoding), goes to transformers' own "sdpa" with the mask it needs; a soft cap or sinks, which that lacks too,
-are refused by name.
+are refused by name. Generation with `huggingface_cache.KeyValueCache` is decoding by the kernels as well.
 """
 
 import torch
@@ -14,6 +14,7 @@ from ..functional import attention
 from ..kernels.device.limits import HEAD_DIMS
 
 NAME = "hopper_attention"
+MARK = "_hopper_attention_layer"  # of what `huggingface_cache` returns for a key it has not stored
 DTYPES = torch.bfloat16, torch.float16
 
 
@@ -47,6 +48,10 @@ def hopper_attention_forward(
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"hopper_attention does not take {name}")
+    if (layer := getattr(key, MARK, None)) is not None:  # a step by one token, which its cache has not stored
+        if attention_mask is None and not dropout:
+            return layer.attend(query, scaling), None
+        key, value = layer.store(*layer.new)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal = is_causal and attention_mask is None and query.shape[2] > 1
