@@ -33,6 +33,7 @@ from .launch import (
     FORWARD_IN_ROWS,
     IN_PARTS,
     kernel_for,
+    least_of,
     sms_option,
 )
 
@@ -291,8 +292,7 @@ def _check_inputs(stage_id: str, problem: Problem, **inputs: torch.Tensor) -> No
 
 
 def _launch(stage_id: str, problem: Problem, gpu: tuned.Gpu) -> Launch:
-    least = problem.with_(batch=1, heads=1, kv_heads=1, seqlen_q=1, seqlen_kv=1)
-    return kernel_for(stage_id, least, OPTIONS.get(stage_id, {}) | sms_option(gpu.sms)).launch
+    return kernel_for(stage_id, least_of(problem), OPTIONS.get(stage_id, {}) | sms_option(gpu.sms)).launch
 
 
 def _split(problem: Problem) -> Iterator[tuple[Place, Place, Problem]]:

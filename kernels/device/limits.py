@@ -48,8 +48,25 @@ def refuse_unless_gqa(problem: Problem, direction: str = "fwd") -> str | None:
     return None
 
 
+POLICIES = {
+    "window": "a window",
+    "softcap": "a soft cap",
+    "sink": "a sink",
+    "sequences": "packed sequences",
+}
+
+
+def refuse_policies(problem: Problem, takes: tuple[str, ...] = ()) -> str | None:
+    """Why a stage refuses a window, a soft cap, a sink or packed sequences, but those it takes, or None."""
+    if refused := [POLICIES[name] for name in problem.policies if name not in takes]:
+        return f"does not take {' or '.join(refused)}"
+    return None
+
+
 def refuse_options(problem: Problem) -> str | None:
     """Why a stage without options of the softmax refuses `problem`, or None."""
+    if reason := refuse_policies(problem):
+        return reason
     if problem.lse_grad:
         return "takes no gradient of the LSE"
     if problem.scaled:
