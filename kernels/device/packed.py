@@ -1,11 +1,11 @@
 """Packed batches: sequences that follow each other in one tensor, with lengths that only the GPU knows.
 
-A small kernel, `list_tiles`, makes of the lengths a list of tiles, those with the longest loops first; the main
-kernel, launched behind it with PDL, fetches from it. A `Dense` or a `Packed` object tells a main loop where
-rows lie, and nothing else of it changes.
+A small kernel, `list_tiles`, makes of the lengths a list of tiles, those with the longest loops first; the
+main kernel, launched behind it with PDL, fetches from it. A `Dense` or a `Packed` object tells a main loop
+where rows lie, and nothing else of it changes.
 
-Clipping without a descriptor for each sequence: `ragged` views (total, d, heads) as (total, d, heads, total + 1)
-whose first and last mode both go from row to row, and whose base lies `total` rows before the tensor. Of a
+Clipping without a descriptor for each sequence: `ragged` views (total, d, heads) as (total, d, heads, total +
+1) whose first and last mode both go from row to row, and whose base lies `total` rows before the tensor. Of a
 sequence that begins at row s and has n rows, row i then has the coordinates (total − n + i, …, s + n). They
 are in bounds exactly for i < n: the TMA fills what lies behind with zeros (never with the next sequence's
 rows, whose Inf would make NaN of a zero in P), and writes nothing there.
@@ -30,6 +30,8 @@ PER_THREAD = CLASSES * LIST_WARPS // THREADS
 @dataclass(frozen=True)
 class Dense:
     """Sequences of one length, a batch. A place is (block, head, batch)."""
+
+    words = 3  # of a place
 
     def view(self, mX):
         """What the TMA's descriptors are made of: (batch, heads, seqlen, head_dim)."""
@@ -57,6 +59,8 @@ class Packed:
     """Sequences one behind the other. A place is (block, head, start_q, seqlen_q, start_kv, seqlen_kv), rows
     of the tensors."""
 
+    words = 6
+
     def view(self, mX):
         return ragged(mX)
 
@@ -74,6 +78,7 @@ class Packed:
 
 
 Batch = Dense | Packed
+DENSE = Dense()
 
 
 def ragged(mX: cute.Tensor) -> cute.Tensor:
@@ -92,16 +97,15 @@ def rows_of_sequence(mX: cute.Tensor, head, start, length) -> cute.Tensor:
     return cute.domain_offset((mX.shape[0] - length, 0), mX[None, None, head, start + length])
 
 
-@cute.jit
 def locate_listed(tile, heads, mList, locate):
     """What the list says of the tile-th tile: (block, head, start_q, seqlen_q, start_kv, seqlen_kv).
 
     Tiles of one sequence and all its heads follow each other; which comes when among them, `locate(inside,
-    blocks, heads, seqlen_q, seqlen_kv)` says.
+    blocks, heads, seqlen_kv)` says.
     """
     record = [mList[1 + tile // heads, i] for i in range(LISTED)]
     first, blocks, start_q, seqlen_q, start_kv, seqlen_kv = record[1:7]
-    block, head = locate(tile - first * heads, blocks, heads, seqlen_q, seqlen_kv)
+    block, head = locate(tile - first * heads, blocks, heads, seqlen_kv)
     return block, head, start_q, seqlen_q, start_kv, seqlen_kv
 
 
