@@ -7,7 +7,6 @@ from . import ops, ops_policies
 from .checks import E4M3, check_tensor, check_window, name_of
 from .fp8 import Descale, attention_fp8, descale_of
 
-
 Window = tuple[int | None, int | None]
 NO_WINDOW = (-1, -1)
 

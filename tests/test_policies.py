@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from harness import policies, reference
+from harness import reference
 from harness.policies import Given, random_given
-from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 
 PLAIN = Problem(2, 4, 2, 37, 53, 64, False, direction="bwd", lse_grad=True, scaled=True)

@@ -12,7 +12,9 @@ TILE_KV = {64: 128, 128: 128, 256: 64}  # keys in a tile of bwd4, by head_dim
 COLUMN_BYTES = {64: 8, 128: 8, 256: 4}  # of a query's column in Q and dO, up to head_dim 128 in dQ_sum too
 SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked on together and stay in L2
 FINAL_SECTIONS = 4  # of them, at the end, worked on as one: what is fetched last is then short
+FORWARD_ROWS = {64: 256, 128: 192, 256: 128}  # queries in a tile of k6, by head_dim
 UNBOUNDED = 2**30  # keys that a window reaches back or ahead if it has no bound there
+LISTED = 8  # numbers that `packed.ListTiles` says of a tile
 SECTION_BYTES_MAX = 2**31 - 1  # what `key_tiles.Tiles.section` can count
 
 
@@ -90,6 +92,16 @@ def refuse_long_heads(problem: Problem, column_bytes: int) -> str | None:
             f"causal mask, not {head_bytes}: the order of tiles is computed from them, in 32 bits"
         )
     return None
+
+
+def listed_tiles(total: int, sequences: int, rows: int) -> int:
+    """How many tiles of `rows` rows so many sequences have at most, that together have `total` rows."""
+    return total // rows + sequences
+
+
+def list_shape(total: int, sequences: int, rows: int) -> tuple[int, int]:
+    """Of the list that `packed.ListTiles` writes."""
+    return 1 + listed_tiles(total, sequences, rows), LISTED
 
 
 def scratch_shapes(problem: Problem, tile_q: int, sums: int = 1) -> Scratch:
