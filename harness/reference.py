@@ -187,7 +187,7 @@ def _attention(
         lse[b, some_heads, piece] = (maximum + total.log()).squeeze(-1)
     if policies.sink is not None:
         without, lse = lse, torch.logaddexp(lse, policies.sink[:, None].to(lse))
-        o *= (without - lse).exp()[..., None]
+        o *= (without - lse).exp().nan_to_num(0.0)[..., None]  # 0 where there is nothing, not even a sink
     return o, lse
 
 
