@@ -270,13 +270,13 @@ def random_given(
     outside: float = math.nan,
     sink: torch.Tensor | None = None,
 ) -> Given:
-    """N(0, 1) inputs, sinks too. Between packed sequences, and behind the last, lie `padding` (queries, keys)
-    rows each, with `seqused` then; the rest of the tensors' rows behind all. Rows that belong to nobody are
-    `outside`."""
+    """N(0, 1) inputs, and sinks that weigh enough to be missed. Between packed sequences, and behind the
+    last, lie `padding` (queries, keys) rows each, with `seqused` then; the rest of the tensors' rows behind
+    all. Rows that belong to nobody are `outside`."""
     q, k, v, *do = random_inputs(problem, device, seed)
     generator = torch.Generator(device).manual_seed(seed + 1)
     if problem.sink and sink is None:
-        sink = torch.randn(problem.heads, generator=generator, device=device)
+        sink = 3.0 + torch.randn(problem.heads, generator=generator, device=device)  # of some 20 keys
     dlse = None
     if problem.lse_grad:
         dlse = torch.randn(q.shape[:3], generator=generator, device=device)

@@ -3,6 +3,8 @@ alone, as models have them together, and what others got wrong.
 """
 
 import math
+import sys
+import time
 from collections.abc import Iterator
 
 import torch
@@ -38,7 +40,12 @@ def checked(stage_id: str, given: Given, what: str = "") -> Iterator[str]:
     if reason := ladder.load(stage_id)[1].supports(given.problem):
         yield f"{given.problem}: refused: {reason}"
         return
-    for failure in given.check(stage_id):
+    try:
+        failures = given.check(stage_id)
+        torch.cuda.synchronize()
+    except RuntimeError as error:  # of a launch, which names no problem
+        raise RuntimeError(f"{given.problem}{what and ', '}{what}: {error!s:.200}") from error
+    for failure in failures:
         yield f"{given.problem}{what and ', '}{what}: {failure}"
 
 
@@ -222,27 +229,27 @@ def a_graph_of_other_lengths(stage_id, args):
             yield f"{other.problem}, replayed: {failure}"
 
 
-def main(stage_ids: list[str]) -> int:
-    """Run these cases alone."""
+def main(stage_ids: list[str], only: str = "") -> int:
+    """Run these cases alone, those whose name contains `only`."""
     from harness.cases import CASES
 
     failed = 0
     for stage_id in stage_ids:
         for name, (_, function, policies) in CASES.items():
-            if policies:
+            if policies and only in name:
+                begin = time.perf_counter()
                 try:
                     failures = list(function(stage_id, None))
                 except Exception as error:  # the others still run
                     failures = [f"{type(error).__name__}: {error}"]
                 failed += bool(failures)
-                print(
-                    f"{stage_id}: {name}: {len(failures)} failures", *failures[:6], sep="\n    ", flush=True
-                )
+                seconds = time.perf_counter() - begin
+                print(f"{stage_id}: {name}: {len(failures)} failures in {seconds:.1f} s")
+                print(*(f"    {failure}" for failure in failures[:8]), sep="\n", flush=True)
     return failed
 
 
 if __name__ == "__main__":
-    import sys
-
     assert hopper_gpu(), "no Hopper GPU here"
-    sys.exit(main(sys.argv[1:]))
+    names = [x for x in sys.argv[1:] if x in ladder.LADDER]
+    sys.exit(main(names, " ".join(x for x in sys.argv[1:] if x not in ladder.LADDER)))

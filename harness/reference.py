@@ -215,11 +215,11 @@ def rounding_of(stage: object, module: object, problem: Problem, **options: obje
 
 def yardstick(
     q, k, v, causal: bool, rounds_p: Rounding, rows: torch.Tensor | None = None, top_left: bool = False,
-    scale: float | None = None,
+    scale: float | None = None, policies: Policies = PLAIN,
 ) -> torch.Tensor:  # fmt: skip
     """Attention with the kernel's roundings and no others: fp32 scores, softmax and sums, output to q's type,
     and P to q's type where the kernel's P·V multiplies rounded P (`rounding_of`)."""
-    return yardstick_of(q, k, v, causal, rounds_p, rows, top_left, scale)[0]
+    return yardstick_of(q, k, v, causal, rounds_p, rows, top_left, scale, policies=policies)[0]
 
 
 def yardstick_of(

@@ -147,8 +147,8 @@ def differentiable_backward(do, q, k, v, o, lse, dlse=None, *more):
 
 def call_forward(q, k, v, tensors: tuple[torch.Tensor | None, ...], options: tuple[object, ...]):
     """`forward`, but where nothing would see it without the dispatcher, as `ops.call_forward`."""
-    plain = all(map(ops.is_plain, tensors)) and all(type(x) is bool for x in (*options[1:3], options[-1]))
-    if not (plain and ops.unseen(q, k, v)):
+    booleans = all(type(x) is bool for x in (*options[1:3], options[-1]))
+    if not (ops.unseen(q, k, v, *tensors) and booleans):
         return forward(q, k, v, *tensors, *options)
     if _learns(q, k, v, tensors[0]):
         with ops.at_this_level():

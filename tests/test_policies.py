@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from harness import reference
+from harness import policy_models, reference
 from harness.policies import Given, random_given
 from hopper_attention.kernels.contract import Problem
 
@@ -104,3 +104,69 @@ def test_the_reference_is_what_is_written_out(plain: Problem, fields: dict[str, 
         dsink, size = reference.sink_gradient(o_, lse_, do_, given.sink, dlse_)
         assert torch.allclose(dsink, grads[3], atol=1e-11)
         assert (size >= dsink.abs()).all()
+
+
+# ---- models, and ways of being wrong ----------------------------------------------------------------------
+
+SHAPES = (
+    {"seqlen_q": 203, "seqlen_kv": 203},
+    {"seqlen_q": 130, "seqlen_kv": 300},
+)
+MANY = ((130, 130), (1, 1), (65, 200), (0, 3), (64, 64), (2, 0))
+
+
+def some(direction: str, fields: dict[str, object], extents: dict[str, object]) -> Given:
+    lse_grad = direction == "bwd"
+    plain = Problem(1, 4, 2, 1, 1, 64, False, direction=direction, scaled=True, lse_grad=lse_grad)
+    return random_given(plain.with_(**extents, **fields), seed=5, device="cpu", scale=0.25)
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"window": (7, 0)},
+        {"window": (3, 5), "sink": True},
+        {"window": (70, 0), "softcap": 4.0},
+        {"causal": True, "softcap": 2.0, "sink": True},
+        {"sink": True},
+    ],
+    ids=str,
+)
+def test_models_are_right_and_wrong_ones_are_caught(direction: str, fields: dict[str, object]) -> None:
+    queries, keys = (sum(x) for x in zip(*MANY))
+    packed = {"seqlen_q": queries + 9, "seqlen_kv": keys + 9, "sequences": MANY}
+    for extents in (*SHAPES, packed):
+        given = some(direction, fields, extents)
+        missed = policy_models.survivors(given)
+        harmless = "keep the maximum at 0"  # of scores about zero; `test_far_scores` has others
+        assert [x for x in missed if not x.startswith(harmless)] == []
+
+
+def test_far_scores_show_a_maximum_that_stays_at_zero() -> None:
+    given = some("fwd", {"window": (7, 0)}, SHAPES[0])
+    given.q[..., 0], given.k[..., 0] = -64.0, 64.0  # q·k = −4096 and a little
+    assert given.judge(policy_models.outputs(given), False) == []
+    assert given.judge(policy_models.outputs(given, "keep the maximum at 0"), False)
+
+
+def test_a_blunt_rule_lets_them_survive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail."""
+    for factor in ("MAX_FACTOR", "RMS_FACTOR", "BLOCK_RMS_FACTOR", "ROW_RMS_FACTOR", "SINK_TOLERANCE"):
+        monkeypatch.setattr(reference, factor, 1e9)
+    missed = {x.split(":")[0] for x in policy_models.survivors(some("bwd", {"window": (7, 0)}, SHAPES[0]))}
+    assert missed == set(policy_models.EDGES) - {"right edge a key short"}
+
+
+def test_the_list_of_tiles() -> None:
+    """Every tile once, a sequence's together, those with long loops first."""
+    lengths = ((100, 10), (0, 99), (64, 5000), (65, 0), (1, 4999), (300, 300))
+    for of_keys, rows in ((False, 64), (True, 128)):
+        tiles = policy_models.tile_list(lengths, rows, of_keys)
+        own, other = (1, 0) if of_keys else (0, 1)
+        assert len(tiles) == sum(-(-x[own] // rows) for x in lengths)
+        assert all(tiles[first : first + n] == [(i, first, n)] * n for i, first, n in tiles)
+        loops = [policy_models.class_of(lengths[i][other]) for i, _, _ in tiles]
+        assert loops == sorted(loops)
+    for shorter, longer in ((0, 2), (7, 8), (100, 126), (4096, 5000)):
+        assert policy_models.class_of(shorter) >= policy_models.class_of(longer)
