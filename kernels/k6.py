@@ -29,7 +29,7 @@ from cutlass.memory import SmemAllocator
 from .calls import forward_scratch, given_names, refuse_forward, run_forward
 from .contract import LazyMaximum, Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
-from .device.constants import LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
+from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
 from .device.given import fake_given, fake_list, take_given
 from .device.lazy import follow_maximum, raise_maximum
 from .device.masks import Mask, Window, mask_of
@@ -37,7 +37,7 @@ from .device.packed import DENSE, ListTiles, Packed
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
 from .device.query_tiles import ROWS, Config, QueryTiles, work_on_query_tiles
 from .device.rings import CONSUMER, PRODUCER, OwnStages, put, skip, tma_rings
-from .device.rows import OWN_ROWS, ends_of_row, finite, largest_of_row, sum_of_row
+from .device.rows import OWN_ROWS, finite, largest_of_row, sum_of_row, with_sink
 from .device.softcap import SoftCap
 from .device.stores import WARP_ROWS, WARPS, WarpStores, await_stores, rounded, store_of_rows, store_warp_rows
 from .device.tile_order import fetch, hear, message_ring, tell
@@ -170,6 +170,7 @@ class FlashAttentionForward(QueryTiles):
             self.scale_log2 = self.cap.outer
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
+        extents = mQ.shape[0], mK.shape[0]
         consumer_warps = WARPS * self.consumers
 
         smem = SmemAllocator()
@@ -220,7 +221,7 @@ class FlashAttentionForward(QueryTiles):
                     tQgQ, tQsQ = partition_tma(load_Q, self.batch.queries(mQ, head, place), sQ)
                     tKgK, tKsK = partition_tma(load_K, self.batch.keys(mK, kv_head, place), sK)
                     tVgV, tVsV = partition_tma(load_V, self.batch.keys(mV, kv_head, place), sV)
-                    lengths = self.batch.lengths(place, mQ, mK)
+                    lengths = self.batch.lengths(place, extents)
                     first = self.first_of_tile(q_block, *lengths)
                     for i in range_constexpr(self.consumers):
                         put(q_ring, q_put, load_Q, tQgQ[None, q_block * self.consumers + i], tQsQ)
@@ -266,7 +267,7 @@ class FlashAttentionForward(QueryTiles):
                 q_ring.consumer_wait(q_get)
                 k_ring.consumer_wait(k_get)
                 multiply_qk(x, q_get, k_get)
-            first_row, kv_blocks, own_blocks, visible, begin = self.span_of(place, consumer, mQ, mK)
+            first_row, kv_blocks, own_blocks, visible, begin = self.span_of(place, consumer, extents)
             if const_expr(not self.plain):
                 k_get = await_next(q_ring, k_ring, q_get, k_get, begin[0], announced)
                 v_get = skip(v_ring, v_get, begin[0])
@@ -278,7 +279,7 @@ class FlashAttentionForward(QueryTiles):
                 k_get.advance()
                 row_max.fill(-Float32.inf)
                 row_sum.fill(0.0)
-                lengths, (_, first, edge) = self.batch.lengths(place, mQ, mK), begin
+                lengths, (_, first, edge) = self.batch.lengths(place, extents), begin
                 if const_expr(self.cap is not None):
                     self.cap.apply(S)
                 if const_expr(self.mask.hides_first):
@@ -323,15 +324,20 @@ class FlashAttentionForward(QueryTiles):
                 this_place, this_row = place, first_row
                 v_ring.consumer_wait(v_get)
                 multiply_pv(x, v_get, own_blocks - first)  # of the tile before `own_blocks`, the last
-                sink = mSink[place[1]] if const_expr(mSink is not None) else None
-                inverse, lse = zip(*[ends_of_row(sum_of_row(row_sum[r]), row_max[r], sink) for r in range(2)])
+                inverse, lse = [None, None], [None, None]
+                for r in range_constexpr(OWN_ROWS):
+                    total, factor = sum_of_row(row_sum[r]), 1.0
+                    if const_expr(mSink is not None):
+                        total, row_max[r], factor = with_sink(total, row_max[r], mSink[place[1]])
+                    inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total) * factor
+                    lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
                 message = hear(tile_ring, tile_get, sTile)
                 announced, place = message[0], message[1:]
                 tile_get.advance()
                 q_get.advance()
                 if const_expr(self.mask.hides_first):
                     # The tiles of keys that only others see before this consumer's first one, too
-                    first_row, kv_blocks, own_blocks, visible, begin = self.span_of(place, consumer, mQ, mK)
+                    first_row, kv_blocks, own_blocks, visible, begin = self.span_of(place, consumer, extents)
                     hidden += begin[0]
                 if const_expr(self.q_stages == 2):
                     k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
@@ -339,7 +345,7 @@ class FlashAttentionForward(QueryTiles):
                     multiply_qk(x, q_get, k_get)
                 # Here, beside products, what the next tile's start would wait for.
                 if const_expr(not self.mask.hides_first):
-                    first_row, kv_blocks, own_blocks, visible, begin = self.span_of(place, consumer, mQ, mK)
+                    first_row, kv_blocks, own_blocks, visible, begin = self.span_of(place, consumer, extents)
                 warpgroup.wait_group(self.q_stages - 1)  # P·V; the next Q·Kᵀ, if it is issued, may go on
                 v_ring.consumer_release(v_get)
                 v_get.advance()

@@ -37,9 +37,9 @@ class Dense:
         """What the TMA's descriptors are made of: (batch, heads, seqlen, head_dim)."""
         return mX
 
-    def lengths(self, place, mQ, mK):
-        """(seqlen_q, seqlen_kv) of the place's sequence, of tensors as `tma.load_atom` returns them."""
-        return mQ.shape[0], mK.shape[0]
+    def lengths(self, place, extents):
+        """(seqlen_q, seqlen_kv) of the place's sequence; `extents` are those of the tensors."""
+        return extents
 
     def queries(self, mX, head, place):
         """(row, column) of one head of a tensor beside Q, as `tma.load_atom` and `store_atom` return them."""
@@ -64,7 +64,7 @@ class Packed:
     def view(self, mX):
         return ragged(mX)
 
-    def lengths(self, place, mQ, mK):
+    def lengths(self, place, extents):
         return place[3], place[5]
 
     def queries(self, mX, head, place):

@@ -115,9 +115,9 @@ class QueryTiles:
         """The tile-th tile's place, of `self.batch`; mList only of packed ones."""
         return self.locate_listed(tile, mQ, mList) if self.packed else self.locate(tile, mQ, mK)
 
-    def span_of(self, place, consumer, mQ, mK):
+    def span_of(self, place, consumer, extents):
         """`span` of a place, and where the consumer begins (`begin`)."""
-        lengths = self.batch.lengths(place, mQ, mK)
+        lengths = self.batch.lengths(place, extents)
         span, begin = self.span(place[0], consumer, *lengths), (0, 0, 1)
         if self.mask.hides_first:
             span, begin = self.begin(span, place[0], *lengths)

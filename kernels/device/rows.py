@@ -5,9 +5,9 @@ and the next (PTX ISA, the fragment of wgmma's D).
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32
 
-from .constants import LN_2, LOG2_E
+from .constants import LOG2_E
 from .wgmma import by_row
 
 LANES = 4  # threads that share a row; they are neighbours in one warp
@@ -44,19 +44,7 @@ def sum_of_row(value: Float32) -> Float32:
 
 
 @cute.jit
-def ends_of_row(total: Float32, row_max: Float32, sink):
-    """What O is multiplied by and the LSE, of a row's sum and its maximum in powers of two. `sink` may be
-    None."""
-    if const_expr(sink is not None):
-        total, row_max, factor = with_sink(total, row_max, sink)
-    inverse = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
-    if const_expr(sink is not None):
-        inverse *= factor
-    return inverse, (row_max + cute.math.log2(total, fastmath=True)) * LN_2
-
-
-@cute.jit
-def with_sink(total: Float32, row_max: Float32, sink: Float32) -> tuple[Float32, Float32, Float32]:
+def with_sink(total: Float32, row_max: Float32, sink: Float32):
     """A row's sum, its maximum and the factor of what is summed, when e^sink joins the sum; the maximum in powers
     of two. Nothing overflows, however far the sink is from the scores; a sink of −∞ changes nothing."""
     sink_log2 = sink * LOG2_E
