@@ -5,6 +5,7 @@ Lengths are never read on the host, and no plan follows from them: where sequenc
 read themselves, so that a call never waits for the GPU and a CUDA graph that captured one serves all lengths.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -155,13 +156,21 @@ def backward(
     return run_on(device, run, plan_anew)
 
 
-def reason_against(direction: str, q, k, v, more: Tensors, *options: object) -> str | None:
-    """Why `forward`, or with "bwd" `backward`, would refuse these inputs, or None."""
+def reason_against(
+    direction: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *options: object,
+    also: Callable[[Problem], str | None],
+) -> str | None:
+    """Why `forward`, or with "bwd" `backward`, would refuse q, k and v, or None; or what `also` has against
+    the problem. The options are theirs."""
     try:
-        _problem_of(direction, q, k, v, more, *options)
+        problem, _ = _problem_of(direction, q, k, v, Tensors(), *options)
+        return also(problem)
     except (TypeError, ValueError) as error:
         return str(error)
-    return None
 
 
 def as_batch(x: torch.Tensor) -> torch.Tensor:
