@@ -240,7 +240,7 @@ def applies(wrong: str, problem: Problem) -> bool:
     if wrong in EDGES:
         side = 0 if wrong.startswith("left") else 1
         bounds = problem.window or (-1, 0 if problem.causal else -1)
-        return bounds[side] > 0 or (bounds[side] == 0 and wrong.endswith("far"))
+        return bounds[side] >= 0
     if "cap" in wrong:
         hides = problem.window is not None or problem.causal
         return bool(problem.softcap) and (hides or wrong != "cap after the mask")

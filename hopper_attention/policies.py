@@ -192,16 +192,12 @@ def _problem_of(
     direction: str, q, k, v, more: Tensors, softmax_scale, causal, top_left, window, softcap
 ) -> tuple[Problem, tuple[float | int, ...]]:
     """The problem, in which sequences stand for themselves without their lengths, and the numbers that its
-    kernels are given. A window that hides nothing is none. Raises as `forward`."""
+    kernels are given. Raises as `forward`."""
     check_window(window, causal, top_left)
     packed = more.cu_q is not None or more.cu_kv is not None
     problem = problem_of(q, k, v, causal, top_left, packed).with_(direction=direction)
-    left, right = window
-    left = -1 if left >= problem.seqlen_kv - 1 else left
-    right = -1 if right >= problem.seqlen_q - 1 and right > 0 else right
-    if (left, right) != (-1, -1):
-        problem = problem.with_(window=(left, right))
-    problem = problem.with_(softcap=check_softcap(softcap))
+    window = window if window != (-1, -1) else None
+    problem = without_idle_window(problem.with_(window=window, softcap=check_softcap(softcap)))
     if more.sink is not None:
         check_sink(more.sink, q, problem.heads)
         problem = problem.with_(sink=True)
@@ -221,6 +217,16 @@ def _problem_of(
     if not no_launch:
         production._check_inputs(stage_id, problem, **dict(zip("qkv", rows)))
     return problem, numbers
+
+
+def without_idle_window(problem: Problem) -> Problem:
+    """The problem without a window, or the side of one, that is too wide to hide anything."""
+    if problem.window is None:
+        return problem
+    left, right = problem.window
+    left = -1 if left >= problem.seqlen_kv - 1 else left
+    right = -1 if right >= max(1, problem.seqlen_q - 1) else right
+    return problem.with_(window=None if (left, right) == (-1, -1) else (left, right))
 
 
 def _plan_forward(q, k, v, more: Tensors, *options: object, rows: int | None = None) -> Made:

@@ -155,7 +155,7 @@ def test_a_blunt_rule_lets_them_survive(monkeypatch: pytest.MonkeyPatch) -> None
     for factor in ("MAX_FACTOR", "RMS_FACTOR", "BLOCK_RMS_FACTOR", "ROW_RMS_FACTOR", "SINK_TOLERANCE"):
         monkeypatch.setattr(reference, factor, 1e9)
     missed = {x.split(":")[0] for x in policy_models.survivors(some("bwd", {"window": (7, 0)}, SHAPES[0]))}
-    assert missed == set(policy_models.EDGES) - {"right edge a key short"}
+    assert missed == set(policy_models.EDGES)
 
 
 def test_the_list_of_tiles() -> None:
