@@ -4,11 +4,13 @@ A small kernel, `list_tiles`, makes of the lengths a list of tiles, those with t
 main kernel, launched behind it with PDL, fetches from it. A `Dense` or a `Packed` object tells a main loop
 where rows lie, and nothing else of it changes.
 
-Clipping without a descriptor for each sequence: `ragged` views (total, d, heads) as (total, d, heads, total +
-1) whose first and last mode both go from row to row, and whose base lies `total` rows before the tensor. Of a
-sequence that begins at row s and has n rows, row i then has the coordinates (total − n + i, …, s + n). They
-are in bounds exactly for i < n: the TMA fills what lies behind with zeros (never with the next sequence's
-rows, whose Inf would make NaN of a zero in P), and writes nothing there.
+Clipping without a descriptor for each sequence (the idea is Triton's `ragged_tma`): `ragged` views (total, d,
+heads) as (FAR, d, heads, (total + 1, FAR + 1)). The first mode and the fourth both go from row to row; a step
+of the fifth goes 2⁶⁴/FAR bytes ahead and a row back, so that FAR of them go FAR rows back, modulo 2⁶⁴. Of a
+sequence that begins at row s and has n rows, row i then has the coordinates (FAR − n + i, …, s + n, FAR).
+They are in bounds exactly for i < n: the TMA fills what lies behind with zeros (never with the next
+sequence's rows, whose Inf would make NaN of a zero in P), and writes nothing there. Hazard: with a base FAR
+rows before the tensor, which needs no fifth mode, a load of which no row is in bounds faults.
 """
 
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from .limits import LISTED
 THREADS = 1024  # of the one CTA that lists tiles
 LIST_WARPS = THREADS // WARP
 CLASSES = 128  # of sequences, by the length of their tiles' loops: four for each power of two
+FAR = 2**30  # rows: more than any sequence has
 PER_THREAD = CLASSES * LIST_WARPS // THREADS
 
 
@@ -82,19 +85,20 @@ DENSE = Dense()
 
 
 def ragged(mX: cute.Tensor) -> cute.Tensor:
-    """(1, heads, total, head_dim) as (total + 1, heads, total, head_dim), as the module's head says."""
+    """(1, heads, total, head_dim) as ((total + 1, FAR + 1), heads, FAR, head_dim), as the module's head
+    says."""
     _, heads, total, columns = mX.shape
     _, head_stride, row_stride, one = mX.stride
-    layout = cute.make_layout(
-        (total + 1, heads, total, columns), stride=(row_stride, head_stride, row_stride, one)
-    )
-    return cute.make_tensor(mX.iterator - cutlass.Int64(total) * row_stride, layout)
+    back = 2**64 // FAR * 8 // mX.element_type.width - row_stride
+    shape = (total + 1, FAR + 1), heads, FAR, columns
+    layout = cute.make_layout(shape, stride=((row_stride, back), head_stride, row_stride, one))
+    return cute.make_tensor(mX.iterator, layout)
 
 
 def rows_of_sequence(mX: cute.Tensor, head, start, length) -> cute.Tensor:
     """(row, column) of one head of a sequence, which the TMA clips behind `length` rows. mX is the `ragged`
-    view as `tma.load_atom` returns it: (total, head_dim, heads, total + 1)."""
-    return cute.domain_offset((mX.shape[0] - length, 0), mX[None, None, head, start + length])
+    view as `tma.load_atom` returns it: (row, head_dim, heads, (row, FAR + 1))."""
+    return cute.domain_offset((FAR - length, 0), mX[None, None, head, (start + length, FAR)])
 
 
 def locate_listed(tile, heads, mList, locate):
@@ -103,7 +107,8 @@ def locate_listed(tile, heads, mList, locate):
     Tiles of one sequence and all its heads follow each other; which comes when among them, `locate(inside,
     blocks, heads, seqlen_kv)` says.
     """
-    record = [mList[1 + tile // heads, i] for i in range(LISTED)]
+    row = cutlass.min(1 + tile // heads, mList.shape[0] - 1)  # behind the last tile nobody reads what it says
+    record = [mList[row, i] for i in range(LISTED)]
     first, blocks, start_q, seqlen_q, start_kv, seqlen_kv = record[1:7]
     block, head = locate(tile - first * heads, blocks, heads, seqlen_kv)
     return block, head, start_q, seqlen_q, start_kv, seqlen_kv
@@ -140,6 +145,10 @@ class ListTiles:
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
         given = mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv
+        sequences = mCuQ.shape[0] - 1
+        share = cute.ceil_div(sequences, LIST_WARPS)
+        begin, end = warp * share, cutlass.min((warp + 1) * share, sequences)
+        own_sequence, own_blocks = self.read(begin + lane, end, given)  # on its way meanwhile
         smem = SmemAllocator()
         # Tiles by class and warp, longest class first; then where those of this class and warp begin.
         sTiles = smem.allocate_tensor(Int32, cute.make_layout((LIST_WARPS, CLASSES)), 16)
@@ -148,13 +157,10 @@ class ListTiles:
             sTiles[i * THREADS + thread] = Int32(0)
         cute.arch.sync_threads()
 
-        sequences = mCuQ.shape[0] - 1
-        share = cute.ceil_div(sequences, LIST_WARPS)
-        begin, end = warp * share, cutlass.min((warp + 1) * share, sequences)
-        for first in range(begin, end, WARP, unroll=1):
+        self.count(sTiles, warp, own_sequence, own_blocks)
+        for first in range(begin + WARP, end, WARP, unroll=1):
             sequence, blocks = self.read(first + lane, end, given)
-            place = cute.crd2idx((warp, self.class_of(sequence)), sTiles.layout)
-            cute.arch.atomic_add((sTiles.iterator + place).llvm_ptr, blocks)
+            self.count(sTiles, warp, sequence, blocks)
         cute.arch.sync_threads()
 
         # Exclusive sums, of PER_THREAD neighbours in a thread, of 32 threads in a warp, of all warps.
@@ -176,21 +182,32 @@ class ListTiles:
             before += own[i]
         cute.arch.sync_threads()
 
-        for first in range(begin, end, WARP, unroll=1):
+        self.list_them(mList, sTiles, warp, begin + lane, own_sequence, own_blocks)
+        for first in range(begin + WARP, end, WARP, unroll=1):
             sequence, blocks = self.read(first + lane, end, given)
-            own_class = self.class_of(sequence)
-            # Tiles of this class in lanes before this one, and in all.
-            before, together = Int32(0), Int32(0)
-            for i in range_constexpr(WARP):
-                theirs, others = cute.arch.shuffle_sync(own_class, i), cute.arch.shuffle_sync(blocks, i)
-                others = others if theirs == own_class else 0
-                before += others if i < lane else 0
-                together += others
-            begins = sTiles[warp, own_class]
-            cute.arch.sync_warp()
-            sTiles[warp, own_class] = begins + together  # of all lanes of a class the same
-            record = [first + lane, begins + before, blocks, *sequence, Int32(0)]
-            self.write(mList, record)
+            self.list_them(mList, sTiles, warp, first + lane, sequence, blocks)
+
+    @cute.jit
+    def count(self, sTiles, warp, sequence, blocks):
+        place = cute.crd2idx((warp, self.class_of(sequence)), sTiles.layout)
+        if blocks > 0:
+            cute.arch.atomic_add((sTiles.iterator + place).llvm_ptr, blocks)
+
+    @cute.jit
+    def list_them(self, mList, sTiles, warp, index, sequence, blocks):
+        """A warp: the tiles of its lanes' sequences, behind those of the same class that it has listed."""
+        lane, own_class = cute.arch.lane_idx(), self.class_of(sequence)
+        # Tiles of this class in lanes before this one, and in all.
+        before, together = Int32(0), Int32(0)
+        for i in range_constexpr(WARP):
+            theirs, others = cute.arch.shuffle_sync(own_class, i), cute.arch.shuffle_sync(blocks, i)
+            others = others if theirs == own_class else 0
+            before += others if i < lane else 0
+            together += others
+        begins = sTiles[warp, own_class]
+        cute.arch.sync_warp()
+        sTiles[warp, own_class] = begins + together  # of all lanes of a class the same
+        self.write(mList, [index, begins + before, blocks, *sequence, Int32(0)])
 
     @cute.jit
     def read(self, sequence, end, given):
@@ -198,8 +215,11 @@ class ListTiles:
         mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv = given
         start_q = length_q = start_kv = length_kv = Int32(0)
         if sequence < end:
-            start_q, length_q = rows_used(mCuQ, mUsedQ, which_used & 1, total_q, sequence)
-            start_kv, length_kv = rows_used(mCuKV, mUsedKV, which_used & 2, total_kv, sequence)
+            # Loads without branches: all on their way at once.
+            of_q = mCuQ[sequence], mCuQ[sequence + 1], mUsedQ[sequence]
+            of_kv = mCuKV[sequence], mCuKV[sequence + 1], mUsedKV[sequence]
+            start_q, length_q = rows_used(*of_q, which_used & 1, total_q)
+            start_kv, length_kv = rows_used(*of_kv, which_used & 2, total_kv)
         blocks = cute.ceil_div(length_kv if const_expr(self.of_keys) else length_q, self.rows)
         return (start_q, length_q, start_kv, length_kv), blocks
 
@@ -230,13 +250,12 @@ class ListTiles:
 
 
 @cute.jit
-def rows_used(mCu, mUsed, used, total, sequence):
-    """(first row, rows) of a sequence. What cu_seqlens say of rows that the tensor does not have, or with an
-    end before the beginning, is no row."""
-    start = cutlass.min(cutlass.max(mCu[sequence], 0), total)
-    length = cutlass.max(0, cutlass.min(mCu[sequence + 1], total) - start)
-    if used != 0:
-        length = cutlass.max(0, cutlass.min(length, mUsed[sequence]))
+def rows_used(start, end, used, counts, total):
+    """(first row, rows) of a sequence, of which, if that `counts`, `used` are. What cu_seqlens say of rows that
+    the tensor does not have, or with an end before the beginning, is no row."""
+    start = cutlass.min(cutlass.max(start, 0), total)
+    length = cutlass.min(end, total) - start
+    length = cutlass.max(0, cutlass.min(length, used if counts != 0 else length))
     return start, length
 
 

@@ -111,10 +111,6 @@ class QueryTiles:
         edge = cutlass.min(cutlass.max(edge, first + 1), own_blocks)
         return (first_row, kv_blocks, own_blocks, visible), (first - cta_first, first, edge)
 
-    def place_of(self, tile, mQ, mK, mList):
-        """The tile-th tile's place, of `self.batch`; mList only of packed ones."""
-        return self.locate_listed(tile, mQ, mList) if self.packed else self.locate(tile, mQ, mK)
-
     def span_of(self, place, consumer, extents):
         """`span` of a place, and where the consumer begins (`begin`)."""
         lengths = self.batch.lengths(place, extents)

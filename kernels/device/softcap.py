@@ -1,9 +1,9 @@
 """Scores that a soft cap bounds: s becomes cap·tanh(s/cap), a step on S before the mask.
 
-tanh.approx.f32 is one MUFU more for each score, wrong by up to 2⁻¹¹ of it: at a cap of 50 a score of 20 is off
-by 0.01, more than what rounding P to 16 bits loses. Where all scores of a warp's tile lie within ±cap, a
-polynomial takes six instructions of the FMA pipe instead, which products in flight do not slow down; elsewhere
-the warp takes tanh y = 1 − 2/(1 + e^2y), two MUFU.
+tanh.approx.f32 is one MUFU more for each score, wrong by up to 2⁻¹¹ of it: at a cap of 50 a score of 20 is
+off by 0.01, more than what rounding P to 16 bits loses. Where all scores of a warp's tile lie within ±cap, a
+polynomial takes six instructions of the FMA pipe instead, which products in flight do not slow down;
+elsewhere the warp takes tanh y = 1 − 2/(1 + e^2y), two MUFU.
 """
 
 import cutlass.cute as cute
