@@ -21,6 +21,7 @@ Where to read     The schedule, drawn: notes/bwd4.md, "The schedule". Here are t
                   the mask; in device/dq_sums.py dQ's way to its sum.
 """
 
+from dataclasses import replace
 from enum import IntEnum
 
 import cutlass
@@ -48,7 +49,7 @@ from .bwd4_passes import FlashAttentionBackward, WideFlashAttentionBackward, com
 from .calls import DETERMINISTIC, backward_scratch, refuse_backward, run_backward
 from .contract import Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS
-from .device.constants import LOG2_E, SMS, WARP, WARPGROUP
+from .device.constants import SMS, WARP, WARPGROUP
 from .device.dq_sums import AND_ADDER
 from .device.key_parts import halves, leave_part
 from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS
@@ -136,9 +137,9 @@ class Backward(LoadingTiles):
 
     def __init__(
         self, head_dim: int, mask: Mask, dtype: type, deterministic: bool, config: Config,
-        divides: bool = False, sms: int = SMS,
+        divides: bool = False, sms: int = SMS, capped: bool = False,
     ):  # fmt: skip
-        super().__init__(head_dim, mask, dtype, deterministic, config.tile_q, TILE_KV, divides, sms)
+        super().__init__(head_dim, mask, dtype, deterministic, config.tile_q, TILE_KV, divides, sms, capped)
         self.config = config
         self.columns = head_dim // 64  # blocks of 64 columns: what the swizzle permutes
 
@@ -148,10 +149,11 @@ class Backward(LoadingTiles):
 
     @cute.jit
     def launch(
-        self, mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream, scale,
+        self, mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream, numbers,
         mTiled=None, mParts=None,
     ):  # fmt: skip
-        """Divided, dK and dV are left in mParts, and mDK and mDV are not there."""
+        """`numbers` are `policies.Given`'s. Divided, dK and dV are left in mParts, and mDK and mDV are
+        not there."""
         batch, kv_heads, seqlen_kv, _ = mK.shape
         tma = []
         for mX, rows in ((mQ, self.tile_q), (mDO, self.tile_q), (mK, ROWS), (mV, ROWS)):
@@ -166,7 +168,7 @@ class Backward(LoadingTiles):
         mmas = tiled_mmas(self.config, self.head_dim, self.dtype)
         kv_blocks = cute.ceil_div(seqlen_kv, TILE_KV)
         tiles = kv_blocks * kv_heads * batch
-        self.kernel(*mmas, *tma, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles, scale, mTiled).launch(
+        self.kernel(*mmas, *tma, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles, numbers, mTiled).launch(
             grid=(self.ctas(tiles, kv_blocks), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
@@ -177,13 +179,12 @@ class Backward(LoadingTiles):
     @cute.kernel
     def kernel(
         self, mma_s, mma_p, mma_kv, mma_q, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV,
-        store_dK, mDK, store_dV, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles, scale, mTiled,
+        store_dK, mDK, store_dV, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles, numbers, mTiled,
     ):  # fmt: skip
         """mQ, mDO, mK, mV, mDK, mDV are (seqlen, head_dim, heads, batch), as TMA descriptors see them;
         divided, mDK and mDV are mParts' halves. mTiled and mParts: `key_parts`."""
         # 1. shared memory, rings, and who is who
-        if const_expr(scale is not None):
-            self.scale, self.scale_log2 = scale, scale * LOG2_E
+        self.take(numbers)
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
@@ -251,7 +252,7 @@ class Backward(LoadingTiles):
         valid, block, kv_head, batch = hear(tile_ring, tile_get, shared.tile)
         tile_get.advance()
         while valid != 0:
-            kv_block, first, masked, last = self.work_on(block, mTiled, seqlen_q, seqlen_kv)
+            kv_block, first, masked, whole, last = self.work_on(block, mTiled, seqlen_q, seqlen_kv)
             if const_expr(self.divides):
                 cute.arch.sync_warp()  # that of the tile before has been read
                 shared.places[tidx // WARP] = self.place_of_part(block, kv_head, batch, mTiled, seqlen_kv)
@@ -264,8 +265,8 @@ class Backward(LoadingTiles):
                 k_ring.consumer_release(k_left)
                 k_left.advance()
 
-            # 3. main loop: tiles of queries with a hidden pair, then the others. The last one is apart, since
-            # no Sᵀ follows it, and masked in any case.
+            # 3. main loop: tiles of queries with a hidden pair, then the others, with a window again some
+            # with a hidden pair. The last one is apart, since no Sᵀ follows it, and masked in any case.
             heads = group if first < last else 0
             for _ in range(heads, unroll=1):
                 q_ring.consumer_wait(q_get)
@@ -275,17 +276,12 @@ class Backward(LoadingTiles):
                 if const_expr(self.config.keep_V):
                     tVsV = f.copy_V.partition_S(shared.V)[None, None, None, consumer]  # (CPY, CPY_M, CPY_K)
                     cute.copy(f.copy_V, tVsV, f.copy_V.retile(f.dP.A))
-                split = cutlass.min(masked, last - 1)
-                for i in range(first, split, unroll=1):
-                    self.step(x, f, k_get, q_get, q_next, parity, kv_block, i, masked=True, final=False)
-                    parity ^= 1
-                    q_get.advance()
-                    q_next.advance()
-                for i in range(cutlass.max(first, split), last - 1, unroll=1):
-                    self.step(x, f, k_get, q_get, q_next, parity, kv_block, i, masked=False, final=False)
-                    parity ^= 1
-                    q_get.advance()
-                    q_next.advance()
+                for begin, end, hides in self.runs(first, masked, whole, last):
+                    for i in range(begin, end, unroll=1):
+                        self.step(x, f, k_get, q_get, q_next, parity, kv_block, i, masked=hides, final=False)
+                        parity ^= 1
+                        q_get.advance()
+                        q_next.advance()
                 self.step(x, f, k_get, q_get, q_next, parity, kv_block, last - 1, masked=True, final=True)
                 parity ^= 1
                 q_get.advance()
@@ -367,8 +363,8 @@ class Backward(LoadingTiles):
         f.dP.of(None, stage).issue(False)
         first_key, first_query = kv_block * TILE_KV + x.index * ROWS, q_tile * self.tile_q
         hides = f.places, first_key, first_query, x.seqlen_q, x.seqlen_kv
-        self.exponentials(f.scores, shared.stats[None, 0, None, stage], *hides, masked)
-        round_fragment(f.S.acc, f.words_P, self.dtype)
+        self.exponentials(f.scores, f.words_P, shared.stats[None, 0, None, stage], *hides, masked)
+        self.round_P(f.S.acc, f.words_P)
         if self.config.early_dV:
             dV.issue(True)
         warpgroup.wait_group(1 if self.config.early_dV else 0)  # dP
@@ -423,10 +419,15 @@ def kernel_for(
 ) -> FlashAttentionBackward | WideFlashAttentionBackward:
     """The kernels of the problem's head_dim, mask and type."""
     options = problem.head_dim, mask_of(problem), ELEMENTS[problem.dtype]
+    policies = {"sms": sms, "capped": problem.softcap > 0}
     if problem.head_dim == 256:
-        return WideFlashAttentionBackward(KeyGradients(*options, sms=sms), QueryGradient(*options, sms=sms))
+        main, queries = KeyGradients(*options, **policies), QueryGradient(*options, **policies)
+        return WideFlashAttentionBackward(main, queries, problem)
     config = config or CONFIGS[problem.head_dim]
-    return FlashAttentionBackward(Backward(*options, deterministic, config, sms=sms))
+    if problem.window is not None or problem.softcap > 0:  # which need the registers
+        config = replace(config, keep_V=False)
+    main = Backward(*options, deterministic, config, **policies)
+    return FlashAttentionBackward(main, problem)
 
 
 supports = refuse_backward
@@ -442,4 +443,4 @@ def work(problem: Problem, **options: object) -> list[Work]:
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:
-    return compile_backward(kernel_for(problem, **options), problem)
+    return compile_backward(kernel_for(problem, **options))

@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from .device.constants import LOG2_E, SMS, WARP, WARPGROUP
+from .device.constants import SMS, WARP, WARPGROUP
 from .device.fragments import Coordinates, Product, coordinates
 from .device.key_parts import halves, leave_part
 from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS, Rings, Tiles
@@ -106,9 +106,12 @@ class KeyGradients(Tiles):
     before OWN a gradient's way from threads to the TMA.
     """
 
-    def __init__(self, head_dim: int, mask: Mask, dtype: type, divides: bool = False, sms: int = SMS):
+    def __init__(
+        self, head_dim: int, mask: Mask, dtype: type, divides: bool = False, sms: int = SMS,
+        capped: bool = False,
+    ):  # fmt: skip
         # Not `deterministic`: that is taking turns at dQ's sums, of which there are none.
-        super().__init__(head_dim, mask, dtype, False, ROWS, ROWS, divides, sms)
+        super().__init__(head_dim, mask, dtype, False, ROWS, ROWS, divides, sms, capped)
 
     @property
     def smem_bytes(self) -> int:
@@ -120,9 +123,10 @@ class KeyGradients(Tiles):
 
     @cute.jit
     def launch(
-        self, mQ, mK, mV, mDO, mDK, mDV, mStats, mCounter, stream, scale, mTiled=None, mParts=None
+        self, mQ, mK, mV, mDO, mDK, mDV, mStats, mCounter, stream, numbers, mTiled=None, mParts=None
     ):  # fmt: skip
-        """Divided, dK and dV are left in mParts, and mDK and mDV are not there."""
+        """`numbers` are `policies.Given`'s. Divided, dK and dV are left in mParts, and mDK and mDV are
+        not there."""
         batch, kv_heads, seqlen_kv, _ = mK.shape
         tma = []
         for mX in (mQ, mDO, mK, mV):
@@ -143,7 +147,7 @@ class KeyGradients(Tiles):
             )
         ]
         tiles = cute.ceil_div(seqlen_kv, ROWS) * kv_heads * batch
-        self.kernel(mma_s, mma_kv, *tma, mStats, mCounter, tiles, scale, mTiled).launch(
+        self.kernel(mma_s, mma_kv, *tma, mStats, mCounter, tiles, numbers, mTiled).launch(
             grid=(cutlass.min(tiles, self.sms), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
@@ -154,13 +158,12 @@ class KeyGradients(Tiles):
     @cute.kernel
     def kernel(
         self, mma_s, mma_kv, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV, store_dK, mDK, store_dV, mDV,
-        mStats, mCounter, tiles, scale, mTiled,
+        mStats, mCounter, tiles, numbers, mTiled,
     ):  # fmt: skip
         """mQ, mDO, mK, mV, mDK, mDV are (seqlen, head_dim, heads, batch), as TMA descriptors see them;
         divided, mDK and mDV are mParts' halves. mTiled and mParts: `key_parts`."""
         # 1. shared memory, rings, and who is who
-        if const_expr(scale is not None):
-            self.scale, self.scale_log2 = scale, scale * LOG2_E
+        self.take(numbers)
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
@@ -221,7 +224,7 @@ class KeyGradients(Tiles):
             block, kv_head, batch = self.locate(tile, mQ, mTiled)
             tell(tile_ring, tile_put, shared.tile, (1, block, kv_head, batch))
             tile_put.advance()
-            kv_block, first, _, last = self.work_on(block, mTiled, seqlen_q, seqlen_kv)
+            kv_block, first, _, _, last = self.work_on(block, mTiled, seqlen_q, seqlen_kv)
             # (TMA, tile of keys) and (TMA, 1)
             own_head = kv_head
             if const_expr(self.divides):
@@ -330,26 +333,22 @@ class KeyGradients(Tiles):
         valid, block, kv_head, batch = hear(tile_ring, tile_get, x.shared.tile)
         tile_get.advance()
         while valid != 0:
-            kv_block, first, masked, last = self.work_on(block, mTiled, seqlen_q, seqlen_kv)
+            kv_block, first, masked, whole, last = self.work_on(block, mTiled, seqlen_q, seqlen_kv)
             x.gradient.acc.fill(0.0)
             own_ring.consumer_wait(kv_get)
 
-            # 4. main loop: tiles of queries with a hidden pair, then the others. The last one is apart, since
-            # no product follows it, and masked in any case.
+            # 4. main loop: tiles of queries with a hidden pair, then the others, with a window again some
+            # with a hidden pair. The last one is apart, since no product follows it, and masked in any case.
             heads = group if first < last else 0
             for _ in range(heads, unroll=1):
                 ring.consumer_wait(q_get)
                 x.first.of(0, q_get.index).issue(False)
                 warpgroup.wait_group(0)
-                split = cutlass.min(masked, last - 1)
-                for i in range(first, split, unroll=1):
-                    self.step(x, role, q_get, q_next, kv_block, i, masked=True, final=False)
-                    q_get.advance()
-                    q_next.advance()
-                for i in range(cutlass.max(first, split), last - 1, unroll=1):
-                    self.step(x, role, q_get, q_next, kv_block, i, masked=False, final=False)
-                    q_get.advance()
-                    q_next.advance()
+                for begin, end, hides in self.runs(first, masked, whole, last):
+                    for i in range(begin, end, unroll=1):
+                        self.step(x, role, q_get, q_next, kv_block, i, masked=hides, final=False)
+                        q_get.advance()
+                        q_next.advance()
                 self.step(x, role, q_get, q_next, kv_block, last - 1, masked=True, final=True)
                 q_get.advance()
                 q_next.advance()
@@ -399,7 +398,7 @@ class KeyGradients(Tiles):
         x.other_ring.consumer_wait(q_get)
         if role == OF_P:
             hides = x.places, kv_block * ROWS, q_tile * ROWS, x.seqlen_q, x.seqlen_kv
-            self.exponentials(x.scores, sStats[None, 0, None, stage], *hides, masked)
+            self.exponentials(x.scores, x.words, sStats[None, 0, None, stage], *hides, masked)
             quads = cute.make_tensor(x.first.acc.iterator, cute.make_layout((4, 8)))  # (register, quad)
             for i in range(8):
                 cute.autovec_copy(quads[None, i], sP[None, x.thread, i, stage])
@@ -411,7 +410,10 @@ class KeyGradients(Tiles):
             for i in range(8):
                 cute.autovec_copy(sP[None, x.thread, i, stage], quads[None, i])
             self.gradients(by_row(rP), x.scores, sStats[None, 1, None, stage], x.places)
-        round_fragment(x.first.acc, x.words, self.dtype)
+        if role == OF_P:
+            self.round_P(x.first.acc, x.words)
+        else:
+            round_fragment(x.first.acc, x.words, self.dtype)
         x.gradient.of(None, stage).issue(True)
         if not final:
             x.ring.consumer_wait(q_next)

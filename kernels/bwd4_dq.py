@@ -27,6 +27,7 @@ from .device.fragments import Coordinates, Product, coordinates
 from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, THREADS
 from .device.limits import SECTION_BYTES, TILE_Q
 from .device.masks import Mask
+from .device.policies import Numbers
 from .device.query_tiles import QueryTiles
 from .device.rings import CONSUMER, PRODUCER, put, tma_rings
 from .device.tile_order import fetch, hear, message_ring, tell
@@ -82,7 +83,7 @@ class Consumer:
     rings: Rings
 
 
-class QueryGradient(QueryTiles):
+class QueryGradient(QueryTiles, Numbers):
     """dQ. The CTA: two consumers of 64 queries each, then a warp that loads; keys from right to left.
 
     mbarriers                   arrivals that complete a phase       who waits
@@ -104,9 +105,9 @@ class QueryGradient(QueryTiles):
 
     registers = (40, 232)  # of a producer's thread, of a consumer's; a causal producer spills with 24
 
-    def __init__(self, head_dim: int, mask: Mask, dtype: type, sms: int = SMS):
+    def __init__(self, head_dim: int, mask: Mask, dtype: type, sms: int = SMS, capped: bool = False):
         super().__init__(head_dim, mask, TILE_Q[head_dim], ROWS)
-        self.dtype, self.sms = dtype, sms
+        self.dtype, self.sms, self.caps = dtype, sms, capped
         self.scale = 1.0 / math.sqrt(head_dim)
         self.scale_log2 = self.scale * LOG2_E
 
@@ -120,7 +121,7 @@ class QueryGradient(QueryTiles):
         return tiles + 16 + barriers
 
     @cute.jit
-    def launch(self, mQ, mK, mV, mDO, mDQ, mStats, mCounter, stream, scale):
+    def launch(self, mQ, mK, mV, mDO, mDQ, mStats, mCounter, stream, numbers):
         batch, heads, seqlen_q, _ = mQ.shape
         tma = []
         for mX in (mQ, mDO, mK, mV):
@@ -134,7 +135,7 @@ class QueryGradient(QueryTiles):
             )
         ]
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
-        self.kernel(mma_s, mma_q, *tma, *store_atom(mDQ, ROWS), mStats, mCounter, tiles, scale).launch(
+        self.kernel(mma_s, mma_q, *tma, *store_atom(mDQ, ROWS), mStats, mCounter, tiles, numbers).launch(
             grid=(cutlass.min(tiles, self.sms), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
@@ -145,12 +146,11 @@ class QueryGradient(QueryTiles):
     @cute.kernel
     def kernel(
         self, mma_s, mma_q, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV, store_dQ, mDQ, mStats, mCounter,
-        tiles, scale,
+        tiles, numbers,
     ):  # fmt: skip
         """mQ, mDO, mK, mV, mDQ are (seqlen, head_dim, heads, batch), as TMA descriptors see them."""
         # 1. shared memory, rings, and who is who
-        if const_expr(scale is not None):
-            self.scale, self.scale_log2 = scale, scale * LOG2_E
+        self.take(numbers)
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         lengths = mQ.shape[0], mK.shape[0]
@@ -391,10 +391,16 @@ class QueryGradient(QueryTiles):
 
     @cute.jit
     def exponentials(self, S, rLSE):
-        """S (query, key) becomes P = exp(S·scale − LSE); rLSE is LSE·log2 e, +∞ past the end."""
+        """S (query, key) becomes P = exp(S·scale − LSE); rLSE is LSE·log2 e, +∞ past the end. With a soft cap
+        it becomes P·(1 − tanh²), which dS is made of."""
         for r in range_constexpr(2):
-            p = S[r, None].load() * self.scale_log2 - rLSE[r]
-            S[r, None].store(cute.math.exp2(p, fastmath=True))
+            if const_expr(self.caps):
+                for c in range_constexpr(cute.size(S, mode=[1])):
+                    p, slope = self.capped(S[r, c], rLSE[r])
+                    S[r, c] = p * slope
+            else:
+                p = S[r, None].load() * self.scale_log2 - rLSE[r]
+                S[r, None].store(cute.math.exp2(p, fastmath=True))
 
     def trips(self, problem: Problem) -> tuple[int, float, float]:
         """How many tiles of queries there are, and how many of keys, masked and not, a consumer meets on

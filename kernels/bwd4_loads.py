@@ -46,7 +46,7 @@ class LoadingTiles(SummedTiles):
             block, kv_head, batch = self.locate(tile, mQ, mTiled)
             tell(tile_ring, tile_put, shared.tile, (1, block, kv_head, batch))
             tile_put.advance()
-            kv_block, first, _, last = self.work_on(block, mTiled, seqlen_q, seqlen_kv)
+            kv_block, first, _, _, last = self.work_on(block, mTiled, seqlen_q, seqlen_kv)
             # (TMA, block of 64 keys) and (TMA, consumer + 2 · stage)
             own_head = kv_head
             if const_expr(self.divides):

@@ -2,82 +2,94 @@
 
 The main kernels are in bwd4.py (head_dim 64 and 128) and in bwd4_dkv.py and bwd4_dq.py (256); preprocess and
 postprocess in device/backward_ends.py. Tensors are (batch, heads, seqlen, head_dim), mLSE without the last;
-the scratch, from mStats on, has the shapes that `calls.backward_scratch` names.
+the scratch, from mStats on, has the shapes that `calls.backward_scratch` names; what a launch gives besides is
+`policies.Given`.
 """
 
+from typing import Any
+
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32
 from cutlass.cute.runtime import make_fake_tensor
 
 from .contract import Problem, Work
-from .device.backward_ends import Postprocess, Preprocess, fake_scratch
+from .device.backward_ends import Postprocess, Preprocess, SinkGradient, fake_scratch
 from .device.compiling import compile_for_torch, fake_fp32, fake_gqa_backward
 from .device.dq_sums import SummedTiles
 from .device.key_parts import PartSums, fake_parts, tiled_in_parts
 from .device.key_tiles import CONSUMERS, Tiles, work_of
+from .device.policies import Given, fake_given, names_given
 from .device.query_tiles import QueryTiles
 
 
-class FlashAttentionBackward:
+class Pass:
+    """A backward pass of a problem: what is called with its tensors, its scratch and what a launch gives."""
+
+    tensors = "mQ", "mK", "mV", "mO", "mDO", "mDQ", "mDK", "mDV", "mLSE"
+    scratch: tuple[str, ...]
+
+    def __init__(self, problem: Problem):
+        self.problem, self.given = problem, names_given(problem)
+
+    @cute.jit
+    def __call__(self, *arguments):
+        """`tensors`, `scratch`, the fields of `Given` that the problem has, and the stream."""
+        *rest, stream = arguments
+        named = self.tensors + self.scratch
+        given = Given(**dict(zip(self.given, rest[len(named) :])))
+        self.launch(given, stream, **dict(zip(named, rest)))
+
+    def launch(self, given: Given, stream: object, **tensors: Any) -> None:
+        """Traced: launch the kernels, in their order."""
+        raise NotImplementedError
+
+    def fake_workspace(self) -> tuple[object, ...]:
+        """Stand-ins for `calls.backward_scratch`'s."""
+        raise NotImplementedError
+
+    def end(self, given: Given, stream: object, mStats: cute.Tensor) -> None:
+        """What follows when dK, dV and dQ are on their way."""
+        if given.sink is not None:
+            SinkGradient()(mStats, given.sink, given.dsink, stream)
+
+
+class FlashAttentionBackward(Pass):
     """head_dim 64 and 128: preprocess, `main` (bwd4.Backward), postprocess."""
 
-    def __init__(self, main: SummedTiles):
+    scratch = "mStats", "mDQ_sum", "mZeroed", "mOrder", "mCounter"
+
+    def __init__(self, main: SummedTiles, problem: Problem):
+        super().__init__(problem)
         self.main = main
         self.preprocess = Preprocess(main.head_dim)
         self.postprocess = Postprocess(main.head_dim, main if main.deterministic else None)
 
-    @cute.jit
-    def __call__(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream
-    ):
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter
-        self.launch(*tensors, None, None, stream)
-
-    @cute.jit
-    def scaled(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter, scale,
-        stream,
-    ):  # fmt: skip
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter
-        self.launch(*tensors, scale, None, stream)
-
-    @cute.jit
-    def with_lse_grad(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter, scale,
-        mDLSE, stream,
-    ):  # fmt: skip
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter
-        self.launch(*tensors, scale, mDLSE, stream)
-
-    @cute.jit
     def launch(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter, scale,
-        mDLSE, stream, mParts=None,
+        self, given, stream, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder,
+        mCounter, mParts=None,
     ):  # fmt: skip
         mTiled = None
-        if const_expr(mParts is not None):
+        if mParts is not None:
             mTiled = tiled_in_parts(mK, mParts, self.main.tile_kv)
-        if const_expr(self.main.deterministic):
-            self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, mDLSE)
+        if self.main.deterministic:
+            self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, given.dlse)
         else:
             as_tiles = [
                 cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0])) for x in (mQ, mK)
             ]
-            if const_expr(mParts is not None):
+            if mParts is not None:
                 as_tiles[1] = mTiled
             theirs = as_tiles[1].shape[2], *self.main.left_to_zero(*as_tiles)
-            self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs, mDLSE)
-        sums = mDQ_sum, mZeroed, mOrder, mCounter
-        self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, *sums, stream, scale, mTiled, mParts)
-        if const_expr(self.main.deterministic):
-            self.postprocess(mDQ_sum, mDQ, stream, None, mK.shape[2], scale)
+            self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs, given.dlse)
+        sums, numbers = (mDQ_sum, mZeroed, mOrder, mCounter), given.numbers
+        self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, *sums, stream, numbers, mTiled, mParts)
+        if self.main.deterministic:
+            self.postprocess(mDQ_sum, mDQ, stream, None, mK.shape[2], numbers)
         else:
-            self.postprocess(mDQ_sum, mDQ, stream, mZeroed, None, scale)
-        if const_expr(mParts is not None):
-            self.sum_parts(mParts, mDK, mDV, stream, scale)
+            self.postprocess(mDQ_sum, mDQ, stream, mZeroed, None, numbers)
+        self.end(given, stream, mStats)
 
     def fake_workspace(self) -> tuple[object, ...]:
-        """Stand-ins for `calls.backward_scratch`'s."""
         order = (cute.sym_int(), cute.sym_int())
         return (
             *fake_scratch(self.main.head_dim, self.main.sums),
@@ -94,81 +106,42 @@ class DividedFlashAttentionBackward(FlashAttentionBackward):
     """`FlashAttentionBackward` with what sees a tile of keys divided: `main` leaves dK and dV in parts, which
     are added."""
 
-    def __init__(self, main: SummedTiles):
-        super().__init__(main)
-        self.sum_parts = PartSums(main.head_dim)
+    scratch = "mStats", "mDQ_sum", "mParts", "mZeroed", "mOrder", "mCounter"
 
-    @cute.jit
-    def __call__(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mParts, mZeroed, mOrder, mCounter,
-        stream,
-    ):  # fmt: skip
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter
-        self.launch(*tensors, None, None, stream, mParts)
-
-    @cute.jit
-    def scaled(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mParts, mZeroed, mOrder, mCounter,
-        scale, stream,
-    ):  # fmt: skip
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter
-        self.launch(*tensors, scale, None, stream, mParts)
-
-    @cute.jit
-    def with_lse_grad(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mParts, mZeroed, mOrder, mCounter,
-        scale, mDLSE, stream,
-    ):  # fmt: skip
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter
-        self.launch(*tensors, scale, mDLSE, stream, mParts)
+    def launch(self, given, stream, mDK, mDV, mParts, **tensors):
+        super().launch(given, stream, mDK=mDK, mDV=mDV, mParts=mParts, **tensors)
+        PartSums(self.main.head_dim)(mParts, mDK, mDV, stream, given.numbers)
 
     def fake_workspace(self) -> tuple[object, ...]:
-        """Stand-ins for `calls.backward_scratch`'s."""
         stats, sums, *counters = super().fake_workspace()
         return stats, sums, fake_parts(self.main.head_dim), *counters
 
 
-class WideFlashAttentionBackward:
+class WideFlashAttentionBackward(Pass):
     """head_dim 256: preprocess, `main` (bwd4_dkv.KeyGradients), `queries` (bwd4_dq.QueryGradient).
     Deterministic."""
 
-    def __init__(self, main: Tiles, queries: QueryTiles):
+    scratch = "mStats", "mCounter"
+
+    def __init__(self, main: Tiles, queries: QueryTiles, problem: Problem):
+        super().__init__(problem)
         self.preprocess = Preprocess(main.head_dim)
         self.main, self.queries = main, queries
 
-    @cute.jit
-    def __call__(self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter, stream):
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter
-        self.launch(*tensors, None, None, stream)
-
-    @cute.jit
-    def scaled(self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter, scale, stream):
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter
-        self.launch(*tensors, scale, None, stream)
-
-    @cute.jit
-    def with_lse_grad(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter, scale, mDLSE, stream
-    ):  # fmt: skip
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter
-        self.launch(*tensors, scale, mDLSE, stream)
-
-    @cute.jit
     def launch(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter, scale, mDLSE, stream, mParts=None
+        self, given, stream, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter, mParts=None
     ):  # fmt: skip
         mTiled = None
-        if const_expr(mParts is not None):
+        if mParts is not None:
             mTiled = tiled_in_parts(mK, mParts, self.main.tile_kv)
-        self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, mDLSE)
+        self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, given.dlse)
         counters = [cute.make_tensor(mCounter.iterator + i, cute.make_layout(1)) for i in range(2)]
-        self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, counters[0], stream, scale, mTiled, mParts)
-        self.queries.launch(mQ, mK, mV, mDO, mDQ, mStats, counters[1], stream, scale)
-        if const_expr(mParts is not None):
-            self.sum_parts(mParts, mDK, mDV, stream, scale)
+        numbers = given.numbers
+        self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, counters[0], stream, numbers, mTiled, mParts)
+        self.queries.launch(mQ, mK, mV, mDO, mDQ, mStats, counters[1], stream, numbers)
+        self.end(given, stream, mStats)
 
     def fake_workspace(self) -> tuple[object, ...]:
-        """Stand-ins for `calls.backward_scratch`'s."""
         return fake_scratch(self.main.head_dim)[0], make_fake_tensor(Int32, (2,), (1,), assumed_align=4)
 
     def work(self, problem: Problem) -> list[Work]:
@@ -183,39 +156,20 @@ class DividedWideFlashAttentionBackward(WideFlashAttentionBackward):
     """`WideFlashAttentionBackward` with what sees a tile of keys divided, as
     `DividedFlashAttentionBackward`."""
 
-    def __init__(self, main: Tiles, queries: QueryTiles):
-        super().__init__(main, queries)
-        self.sum_parts = PartSums(main.head_dim)
+    scratch = "mStats", "mParts", "mCounter"
 
-    @cute.jit
-    def __call__(self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mParts, mCounter, stream):
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter
-        self.launch(*tensors, None, None, stream, mParts)
-
-    @cute.jit
-    def scaled(self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mParts, mCounter, scale, stream):
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter
-        self.launch(*tensors, scale, None, stream, mParts)
-
-    @cute.jit
-    def with_lse_grad(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mParts, mCounter, scale, mDLSE, stream
-    ):  # fmt: skip
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter
-        self.launch(*tensors, scale, mDLSE, stream, mParts)
+    def launch(self, given, stream, mDK, mDV, mParts, **tensors):
+        super().launch(given, stream, mDK=mDK, mDV=mDV, mParts=mParts, **tensors)
+        PartSums(self.main.head_dim)(mParts, mDK, mDV, stream, given.numbers)
 
     def fake_workspace(self) -> tuple[object, ...]:
-        """Stand-ins for `calls.backward_scratch`'s."""
         stats, counter = super().fake_workspace()
         return stats, fake_parts(self.main.head_dim), counter
 
 
-def compile_backward(kernel: FlashAttentionBackward | WideFlashAttentionBackward, problem: Problem) -> object:
-    """The call of a backward pass, with the arguments that the problem's options add."""
+def compile_backward(kernel: Pass) -> object:
+    """The call of a backward pass, with the arguments that its problem's options add."""
+    problem = kernel.problem
     q, *rest = fake_gqa_backward(problem.head_dim, problem.dtype)
-    tensors = q, *rest, fake_fp32(q), *kernel.fake_workspace()
-    if problem.lse_grad:
-        return compile_for_torch(kernel.with_lse_grad, *tensors, Float32(1.0), fake_fp32(q))
-    if problem.scaled:
-        return compile_for_torch(kernel.scaled, *tensors, Float32(1.0))
+    tensors = q, *rest, fake_fp32(q), *kernel.fake_workspace(), *fake_given(problem, q)
     return compile_for_torch(kernel, *tensors)

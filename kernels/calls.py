@@ -10,6 +10,7 @@ from .device.limits import (
     COLUMN_BYTES,
     TILE_KV,
     TILE_Q,
+    UNBOUNDED,
     refuse_heads_on_grid,
     refuse_long_heads,
     refuse_policies,
@@ -45,7 +46,7 @@ def refuse_backward(problem: Problem) -> str | None:
     """Why bwd4 and bwd4_det refuse the problem, or None."""
     return (
         refuse_unless_gqa(problem, "bwd")
-        or refuse_policies(problem)
+        or refuse_policies(problem, takes=("window", "softcap", "sink"))
         or refuse_long_heads(problem, COLUMN_BYTES[problem.head_dim])
         or refuse_heads_on_grid(problem)
     )
@@ -67,7 +68,7 @@ def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None 
     if problem.head_dim == 256:
         # of tiles taken, a kernel each
         return {"stats": scratch_shapes(problem, tile_q)["stats"], **of_keys, "counter": ((2,), "int32")}
-    sums = sums_of_dq(deterministic, problem.causal)
+    sums = sums_of_dq(deterministic, problem.causal or problem.window is not None)
     heads, tiles = problem.batch * problem.heads, math.ceil(problem.seqlen_q / tile_q)
     return (
         scratch_shapes(problem, tile_q, sums)
@@ -103,4 +104,13 @@ def run_backward(compiled: Compiled, t: Tensors) -> None:
 
 
 def _given(t: Tensors) -> list[object]:
-    return [x for x in (t.softmax_scale, t.dlse) if x is not None]
+    """What the problem's options add to the arguments, in `policies.Given`'s order."""
+    left_right = [UNBOUNDED if bound == -1 else bound for bound in t.window or ()]
+    sequences = []
+    if t.cu_seqlens is not None:
+        used = t.seqused or (None, None)
+        which = sum(1 << i for i in range(2) if used[i] is not None)
+        stand_ins = [cu if x is None else x for x, cu in zip(used, t.cu_seqlens)]
+        sequences = [*t.cu_seqlens, *stand_ins, which]
+    given = [t.softmax_scale, *left_right, t.softcap, t.sink, *sequences, t.dlse, t.dsink]
+    return [x for x in given if x is not None]

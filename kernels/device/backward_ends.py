@@ -139,13 +139,13 @@ class Postprocess:
         self.scale = 1.0 / math.sqrt(head_dim) if scaled else 1.0
 
     @cute.jit
-    def __call__(self, mDQ_sum, mDQ, stream, mZeroed=None, seqlen_kv=None, scale=None, parts=None):
+    def __call__(self, mDQ_sum, mDQ, stream, mZeroed=None, seqlen_kv=None, numbers=(None,) * 4, parts=None):
         batch, heads, seqlen, _ = mDQ.shape
         mma = make_trivial_tiled_mma(  # of its accumulator only the layout is used
             mDQ.element_type, mDQ.element_type, OperandMajorMode.K, OperandMajorMode.K, Float32,
             (1, self.columns, 1), (BLOCK, BLOCK), warpgroup.OperandSource.SMEM,
         )  # fmt: skip
-        self.postprocess(mma, *store_atom(mDQ, BLOCK), mDQ_sum, mZeroed, seqlen_kv, scale, parts).launch(
+        self.postprocess(mma, *store_atom(mDQ, BLOCK), mDQ_sum, mZeroed, seqlen_kv, numbers, parts).launch(
             grid=(cute.ceil_div(seqlen, BLOCK), heads, batch),
             block=(self.threads, 1, 1),
             use_pdl=True,
@@ -153,9 +153,11 @@ class Postprocess:
         )
 
     @cute.kernel
-    def postprocess(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed, seqlen_kv, scale, parts):
-        if const_expr(scale is not None):
-            self.scale = scale
+    def postprocess(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed, seqlen_kv, numbers, parts):
+        if const_expr(numbers[0] is not None):
+            self.scale = numbers[0]
+        if const_expr(self.tiles is not None):
+            self.tiles.take(numbers)  # anew: what it took inside another kernel nobody may use here
         tidx, _, _ = cute.arch.thread_idx()
         # From the last head back: the main kernel has just left that in L2.
         block, head, batch = [n - 1 - i for n, i in zip(cute.arch.grid_dim(), cute.arch.block_idx())]
@@ -209,3 +211,42 @@ class Postprocess:
             cute.copy(store_DQ, tDQsDQ[None, 0], tDQgDQ[None, block])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the CTA
+
+
+class SinkGradient:
+    """dsink[h] = −Σ exp(sink[h] − LSE)·D over the queries of head h: the sink is a key whose value is zero,
+    so that its dP is 0 and its dS is P∘(0 − D). A CTA takes a head, in an order that never changes."""
+
+    threads = 1024
+
+    @cute.jit
+    def __call__(self, mStats, mSink, mDsink, stream):
+        """mStats as `Preprocess` leaves it: a row past the end has an LSE of ∞ and adds nothing."""
+        self.sum_sinks(mStats, mSink, mDsink).launch(
+            grid=(mSink.shape[0], 1, 1), block=(self.threads, 1, 1), use_pdl=True, stream=stream
+        )
+
+    @cute.kernel
+    def sum_sinks(self, mStats, mSink, mDsink):
+        tidx, _, _ = cute.arch.thread_idx()
+        head, _, _ = cute.arch.block_idx()
+        smem = SmemAllocator()
+        sSums = smem.allocate_tensor(Float32, cute.make_layout(self.threads // WARP), 16)
+        cute.arch.griddepcontrol_wait()
+        heads, blocks = mSink.shape[0], mStats.shape[1]
+        sink = mSink[head] * LOG2_E
+        row, first = tidx % BLOCK, tidx // BLOCK
+        total = Float32(0.0)
+        for batch in range(mStats.shape[0] // heads, unroll=1):
+            for block in range(first, blocks, self.threads // BLOCK, unroll=4):
+                gStats = mStats[batch * heads + head, block, None, None]
+                # No key and a sink of −∞: −∞ − ∞, and no NaN.
+                total += cute.math.exp2(sink - gStats[0, row], fastmath=True) * gStats[1, row]
+        total = cute.arch.warp_reduction_sum(total)
+        if tidx % WARP == 0:
+            sSums[tidx // WARP] = total
+        cute.arch.sync_threads()
+        if tidx < WARP:
+            total = cute.arch.warp_reduction_sum(sSums[tidx])
+            if tidx == 0:
+                mDsink[head] = -total

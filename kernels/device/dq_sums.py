@@ -62,7 +62,7 @@ class SummedTiles(Tiles):
         valid, block, kv_head, batch = hear(tile_ring, tile_get, sTile)
         tile_get.advance()
         while valid != 0:
-            kv_block, first, _, last = self.work_on(block, mK, seqlen_q, seqlen_kv)
+            kv_block, first, _, _, last = self.work_on(block, mK, seqlen_q, seqlen_kv)
             if const_expr(not self.deterministic):
                 self.await_zeros(mZeroed, mK, kv_head, batch, *zeroed)
             for g in range(group, unroll=1):
@@ -139,14 +139,24 @@ class SummedTiles(Tiles):
 
     @cute.jit
     def turns_at(self, q_tile, seqlen_q, seqlen_kv):
-        """How many tiles of keys add to dQ of a tile of queries."""
+        """How many tiles of keys add to dQ of a tile of queries: those of `keys_seen`."""
+        first, end = self.keys_seen(q_tile, seqlen_q, seqlen_kv)
+        return end - first if const_expr(self.mask.begins) else end
+
+    @cute.jit
+    def keys_seen(self, q_tile, seqlen_q, seqlen_kv):
+        """(first, end): the tiles of keys that a tile of queries sees."""
         keys = seqlen_kv
         if const_expr(self.mask.hides):
             # How many keys its last row sees: last_key of that row, + 1. Tiles of keys behind them have no
             # turn, as `q_tiles` skips them. As a sum: otherwise bwd4_det has other machine code at 128.
             seen = (q_tile + 1) * self.tile_q + self.mask.last_key(0, seqlen_q, seqlen_kv)
             keys = cutlass.max(0, cutlass.min(keys, seen))
-        return cute.ceil_div(keys, self.tile_kv)
+        first, end = Int32(0), cute.ceil_div(keys, self.tile_kv)
+        if const_expr(self.mask.begins):
+            first_key = cutlass.max(0, self.mask.first_key(q_tile * self.tile_q, seqlen_q, seqlen_kv))
+            first = cutlass.min(end, first_key // self.tile_kv)
+        return first, end
 
     @cute.jit
     def turn_of(self, kv_block, q_tile, seqlen_q, seqlen_kv):
