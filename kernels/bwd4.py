@@ -360,11 +360,14 @@ class Backward(LoadingTiles):
         stage, shared, rings = q_get.index, x.shared, x.rings
         dV = f.dV.of(None, stage)  # here: traced behind the wait, LLVM orders the step differently
         rings.do.consumer_wait(q_get)
-        f.dP.of(None, stage).issue(False)
+        if not self.config.late_dP:
+            f.dP.of(None, stage).issue(False)
         first_key, first_query = kv_block * TILE_KV + x.index * ROWS, q_tile * self.tile_q
         hides = f.places, first_key, first_query, x.seqlen_q, x.seqlen_kv
         self.exponentials(f.scores, f.words_P, shared.stats[None, 0, None, stage], *hides, masked)
         self.round_P(f.S.acc, f.words_P)
+        if self.config.late_dP:
+            f.dP.of(None, stage).issue(False)
         if self.config.early_dV:
             dV.issue(True)
         warpgroup.wait_group(1 if self.config.early_dV else 0)  # dP

@@ -40,6 +40,7 @@ class Config:
     tile_q: int
     early_dV: bool  # issue dV before dPᵀ is waited for, where registers allow, and not only with dK
     keep_V: bool  # V in registers, operand A of dPᵀ, where dV is not early: fewer reads of shared memory
+    late_dP: bool = False  # issue dPᵀ when P is there, and its registers are free until then
     stages: int = 2  # of Q and dO
     k_stages: int = 2  # so that the next tile's K is loaded while this one is worked on
 
