@@ -8,9 +8,11 @@ from .contract import Compiled, Problem, Scratch, Tensors
 from .device.limits import (
     BLOCK,
     COLUMN_BYTES,
+    FORWARD_ROWS,
     TILE_KV,
     TILE_Q,
-    UNBOUNDED,
+    bounds,
+    list_shape,
     refuse_heads_on_grid,
     refuse_long_heads,
     refuse_policies,
@@ -39,21 +41,32 @@ UNDIVIDED = Parts()
 
 def refuse_forward(problem: Problem) -> str | None:
     """Why k6 refuses the problem, or None."""
-    return refuse_unless_gqa(problem) or refuse_policies(problem)
+    return refuse_unless_gqa(problem)
 
 
 def refuse_backward(problem: Problem) -> str | None:
     """Why bwd4 and bwd4_det refuse the problem, or None."""
     return (
         refuse_unless_gqa(problem, "bwd")
-        or refuse_policies(problem, takes=("window", "softcap", "sink"))
+        or refuse_policies(problem, takes=tuple(POLICIES))
         or refuse_long_heads(problem, COLUMN_BYTES[problem.head_dim])
         or refuse_heads_on_grid(problem)
     )
 
 
-def forward_scratch(problem: Problem) -> Scratch:
-    return {"counter": ((1,), "int32")}  # of tiles taken, 0 again after each launch; not for two at once
+def forward_scratch(problem: Problem, rows: int | None = None) -> Scratch:
+    """For tiles of `rows` queries, by default k6's."""
+    counter = {"counter": ((1,), "int32")}  # of tiles taken, 0 again after each launch; not for two at once
+    if problem.sequences is None:
+        return counter
+    rows = rows or FORWARD_ROWS[problem.head_dim]
+    # Integers, which a launch leaves as they come: as floats they need not be zero.
+    return {"tiles": (list_shape(problem.seqlen_q, len(problem.sequences), rows), "float32"), **counter}
+
+
+def given_names(problem: Problem) -> tuple[str, ...]:
+    """What a launch is given beside tensors and scratch: `device.given`."""
+    return ("scale",) * problem.scaled + problem.policies
 
 
 def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None = None) -> Scratch:
@@ -82,7 +95,7 @@ def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None 
 
 
 def launch_forward(compiled: Compiled, q, k, v, o, lse, scratch, given) -> None:
-    """`scratch` as `forward_scratch` lists it; `given` of a scaled problem: its softmax_scale."""
+    """`scratch` as `forward_scratch` lists it; `given` as `given_of` does."""
     compiled(q, k, v, o, lse, *scratch, *given)
 
 
@@ -104,13 +117,16 @@ def run_backward(compiled: Compiled, t: Tensors) -> None:
 
 
 def _given(t: Tensors) -> list[object]:
-    """What the problem's options add to the arguments, in `policies.Given`'s order."""
-    left_right = [UNBOUNDED if bound == -1 else bound for bound in t.window or ()]
-    sequences = []
-    if t.cu_seqlens is not None:
-        used = t.seqused or (None, None)
-        which = sum(1 << i for i in range(2) if used[i] is not None)
-        stand_ins = [cu if x is None else x for x, cu in zip(used, t.cu_seqlens)]
-        sequences = [*t.cu_seqlens, *stand_ins, which]
-    given = [t.softmax_scale, *left_right, t.softcap, t.sink, *sequences, t.dlse, t.dsink]
-    return [x for x in given if x is not None]
+    window = bounds(t.window) if t.window is not None else ()
+    alone = (t.softmax_scale, *window, t.softcap, t.sink, *_sequences(t), t.dlse, t.dsink)
+    return [x for x in alone if x is not None]
+
+
+def _sequences(t: Tensors) -> tuple[object, ...]:
+    """Cumulative lengths, used ones, and a bit for each of these that is there; in the place of one that is
+    not, its cumulative lengths."""
+    if t.cu_seqlens is None:
+        return ()
+    used = t.seqused or (None, None)
+    which = sum(1 << i for i, x in enumerate(used) if x is not None)
+    return (*t.cu_seqlens, *(cu if x is None else x for cu, x in zip(t.cu_seqlens, used)), which)

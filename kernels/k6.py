@@ -26,16 +26,19 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from .calls import forward_scratch, refuse_forward, run_forward
-from .contract import LazyMaximum, Problem, Stage, Work
+from .calls import forward_scratch, given_names, refuse_forward, run_forward
+from .contract import LazyMaximum, Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
-from .device.lazy import raise_maximum
-from .device.masks import Mask, mask_of
+from .device.given import fake_given, fake_list, take_given
+from .device.lazy import follow_maximum, raise_maximum
+from .device.masks import Mask, Window, mask_of
+from .device.packed import DENSE, ListTiles, Packed
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
 from .device.query_tiles import ROWS, Config, QueryTiles, work_on_query_tiles
 from .device.rings import CONSUMER, PRODUCER, OwnStages, put, skip, tma_rings
-from .device.rows import OWN_ROWS, finite, largest_of_row, sum_of_row
+from .device.rows import OWN_ROWS, finite, largest_of_row, sum_of_row, with_sink
+from .device.softcap import SoftCap
 from .device.stores import WARP_ROWS, WARPS, WarpStores, await_stores, rounded, store_of_rows, store_warp_rows
 from .device.tile_order import fetch, hear, message_ring, tell
 from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
@@ -58,6 +61,7 @@ CONFIGS = {  # by head_dim; registers of a producer's thread and of a consumer's
     256: Config(consumers=2, tile_kv=64, stages=2, registers=(24, 240)),
 }
 END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
+NOWHERE = 2**20  # a tile of queries behind those of any sequence
 # How far a row's maximum may rise before O is rescaled. A term 2^(s − max) that has become a maximum is 1 and
 # exact; one above 1 is rounded, and its row with it if it makes up much of the row's sum.
 GROWTH = 8.0  # in powers of two; at most
@@ -87,14 +91,16 @@ class FlashAttentionForward(QueryTiles):
 
     def __init__(
         self, head_dim: int, mask: Mask, dtype: str, config: Config | None = None, sms: int = SMS,
-        share: float = SHARE, exact: bool = False,
+        share: float = SHARE, exact: bool = False, has: tuple[str, ...] = (), cap: str = "polynomial",
     ):  # fmt: skip
         """`share` 0 leaves GROWTH alone to decide; `exact` follows the maximum in every tile, as an eager
-        softmax does."""
+        softmax does. `has` names what a launch is given: `calls.given_of`; `cap` is SoftCap's way."""
         assert share >= 0.0, "a share of a sum"
         self.share, self.growth = (0.0, 0.0) if exact else (share, GROWTH)
         config = config or CONFIGS[head_dim]
-        super().__init__(head_dim, mask, ROWS * config.consumers, config.tile_kv)
+        self.has, self.cap_way, self.cap = has, cap, None
+        batch = Packed() if "sequences" in has else DENSE
+        super().__init__(head_dim, mask, ROWS * config.consumers, config.tile_kv, batch)
         self.dtype, self.config, self.sms = ELEMENTS[dtype], config, sms
         self.consumers, self.stages = config.consumers, config.stages
         self.threads = WARPGROUP * (self.consumers + 1)
@@ -105,6 +111,10 @@ class FlashAttentionForward(QueryTiles):
         self.q_stages, self.o_over_q = min(self.q_and_o, 2), self.q_and_o < 3
         # The tiles that only other consumers see must fit beside one stage of V: see `leave_hidden`.
         assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
+
+        self.plain = not (self.packed or self.mask.hides_first)  # a CTA has a tile, and begins at key 0
+        # A place behind the last tile: one without rows
+        self.nowhere = [0 if self.plain else NOWHERE] + [0] * (self.batch.words - 1)
 
     def section_bytes(self, seqlen_kv):
         return cutlass.min(seqlen_kv, 2048) * 4096  # the same heads up to 2048 keys, then 8 MiB
@@ -117,37 +127,50 @@ class FlashAttentionForward(QueryTiles):
         barriers = 2 * (self.q_stages * self.consumers + 2 * self.stages + 1)
         return self.tile_bytes(self.q_and_o) + 16 + barriers * 8
 
-    @cute.jit
-    def __call__(self, mQ, mK, mV, mO, mLSE, mCounter, stream):
-        self.launch(mQ, mK, mV, mO, mLSE, mCounter, None, stream)
+    def taken_apart(self, rest):
+        *rest, stream = rest
+        mList, rest = (rest[0], rest[1:]) if self.packed else (None, rest)
+        return mList, rest[0], take_given(rest[1:], self.has), stream
 
     @cute.jit
-    def scaled(self, mQ, mK, mV, mO, mLSE, mCounter, scale, stream):
-        self.launch(mQ, mK, mV, mO, mLSE, mCounter, scale, stream)
-
-    @cute.jit
-    def launch(self, mQ, mK, mV, mO, mLSE, mCounter, scale, stream):
+    def __call__(self, mQ, mK, mV, mO, mLSE, *rest):
+        """`rest` is `calls.forward_scratch`, what `calls.given_of` names, and the stream."""
+        mList, mCounter, given, stream = self.taken_apart(rest)
         batch, heads, seqlen_q, _ = mQ.shape
+        tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
+        if const_expr(self.packed):
+            mList = cute.recast_tensor(mList, Int32)
+            ListTiles(self.tile_q)(mList, *given.sequences, seqlen_q, mK.shape[2], stream)
+            tiles = (mList.shape[0] - 1) * heads  # at most
+        mQ, mK, mV, mO = [self.batch.view(mX) for mX in (mQ, mK, mV, mO)]
         loads = *load_atom(mQ, ROWS), *load_atom(mK, self.tile_kv), *load_atom(mV, self.tile_kv)
         mmas = attention_mmas(self.dtype, self.tile_kv, self.head_dim)
-        tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
-        self.kernel(*mmas, *loads, *store_atom(mO, WARP_ROWS), mLSE, mCounter, tiles, scale).launch(
+        self.kernel(
+            *mmas, *loads, *store_atom(mO, WARP_ROWS), mLSE, mCounter, tiles, mList, *given[:4]
+        ).launch(
             grid=(cutlass.min(tiles, self.sms * self.config.ctas), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas,  # without it the compiler drops setmaxnreg, silently
             preferred_smem_carveout=None if self.config.ctas == 1 else 100,  # or the compiler asks the driver
+            use_pdl=self.packed,
             stream=stream,
         )
 
     @cute.kernel
     def kernel(
-        self, mma_qk, mma_pv, load_Q, mQ, load_K, mK, load_V, mV, store_O, mO, mLSE, mCounter, tiles, scale,
+        self, mma_qk, mma_pv, load_Q, mQ, load_K, mK, load_V, mV, store_O, mO, mLSE, mCounter, tiles, mList,
+        scale, window, softcap, mSink,
     ):  # fmt: skip
         if const_expr(scale is not None):
             self.scale_log2 = scale * LOG2_E
+        if const_expr(window is not None):
+            self.mask = Window(*window)
+        if const_expr(softcap is not None):
+            self.cap = SoftCap(scale, softcap, self.cap_way)
+            self.scale_log2 = self.cap.outer
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
-        seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
+        extents = mQ.shape[0], mK.shape[0]
         consumer_warps = WARPS * self.consumers
 
         smem = SmemAllocator()
@@ -158,7 +181,8 @@ class FlashAttentionForward(QueryTiles):
         kv_tiles = smem, self.dtype, self.tile_kv, self.head_dim, self.stages
         sK, sV = allocate_tiles(*kv_tiles), allocate_tiles(*kv_tiles)  # (key, head_dim, stage)
         sVt = exchanged(sV)  # (head_dim, key, stage): the same bytes, as operand B of P·V takes them
-        sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # announced, q_block, head, batch
+        # announced, and a place of `self.batch`
+        sTile = smem.allocate_tensor(Int32, cute.make_layout(1 + self.batch.words), 16)
         own_bytes, kv_bytes = ROWS * self.head_dim * 2, self.tile_kv * self.head_dim * 2
         q_ring, k_ring, v_ring = tma_rings(
             smem,
@@ -184,30 +208,36 @@ class FlashAttentionForward(QueryTiles):
                 tile_put = pipeline.make_pipeline_state(PRODUCER, 1)
                 tile, _, _ = cute.arch.block_idx()
                 announced = Int32(FIRST)
+                if const_expr(self.packed):
+                    cute.arch.griddepcontrol_wait()  # for the list
+                    tiles = mList[0, 0] * mQ.shape[2]
                 while tile < tiles:
-                    q_block, head, batch = self.locate(tile, mQ, mK)
-                    tell(tile_ring, tile_put, sTile, (announced, q_block, head, batch))
+                    place = self.place_of(tile, mQ, mK, mList)
+                    tell(tile_ring, tile_put, sTile, (announced, *place))
                     tile_put.advance()
+                    q_block, head = place[0], place[1]
                     kv_head = head // (mQ.shape[2] // mK.shape[2])
                     # (TMA, block of rows) in global memory, (TMA, place or stage) in shared
-                    tQgQ, tQsQ = partition_tma(load_Q, mQ[None, None, head, batch], sQ)
-                    tKgK, tKsK = partition_tma(load_K, mK[None, None, kv_head, batch], sK)
-                    tVgV, tVsV = partition_tma(load_V, mV[None, None, kv_head, batch], sV)
+                    tQgQ, tQsQ = partition_tma(load_Q, self.batch.queries(mQ, head, place), sQ)
+                    tKgK, tKsK = partition_tma(load_K, self.batch.keys(mK, kv_head, place), sK)
+                    tVgV, tVsV = partition_tma(load_V, self.batch.keys(mV, kv_head, place), sV)
+                    lengths = self.batch.lengths(place, extents)
+                    first = self.first_of_tile(q_block, *lengths)
                     for i in range_constexpr(self.consumers):
                         put(q_ring, q_put, load_Q, tQgQ[None, q_block * self.consumers + i], tQsQ)
                         q_put.advance()
                         if const_expr(i == 0):
-                            put(k_ring, kv_put, load_K, tKgK[None, 0], tKsK)
-                    put(v_ring, kv_put, load_V, tVgV[None, 0], tVsV)
+                            put(k_ring, kv_put, load_K, tKgK[None, first], tKsK)
+                    put(v_ring, kv_put, load_V, tVgV[None, first], tVsV)
                     kv_put.advance()
-                    kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
-                    for block in range(1, kv_blocks, unroll=1):
+                    kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, *lengths)
+                    for block in range(first + 1, kv_blocks, unroll=1):
                         put(k_ring, kv_put, load_K, tKgK[None, block], tKsK)
                         put(v_ring, kv_put, load_V, tVgV[None, block], tVsV)
                         kv_put.advance()
                     tile = fetch(mCounter, tiles)
                     announced = Int32(FOLLOWS)
-                tell(tile_ring, tile_put, sTile, (END, 0, 0, 0))
+                tell(tile_ring, tile_put, sTile, (END, *self.nowhere))
         else:
             # 2. a consumer's prologue, up to the first tile's S
             #     issue S = Q·K₀ᵀ
@@ -224,18 +254,24 @@ class FlashAttentionForward(QueryTiles):
             k_get, v_get = [pipeline.make_pipeline_state(CONSUMER, self.stages) for _ in range(2)]
             tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
             x = Products(mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring)
-            rows = Rows(x, self.config.parts, thread, seqlen_q, seqlen_kv)
+            rows = Rows(x, self.config.parts, thread)
             S, O, row_max, row_sum = rows.S, rows.O, rows.max, rows.sum
             room = cute.make_rmem_tensor(cute.make_layout(OWN_ROWS), Float32)  # (row): see `first_room`
             room.fill(self.growth)
             o_stores = WarpStores(mma_pv, sO, store_O, mO, thread, warp_idx, consumer_warps)
 
-            announced, q_block, head, batch = hear(tile_ring, tile_get, sTile)
+            message = hear(tile_ring, tile_get, sTile)
+            announced, place = message[0], message[1:]
             tile_get.advance()
-            q_ring.consumer_wait(q_get)
-            k_ring.consumer_wait(k_get)
-            multiply_qk(x, q_get, k_get)
-            first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
+            if const_expr(self.plain):
+                q_ring.consumer_wait(q_get)
+                k_ring.consumer_wait(k_get)
+                multiply_qk(x, q_get, k_get)
+            first_row, kv_blocks, own_blocks, visible, begin = self.span_of(place, consumer, extents)
+            if const_expr(not self.plain):
+                k_get = await_next(q_ring, k_ring, q_get, k_get, begin[0], announced)
+                v_get = skip(v_ring, v_get, begin[0])
+                multiply_qk(x, q_get, k_get)
             warpgroup.wait_group(0)
             while announced != END:
                 # The first S is there, waited for above or at the loop's end. K runs one tile ahead of V now.
@@ -243,13 +279,24 @@ class FlashAttentionForward(QueryTiles):
                 k_get.advance()
                 row_max.fill(-Float32.inf)
                 row_sum.fill(0.0)
-                if visible == 0:
-                    self.hide(S, -Float32.inf, *rows.limits, first_row, 0, *rows.lengths)
+                lengths, (_, first, edge) = self.batch.lengths(place, extents), begin
+                if const_expr(self.cap is not None):
+                    self.cap.apply(S)
+                if const_expr(self.mask.hides_first):
+                    self.hide(S, -Float32.inf, *rows.limits, first_row, first, *lengths, both_edges=True)
+                elif visible == 0:
+                    self.hide(S, -Float32.inf, *rows.limits, first_row, 0, *lengths)
                 self.first_softmax(S, row_max, row_sum)
                 round_fragment(x.rS, x.rP, self.dtype)
+                if const_expr(self.mask.hides_first):
+                    # Tiles before whose end a row may have seen no key: one or two with the first.
+                    for block in range(first + 1, edge, unroll=1):
+                        self.edge_step(x, rows, first_row, block, first, lengths, q_get, k_get, v_get)
+                        k_get.advance()
+                        v_get.advance()
                 if const_expr(self.share > 0.0):
                     for r in range_constexpr(OWN_ROWS):
-                        room[r] = self.first_room(sum_of_row(row_sum[r]), own_blocks, seqlen_kv)
+                        room[r] = self.first_room(sum_of_row(row_sum[r]), own_blocks - first, lengths[1])
                 if const_expr(self.o_over_q and self.q_stages == 2):
                     # Leave the place of the Q before, when this warp's part of O has been read from there.
                     if announced == FOLLOWS:
@@ -257,16 +304,16 @@ class FlashAttentionForward(QueryTiles):
                         q_ring.consumer_release(q_get.other)
 
                 # 3. main loop: the tiles that are seen whole, those with hidden keys, those all hidden
-                for block in range(1, visible, unroll=1):
-                    self.step(x, rows, room, first_row, block, q_get, k_get, v_get, masked=False)
+                for block in range(edge, visible, unroll=1):
+                    self.step(x, rows, room, first_row, block, first, lengths, q_get, k_get, v_get, masked=False)
                     # V's next stage is K's of now: 2 instructions less than to advance it, below 20 more.
                     v_get = k_get.clone()
                     k_get.advance()
-                for block in range(cutlass.max(1, visible), own_blocks, unroll=1):
-                    self.step(x, rows, room, first_row, block, q_get, k_get, v_get, masked=True)
+                for block in range(cutlass.max(edge, visible), own_blocks, unroll=1):
+                    self.step(x, rows, room, first_row, block, first, lengths, q_get, k_get, v_get, masked=True)
                     k_get.advance()
                     v_get.advance()
-                hidden, past_the_end = kv_blocks - own_blocks, first_row >= seqlen_q
+                hidden, past_the_end = kv_blocks - own_blocks, first_row >= lengths[0]
                 hidden, k_get, v_get = self.leave_hidden(hidden, past_the_end, k_ring, v_ring, k_get, v_get)
                 if const_expr(not self.o_over_q):
                     q_ring.consumer_release(q_get)
@@ -274,23 +321,31 @@ class FlashAttentionForward(QueryTiles):
                 # 4. the last P·V (if Q has two stages, beside the next tile's first Q·Kᵀ); then O and LSE
                 q_left = q_get.this
                 o_place = q_left.index if const_expr(self.o_over_q) else consumer
-                this_tile, this_row = (q_block, head, batch), first_row
+                this_place, this_row = place, first_row
                 v_ring.consumer_wait(v_get)
-                multiply_pv(x, v_get, own_blocks)  # of the tile before `own_blocks`, the last
+                multiply_pv(x, v_get, own_blocks - first)  # of the tile before `own_blocks`, the last
                 inverse, lse = [None, None], [None, None]
                 for r in range_constexpr(OWN_ROWS):
-                    total = sum_of_row(row_sum[r])
-                    inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
+                    total, factor = sum_of_row(row_sum[r]), 1.0
+                    if const_expr(mSink is not None):
+                        total, row_max[r], factor = with_sink(total, row_max[r], mSink[place[1]])
+                    inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total) * factor
                     lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
-                announced, q_block, head, batch = hear(tile_ring, tile_get, sTile)
+                message = hear(tile_ring, tile_get, sTile)
+                announced, place = message[0], message[1:]
                 tile_get.advance()
                 q_get.advance()
+                if const_expr(self.mask.hides_first):
+                    # The tiles of keys that only others see before this consumer's first one, too
+                    first_row, kv_blocks, own_blocks, visible, begin = self.span_of(place, consumer, extents)
+                    hidden += begin[0]
                 if const_expr(self.q_stages == 2):
                     k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
                     # Without a next tile, of what lies there; nobody looks at it.
                     multiply_qk(x, q_get, k_get)
                 # Here, beside products, what the next tile's start would wait for.
-                first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
+                if const_expr(not self.mask.hides_first):
+                    first_row, kv_blocks, own_blocks, visible, begin = self.span_of(place, consumer, extents)
                 warpgroup.wait_group(self.q_stages - 1)  # P·V; the next Q·Kᵀ, if it is issued, may go on
                 v_ring.consumer_release(v_get)
                 v_get.advance()
@@ -303,11 +358,12 @@ class FlashAttentionForward(QueryTiles):
                     cute.arch.barrier(barrier_id=Barrier.Q_READ + consumer, number_of_threads=WARPGROUP)
                 else:
                     await_stores()
-                store_warp_rows(o_stores, rO16, o_place, this_tile)
+                store_warp_rows(o_stores, rO16, o_place, this_place, self.batch)
                 if const_expr(self.q_stages == 1):
                     await_stores()
                 # After O: the fence of its store would wait for this one (notes/k6.md, "Fewer instructions").
-                store_of_rows(mLSE[this_tile[2], this_tile[1], None], this_row, seqlen_q, rows.where_S, lse)
+                mLSE_rows = self.batch.query_values(mLSE, this_place)
+                store_of_rows(mLSE_rows, this_row, lengths[0], rows.where_S, lse)
                 if const_expr(self.q_stages == 1):
                     q_ring.consumer_release(q_left)
                     k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
@@ -335,18 +391,26 @@ class FlashAttentionForward(QueryTiles):
             hidden = 0  # others have none anyway, which the compiler does not know
         return hidden, k_get, v_get
 
-    def step(self, x, rows, room, first_row, kv_block, q_get, k_get, v_get, masked: bool):
-        """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one, part by part: while a
-        part is subtracted and asked for its growth, the part before it is exponentiated."""
+    def multiply(self, x, kv_block, first, q_get, k_get, v_get) -> None:
+        """Q·Kᵀ of one tile beside P·V of the tile before; wait for the one."""
         x.k_ring.consumer_wait(k_get)
         multiply_qk(x, q_get, k_get)
         x.v_ring.consumer_wait(v_get)
-        multiply_pv(x, v_get, kv_block)
+        multiply_pv(x, v_get, kv_block - first)
         warpgroup.wait_group(1)
         x.k_ring.consumer_release(k_get)
+
+    def step(self, x, rows, room, first_row, kv_block, first, lengths, q_get, k_get, v_get, masked: bool):
+        """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one, part by part: while a
+        part is subtracted and asked for its growth, the part before it is exponentiated."""
+        self.multiply(x, kv_block, first, q_get, k_get, v_get)
         if masked:
-            self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *rows.lengths)
+            if self.cap is not None:
+                self.cap.apply(rows.S)
+            self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *lengths)
         for p, part in enumerate(rows.parts):
+            if not masked and self.cap is not None:
+                self.cap.apply(part)
             self.subtract(part, rows.max)
             if p > 0:
                 exponentiate(rows.parts[p - 1], rows.sum)
@@ -354,6 +418,18 @@ class FlashAttentionForward(QueryTiles):
         warpgroup.wait_group(0)
         x.v_ring.consumer_release(v_get)
         exponentiate(rows.parts[-1], rows.sum)
+        round_fragment(x.rS, x.rP, self.dtype)
+
+    def edge_step(self, x, rows, first_row, kv_block, first, lengths, q_get, k_get, v_get) -> None:
+        """`step` of a tile before the end of which a row may have seen no key."""
+        self.multiply(x, kv_block, first, q_get, k_get, v_get)
+        if self.cap is not None:
+            self.cap.apply(rows.S)
+        self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *lengths, both_edges=True)
+        self.subtract(rows.S, rows.max)
+        follow_maximum(rows.S, rows.O, rows.max, rows.sum)
+        x.v_ring.consumer_release(v_get)
+        exponentiate(rows.S, rows.sum)
         round_fragment(x.rS, x.rP, self.dtype)
 
     def first_softmax(self, S, row_max, row_sum):
@@ -404,12 +480,13 @@ supports = refuse_forward
 run_kernel = run_forward
 
 
-def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int, ...], str]]:
-    return forward_scratch(problem)
+def workspace(problem: Problem, config: Config | None = None, **options: object) -> Scratch:
+    return forward_scratch(problem, ROWS * (config or CONFIGS[problem.head_dim]).consumers)
 
 
 def kernel_for(problem: Problem, **options: object) -> FlashAttentionForward:
-    return FlashAttentionForward(problem.head_dim, mask_of(problem), problem.dtype, **options)
+    names = given_names(problem)
+    return FlashAttentionForward(problem.head_dim, mask_of(problem), problem.dtype, has=names, **options)
 
 
 def work(problem: Problem, **options: object) -> list[Work]:
@@ -424,10 +501,9 @@ def lazy_maximum(problem: Problem, **options: object) -> LazyMaximum:
 def compile_kernel(problem: Problem, **options: object) -> object:
     q, k, v, o = fake_gqa(problem.head_dim, problem.dtype)
     kernel = kernel_for(problem, **options)
+    tiles = [fake_list()] if kernel.packed else []
     counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
-    if problem.scaled:
-        return compile_for_torch(kernel.scaled, q, k, v, o, fake_fp32(q), counter, Float32(1.0))
-    return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), counter)
+    return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), *tiles, counter, *fake_given(q.shape[1], kernel.has))
 
 
 CANDIDATES = {  # what CONFIGS were chosen from, for `python -m harness.ablation k6`

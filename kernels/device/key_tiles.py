@@ -14,9 +14,9 @@ from cutlass.cute.nvgpu import cpasync
 from ..contract import Problem, Work
 from .constants import LOG2_E, SMS, WARP, WARPGROUP
 from .key_parts import query_parts
-from .limits import COLUMN_BYTES, SECTION_BYTES, sums_of_dq
+from .limits import COLUMN_BYTES, LISTED, SECTION_BYTES, sums_of_dq
 from .masks import Mask
-from .policies import Numbers
+from .policies import DenseScratch, PackedScratch, Scores
 from .tile_order import ByHead, BySection, final_section
 from .wgmma import round_fragment
 
@@ -41,7 +41,7 @@ class Rings:
     tile: pipeline.PipelineAsync  # which tile of keys is next
 
 
-class Tiles(Numbers):
+class Tiles(Scores):
     """Tiles of `tile_kv` keys, for each those of `tile_q` queries that see some of them."""
 
     def __init__(
@@ -55,10 +55,12 @@ class Tiles(Numbers):
         divides: bool = False,
         sms: int = SMS,
         capped: bool = False,
+        packed: bool = False,
     ):
         self.head_dim, self.mask, self.dtype, self.deterministic = head_dim, mask, dtype, deterministic
         self.divides = divides  # what sees a tile of keys among several CTAs: `key_parts`
-        self.caps = capped  # scores, softly
+        self.caps, self.packed = capped, packed  # scores, softly; sequences
+        self.batch = PackedScratch() if packed else DenseScratch()  # where rows lie
         self.tile_q, self.tile_kv, self.sms = tile_q, tile_kv, sms
         self.blocks = tile_q // ROWS  # of 64 queries
         # Deterministic, as many CTAs as a section has tiles: then each goes from its tile to that of the same
@@ -89,7 +91,7 @@ class Tiles(Numbers):
             all_seen = cutlass.max(0, query + self.tile_kv - 1)  # from this query on
             masked = cutlass.min(last, cute.ceil_div(all_seen, self.tile_q))
         whole = last
-        if const_expr(self.mask.begins):
+        if const_expr(self.mask.hides_first):
             first_key = kv_block * self.tile_kv
             behind = self.mask.last_query(first_key + self.tile_kv - 1, seqlen_q, seqlen_kv) + 1
             last = cutlass.min(last, cute.ceil_div(cutlass.max(0, behind), self.tile_q))
@@ -105,7 +107,7 @@ class Tiles(Numbers):
         apart. A generator, so that each bound is computed where its loop begins."""
         split = cutlass.min(masked, last - 1)
         yield first, split, True
-        if self.mask.begins:
+        if self.mask.hides_first:
             begin = cutlass.max(first, split)
             end = cutlass.max(begin, cutlass.min(whole, last - 1))
             yield begin, end, False
@@ -132,9 +134,10 @@ class Tiles(Numbers):
         return kv_block, first, masked, whole, last
 
     @cute.jit
-    def place_of_part(self, block, kv_head, batch, mTiled, seqlen_kv):
+    def place_of_part(self, place, mTiled, seqlen_kv):
         """Where among the parts (`key_parts.halves`) those of a tile lie."""
         parts = query_parts(mTiled, cute.ceil_div(seqlen_kv, self.tile_kv) * self.tile_kv)
+        block, kv_head, batch = place
         return (batch * mTiled.shape[2] + kv_head) * parts + block % parts
 
     @cute.jit
@@ -142,9 +145,16 @@ class Tiles(Numbers):
         """How many key heads are worked on together; their dQ sums are zeroed while the section before them
         is."""
         heads, kv_blocks = mK.shape[2] * mK.shape[3], cute.ceil_div(mK.shape[0], self.tile_kv)
+        return self.section_of(heads, kv_blocks, mQ.shape[0], mQ.shape[2], mK.shape[2])
+
+    @cute.jit
+    def section_of(self, heads, kv_blocks, seqlen_q, q_heads, kv_heads):
+        """Of so many key heads of all batches, or of a sequence."""
         section = TILES_AHEAD // kv_blocks
         if const_expr(self.mask.hides):
-            head_bytes = mQ.shape[0] * (self.column_bytes * self.head_dim) * (mQ.shape[2] // mK.shape[2])
+            head_bytes = seqlen_q * (self.column_bytes * self.head_dim) * (q_heads // kv_heads)
+            if const_expr(self.packed):
+                head_bytes = cutlass.max(1, head_bytes)
             section = SECTION_BYTES // head_bytes
             if const_expr(self.deterministic):  # the more CTAs work on a head, the more wait for their turn
                 section = cutlass.max(self.blocks, 2 * SECTION_BYTES // head_bytes)
@@ -181,6 +191,25 @@ class Tiles(Numbers):
         kv_block, head = self.order.locate(tile, kv_blocks, all_heads, section, final)
         return kv_block, head % heads, head // heads
 
+    def place_of(self, tile, mQ, mK, mList):
+        """The tile-th tile's place, of `self.batch`; mList only of packed ones."""
+        return self.locate_in_list(tile, mQ, mK, mList) if self.packed else self.locate(tile, mQ, mK)
+
+    @cute.jit
+    def locate_in_list(self, tile, mQ, mK, mList):
+        """(kv_block, kv_head, start_q, …): as `locate`, of the tiles of each sequence alone."""
+        heads = mK.shape[2]
+        record = [mList[1 + tile // heads, i] for i in range(LISTED)]
+        first, kv_blocks, start_q, seqlen_q, start_kv, seqlen_kv, place = record[1:]
+        section, final = None, None
+        if const_expr(self.mask.hides or self.deterministic):
+            section = self.section_of(heads, kv_blocks, seqlen_q, mQ.shape[2], heads)
+            final = heads // section * section
+            if first + kv_blocks == mList[0, 0]:  # of the last sequence, as without a list
+                final = self.final(heads, section)
+        kv_block, head = self.order.locate(tile - first * heads, kv_blocks, heads, section, final)
+        return kv_block, head, start_q, seqlen_q, start_kv, seqlen_kv, place * self.blocks
+
     def trips(self, problem: Problem) -> tuple[int, float, float]:
         """How often tiles of keys meet a query head, and how many of its tiles of queries, masked and not,
         one of them meets on average in the main loop, in which the last tile is not."""
@@ -198,7 +227,7 @@ class Tiles(Numbers):
             if (kv_block + 1) * self.tile_kv > problem.seqlen_kv:
                 split = last
             end, to = last, last - 1  # whole tiles end at `to`
-            if self.mask.begins:
+            if self.mask.hides_first:
                 first_key = kv_block * self.tile_kv
                 behind = self.mask.last_query(first_key + self.tile_kv - 1, *lengths) + 1
                 end = min(last, math.ceil(max(0, behind) / self.tile_q))
@@ -263,7 +292,7 @@ class Tiles(Numbers):
         begin, until = Int32(0), Int32(self.tile_q)
         if const_expr(self.mask.hides):
             begin = self.mask.first_query(key, seqlen_q, seqlen_kv) - query
-        if const_expr(self.mask.begins):
+        if const_expr(self.mask.hides_first):
             until = self.mask.last_query(key, seqlen_q, seqlen_kv) - query
         if key >= seqlen_kv:
             begin = Int32(self.tile_q)
@@ -274,7 +303,7 @@ class Tiles(Numbers):
         """Whether the query so far behind a thread's first column is among `queries_seen`."""
         begin, until = seen
         sees = place >= begin
-        if const_expr(self.mask.begins):
+        if const_expr(self.mask.hides_first):
             sees = sees & (place <= until)
         return sees
 

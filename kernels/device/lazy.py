@@ -2,11 +2,11 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr, range_constexpr
+from cutlass import Float32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from .arithmetic import largest_positive
-from .rows import OWN_ROWS, largest_of_row
+from .rows import OWN_ROWS, finite, largest_of_row, sum_of_row
 
 
 @cute.jit
@@ -43,3 +43,25 @@ def raise_maximum(part, relative, row_max, row_sum, room, narrows: cutlass.Const
             for values in relative:
                 values[r, None].store(values[r, None].load() * factor)
             row_sum[r] *= factor
+
+
+@cute.jit
+def follow_maximum(S, O, row_max, row_sum):
+    """As `raise_maximum` without room, for tiles before the end of which a row may have seen no key. Such a row's
+    maximum is 0, of no score, and so far above all of its scores that none of them would be left; it becomes
+    the first one's, up or down."""
+    growth = [None, None]
+    for r in range_constexpr(OWN_ROWS):
+        tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+        ahead = largest_of_row(Float32(tile_max))
+        least = 0.0 if sum_of_row(row_sum[r]) > 0.0 else -Float32.inf
+        new_max = row_max[r] + finite(cute.arch.fmax(ahead, least))
+        growth[r] = new_max - row_max[r]  # as rounded: what the keys to come are relative to
+        row_max[r] = new_max
+        S[r, None].store(S[r, None].load() - growth[r])
+    warpgroup.wait_group(0)  # P·V still adds to O
+    for r in range_constexpr(OWN_ROWS):
+        # Where a maximum falls there is nothing to rescale: 0, and not 0·∞.
+        factor = cute.math.exp2(-cute.arch.fmax(growth[r], 0.0), fastmath=True)
+        O[r, None].store(O[r, None].load() * factor)
+        row_sum[r] *= factor

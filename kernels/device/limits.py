@@ -12,9 +12,15 @@ TILE_KV = {64: 128, 128: 128, 256: 64}  # keys in a tile of bwd4, by head_dim
 COLUMN_BYTES = {64: 8, 128: 8, 256: 4}  # of a query's column in Q and dO, up to head_dim 128 in dQ_sum too
 SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked on together and stay in L2
 FINAL_SECTIONS = 4  # of them, at the end, worked on as one: what is fetched last is then short
-UNBOUNDED = 2**30  # of a window: a bound that hides nothing, and leaves room for sums in 32 bits
+FORWARD_ROWS = {64: 256, 128: 192, 256: 128}  # queries in a tile of k6, by head_dim
+UNBOUNDED = 2**30  # keys that a window reaches back or ahead if it has no bound there
 LISTED = 8  # numbers that `packed.ListTiles` says of a tile
 SECTION_BYTES_MAX = 2**31 - 1  # what `key_tiles.Tiles.section` can count
+
+
+def bounds(window: tuple[int, int]) -> tuple[int, int]:
+    """(left, right) as kernels take them: −1, no bound, is one further away than any key."""
+    return tuple(UNBOUNDED if bound < 0 else min(bound, UNBOUNDED) for bound in window)
 
 
 def refuse_heads_on_grid(problem: Problem) -> str | None:

@@ -1,11 +1,11 @@
 """Packed batches: sequences that follow each other in one tensor, with lengths that only the GPU knows.
 
-A small kernel, `list_tiles`, makes of the lengths a list of tiles, those with the longest loops first; the main
-kernel, launched behind it with PDL, fetches from it. A `Dense` or a `Packed` object tells a main loop where
-rows lie, and nothing else of it changes.
+A small kernel, `list_tiles`, makes of the lengths a list of tiles, those with the longest loops first; the
+main kernel, launched behind it with PDL, fetches from it. A `Dense` or a `Packed` object tells a main loop
+where rows lie, and nothing else of it changes.
 
-Clipping without a descriptor for each sequence: `ragged` views (total, d, heads) as (total, d, heads, total + 1)
-whose first and last mode both go from row to row, and whose base lies `total` rows before the tensor. Of a
+Clipping without a descriptor for each sequence: `ragged` views (total, d, heads) as (total, d, heads, total +
+1) whose first and last mode both go from row to row, and whose base lies `total` rows before the tensor. Of a
 sequence that begins at row s and has n rows, row i then has the coordinates (total − n + i, …, s + n). They
 are in bounds exactly for i < n: the TMA fills what lies behind with zeros (never with the next sequence's
 rows, whose Inf would make NaN of a zero in P), and writes nothing there.
@@ -31,13 +31,15 @@ PER_THREAD = CLASSES * LIST_WARPS // THREADS
 class Dense:
     """Sequences of one length, a batch. A place is (block, head, batch)."""
 
+    words = 3  # of a place
+
     def view(self, mX):
         """What the TMA's descriptors are made of: (batch, heads, seqlen, head_dim)."""
         return mX
 
-    def lengths(self, place, mQ, mK):
-        """(seqlen_q, seqlen_kv) of the place's sequence, of tensors as `tma.load_atom` returns them."""
-        return mQ.shape[0], mK.shape[0]
+    def lengths(self, place, extents):
+        """(seqlen_q, seqlen_kv) of the place's sequence; `extents` are those of the tensors."""
+        return extents
 
     def queries(self, mX, head, place):
         """(row, column) of one head of a tensor beside Q, as `tma.load_atom` and `store_atom` return them."""
@@ -57,10 +59,12 @@ class Packed:
     """Sequences one behind the other. A place is (block, head, start_q, seqlen_q, start_kv, seqlen_kv), rows
     of the tensors."""
 
+    words = 6
+
     def view(self, mX):
         return ragged(mX)
 
-    def lengths(self, place, mQ, mK):
+    def lengths(self, place, extents):
         return place[3], place[5]
 
     def queries(self, mX, head, place):
@@ -74,6 +78,7 @@ class Packed:
 
 
 Batch = Dense | Packed
+DENSE = Dense()
 
 
 def ragged(mX: cute.Tensor) -> cute.Tensor:
@@ -92,16 +97,15 @@ def rows_of_sequence(mX: cute.Tensor, head, start, length) -> cute.Tensor:
     return cute.domain_offset((mX.shape[0] - length, 0), mX[None, None, head, start + length])
 
 
-@cute.jit
 def locate_listed(tile, heads, mList, locate):
     """What the list says of the tile-th tile: (block, head, start_q, seqlen_q, start_kv, seqlen_kv).
 
     Tiles of one sequence and all its heads follow each other; which comes when among them, `locate(inside,
-    blocks, heads, seqlen_q, seqlen_kv)` says.
+    blocks, heads, seqlen_kv)` says.
     """
     record = [mList[1 + tile // heads, i] for i in range(LISTED)]
     first, blocks, start_q, seqlen_q, start_kv, seqlen_kv = record[1:7]
-    block, head = locate(tile - first * heads, blocks, heads, seqlen_q, seqlen_kv)
+    block, head = locate(tile - first * heads, blocks, heads, seqlen_kv)
     return block, head, start_q, seqlen_q, start_kv, seqlen_kv
 
 
@@ -109,8 +113,9 @@ class ListTiles:
     """The kernel that lists tiles of `rows` queries, or of keys with `of_keys`.
 
     Row 0 of the list has their number, of one head; row 1 + i what is known of tile i: (sequence, first,
-    blocks, start_q, seqlen_q, start_kv, seqlen_kv, 0), where `first` is the first tile of its sequence and
-    `blocks` how many it has. Sequences go by the length of the loop over the other side, longest first, in
+    blocks, start_q, seqlen_q, start_kv, seqlen_kv, place), where `first` is the first tile of its sequence
+    and `blocks` how many it has; `place` is where its queries begin in scratch that has whole tiles of
+    `padded` queries of each sequence, in such tiles: no two sequences meet there, and nobody adds up lengths. Sequences go by the length of the loop over the other side, longest first, in
     classes a quarter of a power of two wide, and in a class as they come: a counting sort whose result does
     not depend on who is first. A sequence's tiles stay together, since they share its keys in L2.
 
@@ -118,8 +123,8 @@ class ListTiles:
     known where a warp's tiles of a class begin, to write them.
     """
 
-    def __init__(self, rows: int, of_keys: bool = False):
-        self.rows, self.of_keys = rows, of_keys
+    def __init__(self, rows: int, of_keys: bool = False, padded: int = 1):
+        self.rows, self.of_keys, self.padded = rows, of_keys, padded
 
     @cute.jit
     def __call__(self, mList, mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv, stream):
@@ -133,9 +138,14 @@ class ListTiles:
     @cute.kernel
     def list_tiles(self, mList, mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv):
         cute.arch.griddepcontrol_launch_dependents()
+        self.fill(mList, (mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv))
+
+    @cute.jit
+    def fill(self, mList, given):
+        """One CTA: write the list."""
+        mCuQ = given[0]
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
-        given = mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv
         smem = SmemAllocator()
         # Tiles by class and warp, longest class first; then where those of this class and warp begin.
         sTiles = smem.allocate_tensor(Int32, cute.make_layout((LIST_WARPS, CLASSES)), 16)
@@ -185,7 +195,8 @@ class ListTiles:
             begins = sTiles[warp, own_class]
             cute.arch.sync_warp()
             sTiles[warp, own_class] = begins + together  # of all lanes of a class the same
-            record = [first + lane, begins + before, blocks, *sequence, Int32(0)]
+            place = (sequence[0] + (first + lane) * self.padded) // self.padded
+            record = [first + lane, begins + before, blocks, *sequence, place]
             self.write(mList, record)
 
     @cute.jit
@@ -223,6 +234,32 @@ class ListTiles:
             for block in range(cute.arch.lane_idx(), theirs[2], WARP, unroll=1):
                 for i in range_constexpr(LISTED):
                     mList[1 + theirs[1] + block, i] = theirs[i]
+
+
+class ListBoth:
+    """The kernel that lists tiles of `queries` queries and tiles of `keys` keys, a CTA each, for scratch with
+    whole tiles of so many queries."""
+
+    def __init__(self, queries: int, keys: int):
+        self.of_queries = ListTiles(queries, padded=queries)
+        self.of_keys = ListTiles(keys, of_keys=True, padded=queries)
+
+    @cute.jit
+    def __call__(self, mListQ, mListKV, sequences, total_q, total_kv, stream):
+        """Arguments as `ListTiles` takes them; `sequences` are those from mCuQ to which_used."""
+        self.list_both(mListQ, mListKV, *sequences, total_q, total_kv).launch(
+            grid=(2, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def list_both(self, mListQ, mListKV, mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv):
+        cute.arch.griddepcontrol_launch_dependents()
+        given = mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv
+        cta, _, _ = cute.arch.block_idx()
+        if cta == 0:
+            self.of_queries.fill(mListQ, given)
+        else:
+            self.of_keys.fill(mListKV, given)
 
 
 @cute.jit
