@@ -55,7 +55,7 @@ from .device.key_parts import halves, leave_part
 from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS
 from .device.masks import Mask, mask_of
 from .device.rings import CONSUMER
-from .device.tile_order import hear
+from .device.tile_order import hear_place
 from .device.tma import load_atom, partition_tma, store_atom, swizzled_tiles
 from .device.wgmma import round_fragment
 
@@ -254,7 +254,7 @@ class Backward(LoadingTiles):
         if consumer == 1:
             self.sync(Barrier.TURN, 0, BOTH, arrive=True)  # the first turn
 
-        valid, *place = hear(tile_ring, tile_get, shared.tile)
+        valid, place = hear_place(tile_ring, tile_get, shared.tile)
         tile_get.advance()
         while valid != 0:
             seqlens = self.batch.lengths(place, extents)
@@ -284,13 +284,13 @@ class Backward(LoadingTiles):
                     cute.copy(f.copy_V, tVsV, f.copy_V.retile(f.dP.A))
                 for begin, end, hides in self.runs(first, masked, whole, last):
                     for i in range(begin, end, unroll=1):
-                        at = kv_block, i, seqlens
-                        self.step(x, f, k_get, q_get, q_next, parity, *at, masked=hides, final=False)
+                        where = kv_block, i, seqlens
+                        self.step(x, f, k_get, q_get, q_next, parity, *where, masked=hides, final=False)
                         parity ^= 1
                         q_get.advance()
                         q_next.advance()
-                at = kv_block, last - 1, seqlens
-                self.step(x, f, k_get, q_get, q_next, parity, *at, masked=True, final=True)
+                where = kv_block, last - 1, seqlens
+                self.step(x, f, k_get, q_get, q_next, parity, *where, masked=True, final=True)
                 parity ^= 1
                 q_get.advance()
                 q_next.advance()
@@ -334,7 +334,7 @@ class Backward(LoadingTiles):
                     k_ring.consumer_release(k_get)  # which is not free until the storing warp says so too
                 stored, own_phase = is_first_warp, own_phase ^ 1
             k_get.advance()
-            valid, *place = hear(tile_ring, tile_get, shared.tile)
+            valid, place = hear_place(tile_ring, tile_get, shared.tile)
             tile_get.advance()
 
         # 5. the last arrivals at a barrier must not stay behind

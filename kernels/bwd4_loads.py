@@ -40,11 +40,11 @@ class LoadingTiles(SummedTiles):
         q_put = pipeline.make_pipeline_state(PRODUCER, self.config.stages)
         k_put = pipeline.make_pipeline_state(PRODUCER, self.config.k_stages)
         v_put, tile_put = [pipeline.make_pipeline_state(PRODUCER, 1) for _ in range(2)]
-        waited = cutlass.Boolean(False)
         if const_expr(self.packed):
             cute.arch.griddepcontrol_wait()  # for the list, too
-            tiles, waited = mList[0, 0] * mTiled.shape[2], cutlass.Boolean(True)
+            tiles = mList[0, 0] * mTiled.shape[2]
         tile = fetch(mCounter, tiles, own_first=False)
+        waited = cutlass.Boolean(self.packed)
         while tile < tiles:
             place = self.place_of(tile, mQ, mTiled, mList)
             tell(tile_ring, tile_put, shared.tile, (1, *place))

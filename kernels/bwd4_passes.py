@@ -2,8 +2,8 @@
 
 The main kernels are in bwd4.py (head_dim 64 and 128) and in bwd4_dkv.py and bwd4_dq.py (256); preprocess and
 postprocess in device/backward_ends.py. Tensors are (batch, heads, seqlen, head_dim), mLSE without the last;
-the scratch, from mStats on, has the shapes that `calls.backward_scratch` names; what a launch gives besides is
-`policies.Given`.
+the scratch, from mStats on, has the shapes that `calls.backward_scratch` names; what follows is what
+`calls.given_of` names.
 """
 
 from typing import Any
@@ -12,13 +12,16 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.runtime import make_fake_tensor
 
+from .calls import given_names
 from .contract import Problem, Work
 from .device.backward_ends import Postprocess, Preprocess, SinkGradient, fake_scratch
 from .device.compiling import compile_for_torch, fake_fp32, fake_gqa_backward
 from .device.dq_sums import SummedTiles
+from .device.given import Given, fake_given, fake_heads, fake_list, take_given
 from .device.key_parts import PartSums, fake_parts, tiled_in_parts
-from .device.key_tiles import CONSUMERS, Tiles, work_of
-from .device.policies import Given, fake_given, names_given
+from .device.key_tiles import CONSUMERS, ROWS, Tiles, work_of
+from .device.packed import ListBoth
+from .device.policies import Numbers
 from .device.query_tiles import QueryTiles
 
 
@@ -26,53 +29,73 @@ class Pass:
     """A backward pass of a problem: what is called with its tensors, its scratch and what a launch gives."""
 
     tensors = "mQ", "mK", "mV", "mO", "mDO", "mDQ", "mDK", "mDV", "mLSE"
-    scratch: tuple[str, ...]
+    floats: tuple[str, ...]  # scratch
+    counters: tuple[str, ...]
 
     def __init__(self, problem: Problem):
-        self.problem, self.given = problem, names_given(problem)
+        self.problem, self.names = problem, given_names(problem)
+        self.packed = problem.sequences is not None
+        self.lists = ("mListQ", "mListKV") if self.packed else ()
 
     @cute.jit
     def __call__(self, *arguments):
-        """`tensors`, `scratch`, the fields of `Given` that the problem has, and the stream."""
+        """`tensors`, `calls.backward_scratch`, what a launch gives, and the stream."""
         *rest, stream = arguments
-        named = self.tensors + self.scratch
-        given = Given(**dict(zip(self.given, rest[len(named) :])))
-        self.launch(given, stream, **dict(zip(named, rest)))
+        named = self.tensors + self.floats + self.lists + self.counters
+        given = rest[len(named) :]
+        policies = take_given(given, self.names)
+        mDLSE = given.pop(0) if self.problem.lse_grad else None
+        mDsink = given.pop(0) if self.problem.sink else None
+        tensors = dict(zip(named, rest))
+        for name in self.lists:
+            tensors[name] = cute.recast_tensor(tensors[name], Int32)
+        self.launch(policies, mDLSE, mDsink, stream, **tensors)
 
-    def launch(self, given: Given, stream: object, **tensors: Any) -> None:
+    def launch(self, given: Given, mDLSE: object, mDsink: object, stream: object, **tensors: Any) -> None:
         """Traced: launch the kernels, in their order."""
         raise NotImplementedError
+
+    def numbers(self, given: Given) -> Numbers:
+        return Numbers(given.scale, given.window, given.softcap)
+
+    def list_tiles(self, main: Tiles, rows: int, given: Given, stream, mQ, mK, mListQ, mListKV) -> None:
+        """Of packed sequences, before anything else: their tiles of `rows` queries and those of keys."""
+        if self.packed:
+            lists = ListBoth(rows, main.tile_kv)
+            lists(mListQ, mListKV, given.sequences, mQ.shape[2], mK.shape[2], stream)
 
     def fake_workspace(self) -> tuple[object, ...]:
         """Stand-ins for `calls.backward_scratch`'s."""
         raise NotImplementedError
 
-    def end(self, given: Given, stream: object, mStats: cute.Tensor) -> None:
-        """What follows when dK, dV and dQ are on their way."""
-        if given.sink is not None:
-            SinkGradient()(mStats, given.sink, given.dsink, stream)
+    def fake_lists(self) -> tuple[object, ...]:
+        return (fake_list(), fake_list()) if self.packed else ()
 
 
 class FlashAttentionBackward(Pass):
     """head_dim 64 and 128: preprocess, `main` (bwd4.Backward), postprocess."""
 
-    scratch = "mStats", "mDQ_sum", "mZeroed", "mOrder", "mCounter"
+    floats, counters = ("mStats", "mDQ_sum"), ("mZeroed", "mOrder", "mCounter")
 
     def __init__(self, main: SummedTiles, problem: Problem):
         super().__init__(problem)
         self.main = main
-        self.preprocess = Preprocess(main.head_dim)
-        self.postprocess = Postprocess(main.head_dim, main if main.deterministic else None)
+        self.preprocess = Preprocess(main.head_dim, main.tile_q if self.packed else None)
+        tiles = main if main.deterministic else None
+        self.postprocess = Postprocess(main.head_dim, tiles, packed=main.tile_q if self.packed else None)
 
     def launch(
-        self, given, stream, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder,
-        mCounter, mParts=None,
+        self, given, mDLSE, mDsink, stream, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed,
+        mOrder, mCounter, mParts=None, mListQ=None, mListKV=None,
     ):  # fmt: skip
-        mTiled = None
+        mTiled, numbers = None, self.numbers(given)
+        self.list_tiles(self.main, self.main.tile_q, given, stream, mQ, mK, mListQ, mListKV)
         if mParts is not None:
             mTiled = tiled_in_parts(mK, mParts, self.main.tile_kv)
         if self.main.deterministic:
-            self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, given.dlse)
+            self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, mDLSE, mListQ)
+        elif self.packed:
+            self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, None, mDLSE, mListQ)
         else:
             as_tiles = [
                 cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0])) for x in (mQ, mK)
@@ -80,19 +103,22 @@ class FlashAttentionBackward(Pass):
             if mParts is not None:
                 as_tiles[1] = mTiled
             theirs = as_tiles[1].shape[2], *self.main.left_to_zero(*as_tiles)
-            self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs, given.dlse)
-        sums, numbers = (mDQ_sum, mZeroed, mOrder, mCounter), given.numbers
-        self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, *sums, stream, numbers, mTiled, mParts)
+            self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs, mDLSE)
+        sums, inputs = (mDQ_sum, mZeroed, mOrder, mCounter), (mQ, mK, mV, mDO)
+        self.main.launch(*inputs, mDK, mDV, mStats, *sums, stream, numbers, mTiled, mParts, mListKV)
         if self.main.deterministic:
-            self.postprocess(mDQ_sum, mDQ, stream, None, mK.shape[2], numbers)
+            self.postprocess(mDQ_sum, mDQ, stream, None, mK.shape[2], numbers, mList=mListQ)
         else:
-            self.postprocess(mDQ_sum, mDQ, stream, mZeroed, None, numbers)
-        self.end(given, stream, mStats)
+            mZeroed = None if self.packed else mZeroed
+            self.postprocess(mDQ_sum, mDQ, stream, mZeroed, None, numbers, mList=mListQ)
+        if mDsink is not None:
+            SinkGradient(self.main.blocks)(mStats, given.sink, mDsink, stream, mListQ)
 
     def fake_workspace(self) -> tuple[object, ...]:
         order = (cute.sym_int(), cute.sym_int())
         return (
             *fake_scratch(self.main.head_dim, self.main.sums),
+            *self.fake_lists(),
             make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),
             make_fake_tensor(Int32, order, (cute.sym_int64(), 1), assumed_align=4),
             make_fake_tensor(Int32, (1,), (1,), assumed_align=4),
@@ -106,11 +132,11 @@ class DividedFlashAttentionBackward(FlashAttentionBackward):
     """`FlashAttentionBackward` with what sees a tile of keys divided: `main` leaves dK and dV in parts, which
     are added."""
 
-    scratch = "mStats", "mDQ_sum", "mParts", "mZeroed", "mOrder", "mCounter"
+    floats = "mStats", "mDQ_sum", "mParts"
 
-    def launch(self, given, stream, mDK, mDV, mParts, **tensors):
-        super().launch(given, stream, mDK=mDK, mDV=mDV, mParts=mParts, **tensors)
-        PartSums(self.main.head_dim)(mParts, mDK, mDV, stream, given.numbers)
+    def launch(self, given, mDLSE, mDsink, stream, mDK, mDV, mParts, **tensors):
+        super().launch(given, mDLSE, mDsink, stream, mDK=mDK, mDV=mDV, mParts=mParts, **tensors)
+        PartSums(self.main.head_dim)(mParts, mDK, mDV, stream, self.numbers(given))
 
     def fake_workspace(self) -> tuple[object, ...]:
         stats, sums, *counters = super().fake_workspace()
@@ -121,28 +147,32 @@ class WideFlashAttentionBackward(Pass):
     """head_dim 256: preprocess, `main` (bwd4_dkv.KeyGradients), `queries` (bwd4_dq.QueryGradient).
     Deterministic."""
 
-    scratch = "mStats", "mCounter"
+    floats, counters = ("mStats",), ("mCounter",)
 
     def __init__(self, main: Tiles, queries: QueryTiles, problem: Problem):
         super().__init__(problem)
-        self.preprocess = Preprocess(main.head_dim)
+        self.preprocess = Preprocess(main.head_dim, queries.tile_q if self.packed else None)
         self.main, self.queries = main, queries
 
     def launch(
-        self, given, stream, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter, mParts=None
+        self, given, mDLSE, mDsink, stream, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter,
+        mParts=None, mListQ=None, mListKV=None,
     ):  # fmt: skip
-        mTiled = None
+        mTiled, numbers = None, self.numbers(given)
+        self.list_tiles(self.main, self.queries.tile_q, given, stream, mQ, mK, mListQ, mListKV)
         if mParts is not None:
             mTiled = tiled_in_parts(mK, mParts, self.main.tile_kv)
-        self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, given.dlse)
+        self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, mDLSE, mListQ)
         counters = [cute.make_tensor(mCounter.iterator + i, cute.make_layout(1)) for i in range(2)]
-        numbers = given.numbers
-        self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, counters[0], stream, numbers, mTiled, mParts)
-        self.queries.launch(mQ, mK, mV, mDO, mDQ, mStats, counters[1], stream, numbers)
-        self.end(given, stream, mStats)
+        inputs, more = (mQ, mK, mV, mDO), (mTiled, mParts, mListKV)
+        self.main.launch(*inputs, mDK, mDV, mStats, counters[0], stream, numbers, *more)
+        self.queries.launch(*inputs, mDQ, mStats, counters[1], stream, numbers, mListQ)
+        if mDsink is not None:
+            SinkGradient(self.queries.tile_q // ROWS)(mStats, given.sink, mDsink, stream, mListQ)
 
     def fake_workspace(self) -> tuple[object, ...]:
-        return fake_scratch(self.main.head_dim)[0], make_fake_tensor(Int32, (2,), (1,), assumed_align=4)
+        counters = make_fake_tensor(Int32, (2,), (1,), assumed_align=4)
+        return fake_scratch(self.main.head_dim)[0], *self.fake_lists(), counters
 
     def work(self, problem: Problem) -> list[Work]:
         unit = "64 keys of a query head, one consumer's half"
@@ -156,20 +186,21 @@ class DividedWideFlashAttentionBackward(WideFlashAttentionBackward):
     """`WideFlashAttentionBackward` with what sees a tile of keys divided, as
     `DividedFlashAttentionBackward`."""
 
-    scratch = "mStats", "mParts", "mCounter"
+    floats = "mStats", "mParts"
 
-    def launch(self, given, stream, mDK, mDV, mParts, **tensors):
-        super().launch(given, stream, mDK=mDK, mDV=mDV, mParts=mParts, **tensors)
-        PartSums(self.main.head_dim)(mParts, mDK, mDV, stream, given.numbers)
+    def launch(self, given, mDLSE, mDsink, stream, mDK, mDV, mParts, **tensors):
+        super().launch(given, mDLSE, mDsink, stream, mDK=mDK, mDV=mDV, mParts=mParts, **tensors)
+        PartSums(self.main.head_dim)(mParts, mDK, mDV, stream, self.numbers(given))
 
     def fake_workspace(self) -> tuple[object, ...]:
-        stats, counter = super().fake_workspace()
-        return stats, fake_parts(self.main.head_dim), counter
+        stats, *counters = super().fake_workspace()
+        return stats, fake_parts(self.main.head_dim), *counters
 
 
 def compile_backward(kernel: Pass) -> object:
     """The call of a backward pass, with the arguments that its problem's options add."""
     problem = kernel.problem
     q, *rest = fake_gqa_backward(problem.head_dim, problem.dtype)
-    tensors = q, *rest, fake_fp32(q), *kernel.fake_workspace(), *fake_given(problem, q)
-    return compile_for_torch(kernel, *tensors)
+    given = fake_given(q.shape[1], kernel.names)
+    given += [fake_fp32(q)] * problem.lse_grad + [fake_heads(q.shape[1])] * problem.sink
+    return compile_for_torch(kernel, q, *rest, fake_fp32(q), *kernel.fake_workspace(), *given)

@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
 from .constants import WARP, WARPGROUP
 from .key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, Tiles
 from .rings import CONSUMER
-from .tile_order import hear
+from .tile_order import hear, hear_place
 
 PART = ROWS * 64  # elements of dQ_sum in a row: 64 queries × 64 columns
 AND_ADDER = WARPGROUP + WARP  # threads at a named barrier where a consumer and an adding warp meet
@@ -65,7 +65,7 @@ class SummedTiles(Tiles):
         zeroed = self.left_to_zero(mQ, mK) if const_expr(self.zeroes_ahead) else None
         tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
         self.sync(empty, mine, AND_ADDER, arrive=True)  # at first both consumers' parts are free
-        valid, *place = hear(tile_ring, tile_get, sTile)
+        valid, place = hear_place(tile_ring, tile_get, sTile)
         tile_get.advance()
         while valid != 0:
             kv_head = place[1]
@@ -78,7 +78,7 @@ class SummedTiles(Tiles):
                 mSums = self.batch.scratch(mDQ_sum, place)
                 mTurns = cute.domain_offset((0, place[6] // self.blocks * self.sums), mOrder)
             for g in range(group, unroll=1):
-                head_index = self.batch.scratch_row(place, kv_head * group + g, mQ.shape[2])
+                head_index = self.batch.scratch_row(place, kv_head * group, mQ.shape[2]) + g
                 for i in range(first, last, unroll=1):
                     if step % 2 == mine:
                         at, turn, final = self.turn_of(kv_block, i, seqlen_q, seqlen_kv)
@@ -96,7 +96,7 @@ class SummedTiles(Tiles):
                         if const_expr(self.deterministic):
                             pass_turn(order, turn, final)
                     step += 1
-            valid, *place = hear(tile_ring, tile_get, sTile)
+            valid, place = hear_place(tile_ring, tile_get, sTile)
             tile_get.advance()
 
     # ---- zeros --------------------------------------------------------------------------------------------
@@ -177,11 +177,12 @@ class SummedTiles(Tiles):
         Whoever comes before it was fetched before it (`Tiles.order`: blocks ascend, under a mask descend, as
         turns do), so nobody waits for one who has not begun.
         """
-        turns = self.turns_at(q_tile, seqlen_q, seqlen_kv)
+        first, end = self.keys_seen(q_tile, seqlen_q, seqlen_kv)
+        turns = end - first if const_expr(self.mask.hides_first) else end
         turn = kv_block
         if const_expr(self.mask.hides):
             # From the diagonal to the left: CTAs that begin together reach the tile in this order.
-            turn = turns - 1 - kv_block
+            turn = end - 1 - kv_block
         return turn % self.sums, turn // self.sums, turn + self.sums >= turns
 
 

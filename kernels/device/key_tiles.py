@@ -147,18 +147,17 @@ class Tiles(Scores):
         heads, kv_blocks = mK.shape[2] * mK.shape[3], cute.ceil_div(mK.shape[0], self.tile_kv)
         return self.section_of(heads, kv_blocks, mQ.shape[0], mQ.shape[2], mK.shape[2])
 
-    @cute.jit
     def section_of(self, heads, kv_blocks, seqlen_q, q_heads, kv_heads):
         """Of so many key heads of all batches, or of a sequence."""
         section = TILES_AHEAD // kv_blocks
-        if const_expr(self.mask.hides):
+        if self.mask.hides:
             head_bytes = seqlen_q * (self.column_bytes * self.head_dim) * (q_heads // kv_heads)
-            if const_expr(self.packed):
+            if self.packed:
                 head_bytes = cutlass.max(1, head_bytes)
             section = SECTION_BYTES // head_bytes
-            if const_expr(self.deterministic):  # the more CTAs work on a head, the more wait for their turn
+            if self.deterministic:  # the more CTAs work on a head, the more wait for their turn
                 section = cutlass.max(self.blocks, 2 * SECTION_BYTES // head_bytes)
-        elif const_expr(self.deterministic):
+        elif self.deterministic:
             section = self.sms // kv_blocks  # so that CTAs begin in the order of their turns
         return cutlass.max(1, cutlass.min(heads, section))
 

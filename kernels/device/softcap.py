@@ -6,7 +6,6 @@ polynomial takes six instructions of the FMA pipe instead, which products in fli
 the warp takes tanh y = 1 − 2/(1 + e^2y), two MUFU.
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr, range_constexpr
 
