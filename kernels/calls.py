@@ -9,10 +9,12 @@ from .device.limits import (
     BLOCK,
     COLUMN_BYTES,
     FORWARD_ROWS,
+    POLICIES,
     TILE_KV,
     TILE_Q,
     bounds,
     list_shape,
+    listed_tiles,
     refuse_heads_on_grid,
     refuse_long_heads,
     refuse_policies,
@@ -48,7 +50,7 @@ def refuse_backward(problem: Problem) -> str | None:
     """Why bwd4 and bwd4_det refuse the problem, or None."""
     return (
         refuse_unless_gqa(problem, "bwd")
-        or refuse_policies(problem)
+        or refuse_policies(problem, takes=tuple(POLICIES))
         or refuse_long_heads(problem, COLUMN_BYTES[problem.head_dim])
         or refuse_heads_on_grid(problem)
     )
@@ -78,14 +80,22 @@ def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None 
         blocks = math.ceil(problem.seqlen_kv / TILE_KV[problem.head_dim]) * TILE_KV[problem.head_dim] // BLOCK
         shape = 2, key_heads, parts.queries, blocks, problem.head_dim // BLOCK, BLOCK * BLOCK
         of_keys = {"parts": (shape, "float32")}
+    lists, tiles = {}, math.ceil(problem.seqlen_q / tile_q)
+    if problem.sequences is not None:  # as `forward_scratch`'s
+        totals, rows = (problem.seqlen_q, problem.seqlen_kv), (tile_q, TILE_KV[problem.head_dim])
+        shapes = [list_shape(total, len(problem.sequences), of) for total, of in zip(totals, rows)]
+        lists = {"tiles_q": (shapes[0], "float32"), "tiles_kv": (shapes[1], "float32")}
+        tiles = listed_tiles(problem.seqlen_q, len(problem.sequences), tile_q)
     if problem.head_dim == 256:
         # of tiles taken, a kernel each
-        return {"stats": scratch_shapes(problem, tile_q)["stats"], **of_keys, "counter": ((2,), "int32")}
-    sums = sums_of_dq(deterministic, problem.causal)
-    heads, tiles = problem.batch * problem.heads, math.ceil(problem.seqlen_q / tile_q)
+        stats = scratch_shapes(problem, tile_q)["stats"]
+        return {"stats": stats, **of_keys, **lists, "counter": ((2,), "int32")}
+    sums = sums_of_dq(deterministic, problem.causal or problem.window is not None)
+    heads = problem.batch * problem.heads
     return (
         scratch_shapes(problem, tile_q, sums)
         | of_keys
+        | lists
         | {
             "zeroed": ((key_heads,), "int32"),  # how many shares of a key head's dQ_sum are zero
             "order": ((heads, tiles * sums), "int32"),  # whose turn it is to add to dQ_sum
@@ -111,8 +121,12 @@ def run_forward(compiled: Compiled, t: Tensors) -> None:
 
 
 def run_backward(compiled: Compiled, t: Tensors) -> None:
-    if t.dq.numel() or t.dk.numel():
-        gradients = t.do, t.dq, t.dk, t.dv
+    gradients = t.do, t.dq, t.dk, t.dv
+    if not (t.dq.numel() and t.dk.numel()):  # no pair of a query and a key
+        for x in (*gradients[1:], t.dsink):
+            if x is not None and x.numel():
+                x.zero_()
+    else:
         launch_backward(compiled, t.q, t.k, t.v, t.o, t.lse, *gradients, t.workspace.values(), _given(t))
 
 

@@ -40,10 +40,15 @@ def fake_given(heads: object, names: tuple[str, ...]) -> list[object]:
         "scale": [Float32(1.0)],
         "window": [Int32(0), Int32(0)],
         "softcap": [Float32(1.0)],
-        "sink": [make_fake_tensor(Float32, (heads,), (1,), assumed_align=4)],
+        "sink": [fake_heads(heads)],
         "sequences": [ints(ends), ints(ends), *(ints(cute.sym_int()) for _ in range(2)), Int32(0)],
     }
     return [fake for name in COUNTS if name in names for fake in fakes[name]]
+
+
+def fake_heads(heads: object) -> object:
+    """A stand-in for a number of each head, fp32 (heads,)."""
+    return make_fake_tensor(Float32, (heads,), (1,), assumed_align=4)
 
 
 def fake_list() -> object:

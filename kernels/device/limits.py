@@ -48,7 +48,7 @@ def refuse_unless_gqa(problem: Problem, direction: str = "fwd") -> str | None:
         return f"takes head_dim 64, 128 or 256, not {problem.head_dim}"
     if direction != "bwd" and problem.seqlen_q > 0 and problem.seqlen_kv == 0:
         return "takes at least one key"
-    if direction == "bwd" and (problem.seqlen_q == 0) != (problem.seqlen_kv == 0):
+    if direction == "bwd" and problem.sequences is None and (problem.seqlen_q == 0) != (problem.seqlen_kv == 0):
         return "takes at least one query and one key"
     if max(problem.seqlen_q, problem.seqlen_kv) * problem.batch * problem.heads > ROWS_MAX:
         return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
@@ -107,7 +107,10 @@ def list_shape(total: int, sequences: int, rows: int) -> tuple[int, int]:
 def scratch_shapes(problem: Problem, tile_q: int, sums: int = 1) -> Scratch:
     """stats and dQ_sum (`backward_ends`) for kernels with tiles of up to `tile_q` queries and so many sums
     of dQ."""
-    blocks = math.ceil(problem.seqlen_q / tile_q) * tile_q // BLOCK
+    tiles = math.ceil(problem.seqlen_q / tile_q)
+    if problem.sequences is not None:
+        tiles = listed_tiles(problem.seqlen_q, len(problem.sequences), tile_q)
+    blocks = tiles * tile_q // BLOCK
     heads, columns = problem.batch * problem.heads, problem.head_dim // BLOCK
     return {
         "stats": ((heads, blocks, 2, BLOCK), "float32"),

@@ -118,17 +118,19 @@ class ListTiles:
     """The kernel that lists tiles of `rows` queries, or of keys with `of_keys`.
 
     Row 0 of the list has their number, of one head; row 1 + i what is known of tile i: (sequence, first,
-    blocks, start_q, seqlen_q, start_kv, seqlen_kv, 0), where `first` is the first tile of its sequence and
-    `blocks` how many it has. Sequences go by the length of the loop over the other side, longest first, in
-    classes a quarter of a power of two wide, and in a class as they come: a counting sort whose result does
-    not depend on who is first. A sequence's tiles stay together, since they share its keys in L2.
+    blocks, start_q, seqlen_q, start_kv, seqlen_kv, place), where `first` is the first tile of its sequence
+    and `blocks` how many it has; `place` is where its queries begin in scratch that has whole tiles of
+    `padded` queries of each sequence, in such tiles: no two sequences meet there, and nobody adds up lengths.
+    Sequences go by the length of the loop over the other side, longest first, in classes a quarter of a power
+    of two wide, and in a class as they come: a counting sort whose result does not depend on who is first. A
+    sequence's tiles stay together, since they share its keys in L2.
 
     Warp w takes the w-th share of the sequences, 32 at a time: once to count tiles by class, then, when it is
     known where a warp's tiles of a class begin, to write them.
     """
 
-    def __init__(self, rows: int, of_keys: bool = False):
-        self.rows, self.of_keys = rows, of_keys
+    def __init__(self, rows: int, of_keys: bool = False, padded: int = 1):
+        self.rows, self.of_keys, self.padded = rows, of_keys, padded
 
     @cute.jit
     def __call__(self, mList, mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv, stream):
@@ -142,9 +144,14 @@ class ListTiles:
     @cute.kernel
     def list_tiles(self, mList, mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv):
         cute.arch.griddepcontrol_launch_dependents()
+        self.fill(mList, (mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv))
+
+    @cute.jit
+    def fill(self, mList, given):
+        """One CTA: write the list."""
+        mCuQ = given[0]
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
-        given = mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv
         sequences = mCuQ.shape[0] - 1
         share = cute.ceil_div(sequences, LIST_WARPS)
         begin, end = warp * share, cutlass.min((warp + 1) * share, sequences)
@@ -207,7 +214,8 @@ class ListTiles:
         begins = sTiles[warp, own_class]
         cute.arch.sync_warp()
         sTiles[warp, own_class] = begins + together  # of all lanes of a class the same
-        self.write(mList, [index, begins + before, blocks, *sequence, Int32(0)])
+        place = (sequence[0] + index * self.padded) // self.padded
+        self.write(mList, [index, begins + before, blocks, *sequence, place])
 
     @cute.jit
     def read(self, sequence, end, given):
@@ -249,10 +257,36 @@ class ListTiles:
                     mList[1 + theirs[1] + block, i] = theirs[i]
 
 
+class ListBoth:
+    """The kernel that lists tiles of `queries` queries and tiles of `keys` keys, a CTA each, for scratch with
+    whole tiles of so many queries."""
+
+    def __init__(self, queries: int, keys: int):
+        self.of_queries = ListTiles(queries, padded=queries)
+        self.of_keys = ListTiles(keys, of_keys=True, padded=queries)
+
+    @cute.jit
+    def __call__(self, mListQ, mListKV, sequences, total_q, total_kv, stream):
+        """Arguments as `ListTiles` takes them; `sequences` are those from mCuQ to which_used."""
+        self.list_both(mListQ, mListKV, *sequences, total_q, total_kv).launch(
+            grid=(2, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def list_both(self, mListQ, mListKV, mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv):
+        cute.arch.griddepcontrol_launch_dependents()
+        given = mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv
+        cta, _, _ = cute.arch.block_idx()
+        if cta == 0:
+            self.of_queries.fill(mListQ, given)
+        else:
+            self.of_keys.fill(mListKV, given)
+
+
 @cute.jit
 def rows_used(start, end, used, counts, total):
-    """(first row, rows) of a sequence, of which, if that `counts`, `used` are. What cu_seqlens say of rows that
-    the tensor does not have, or with an end before the beginning, is no row."""
+    """(first row, rows) of a sequence, of which, if that `counts`, `used` are. What cu_seqlens say of rows
+    that the tensor does not have, or with an end before the beginning, is no row."""
     start = cutlass.min(cutlass.max(start, 0), total)
     length = cutlass.min(end, total) - start
     length = cutlass.max(0, cutlass.min(length, used if counts != 0 else length))

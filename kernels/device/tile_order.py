@@ -109,3 +109,9 @@ def hear(ring, state, sTile):
     message = [cute.arch.make_warp_uniform(sTile[i]) for i in range(cute.size(sTile))]
     ring.consumer_release(state)
     return tuple(message)
+
+
+def hear_place(ring, state, sTile):
+    """The same as the first number and the rest, the place of a tile."""
+    valid, *place = hear(ring, state, sTile)
+    return valid, tuple(place)
