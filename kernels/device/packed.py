@@ -115,9 +115,10 @@ class ListTiles:
     Row 0 of the list has their number, of one head; row 1 + i what is known of tile i: (sequence, first,
     blocks, start_q, seqlen_q, start_kv, seqlen_kv, place), where `first` is the first tile of its sequence
     and `blocks` how many it has; `place` is where its queries begin in scratch that has whole tiles of
-    `padded` queries of each sequence, in such tiles: no two sequences meet there, and nobody adds up lengths. Sequences go by the length of the loop over the other side, longest first, in
-    classes a quarter of a power of two wide, and in a class as they come: a counting sort whose result does
-    not depend on who is first. A sequence's tiles stay together, since they share its keys in L2.
+    `padded` queries of each sequence, in such tiles: no two sequences meet there, and nobody adds up lengths.
+    Sequences go by the length of the loop over the other side, longest first, in classes a quarter of a power
+    of two wide, and in a class as they come: a counting sort whose result does not depend on who is first. A
+    sequence's tiles stay together, since they share its keys in L2.
 
     Warp w takes the w-th share of the sequences, 32 at a time: once to count tiles by class, then, when it is
     known where a warp's tiles of a class begin, to write them.
