@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import cpasync
 from ..contract import Problem, Work
 from .constants import LOG2_E, SMS, WARP, WARPGROUP
 from .key_parts import query_parts
-from .limits import COLUMN_BYTES, SECTION_BYTES, sums_of_dq
+from .limits import COLUMN_BYTES, SECTION_BYTES, TILE_Q, sums_of_dq
 from .masks import Mask
 from .policies import DenseScratch, PackedScratch, Scores, listed
 from .tile_order import ByHead, BySection, final_section
@@ -206,7 +206,7 @@ class Tiles(Scores):
             if first + kv_blocks == mList[0, 0]:  # of the last sequence, as without a list
                 final = self.final(heads, section)
         kv_block, head = self.order.locate(tile - first * heads, kv_blocks, heads, section, final)
-        return kv_block, head, *sequence, place * self.blocks
+        return kv_block, head, *sequence, place * (TILE_Q[self.head_dim] // ROWS)
 
     def trips(self, problem: Problem) -> tuple[int, float, float]:
         """How often tiles of keys meet a query head, and how many of its tiles of queries, masked and not,
