@@ -13,7 +13,7 @@ dQ sums over the keys of both, so a consumer computes not what its own keys add 
 the columns of 64 queries (d = 128), or all 64 columns of 64 of the 128 queries (d = 64).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -21,6 +21,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
+from .contract import Problem
 from .device.constants import WARPGROUP
 from .device.fragments import Coordinates, Product, coordinates
 from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, Rings
@@ -40,7 +41,6 @@ class Config:
     tile_q: int
     early_dV: bool  # issue dV before dPᵀ is waited for, where registers allow, and not only with dK
     keep_V: bool  # V in registers, operand A of dPᵀ, where dV is not early: fewer reads of shared memory
-    late_dP: bool = False  # issue dPᵀ when P is there, and its registers are free until then
     stages: int = 2  # of Q and dO
     k_stages: int = 2  # so that the next tile's K is loaded while this one is worked on
 
@@ -50,6 +50,13 @@ class Config:
 
 
 CONFIGS = {64: Config(TILE_Q[64], False, True), 128: Config(TILE_Q[128], True, False)}
+
+
+def config_of(problem: Problem) -> Config:
+    config = CONFIGS[problem.head_dim]
+    if problem.window is not None or problem.softcap > 0:  # whose registers V has otherwise
+        config = replace(config, keep_V=False)
+    return config
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,9 @@ class Shared:
     places: cute.Tensor | None  # (consumer warp,) int32, where keys are in parts: the warp's `place_of_part`
 
 
-def allocate(smem: SmemAllocator, config: Config, head_dim: int, dtype: type, divides: bool, words: int) -> Shared:
+def allocate(
+    smem: SmemAllocator, config: Config, head_dim: int, dtype: type, divides: bool, words: int
+) -> Shared:
     """Shared memory but for the barriers, in the order of `Shared`; a tile's place has so many words."""
     quads = cute.make_layout((4, WARPGROUP, 8, CONSUMERS))
     stats = cute.make_layout((ROWS, 2, config.blocks, config.stages))
@@ -230,3 +239,20 @@ def fragments(
         copy_dKV=copy_dKV,
         copy_V=copy_V,
     )
+
+
+def issue_dQ(f: Fragments, config: Config, consumer: Int32, k_get, parity) -> None:
+    """Issue dQ = dS·K over the keys of both consumers, as one commit group. At head_dim 128: of the one block
+    of 64 queries the consumer's 64 columns; at 64: of two blocks the consumer's, all 64 columns."""
+    columns = cute.size(f.dV.acc) * WARPGROUP // ROWS // 64  # blocks of 64: what the swizzle permutes
+    warpgroup.fence()
+    atom = cute.make_mma_atom(f.dQ.mma.op)  # its own, as in `multiply`
+    own_block, own_column = (consumer, 0) if config.blocks == CONSUMERS else (0, consumer)
+    for c in range(CONSUMERS):
+        part = own_block + config.blocks * (c + CONSUMERS * parity)
+        column = own_column + columns * (c + CONSUMERS * k_get.index)
+        for k in range(ROWS // 16):
+            atom.set(warpgroup.Field.ACCUMULATE, c > 0 or k > 0)
+            tA, tB = f.dQ.A[None, None, k, part], f.dQ.B[None, None, k, column]
+            cute.gemm(atom, f.dQ.acc, tA, tB, f.dQ.acc)
+    warpgroup.commit_group()
