@@ -215,7 +215,10 @@ class Backward(LoadingTiles):
             elif warp_idx <= CONSUMER_WARPS + CONSUMERS:
                 sums = mDQ_sum, mZeroed, mOrder
                 barriers = Barrier.DQ_FULL, Barrier.DQ_EMPTY
-                self.add_gradients(warp_idx, rings.tile, shared, mQ, mTiled, *sums, lengths, *barriers)
+                given = rings.tile, shared, mQ, mTiled, *sums, lengths, *barriers, mList
+                self.add_gradients(warp_idx, *given)
+            elif const_expr(self.zeroes_ahead and self.packed):
+                self.write_listed_zeros(rings.tile, shared.tile, mQ, mTiled, mDQ_sum, mZeroed, mList)
             elif const_expr(self.zeroes_ahead):
                 self.write_zeros(rings.tile, shared.tile, mQ, mTiled, mDQ_sum, mZeroed)
         else:

@@ -48,7 +48,7 @@ class TilesOfQueries(QueryTiles, Scores):
         first, q_blocks, *sequence, place = listed(mList, tile // heads)
         section = self.section(cutlass.max(1, sequence[3]))
         q_block, head = self.order.locate(tile - first * heads, q_blocks, heads, section)
-        return q_block, head, *sequence, place * CONSUMERS
+        return q_block, head, *sequence, place * CONSUMERS, first
 
     @cute.jit
     def exponentials(self, S, rLSE):
