@@ -262,7 +262,10 @@ def backward_stage(
     """The stage that computes the gradients of a problem that BACKWARD takes, and its parts, if it has any:
     by default those that `division` chooses."""
     # Where a query's gradient comes from one tile of keys, nobody waits for a turn, and no zeros are needed.
-    deterministic |= problem.head_dim < 256 and problem.seqlen_kv <= TILE_KV[problem.head_dim]
+    alone = problem.sequences is None and problem.seqlen_kv <= TILE_KV[problem.head_dim]
+    deterministic |= problem.head_dim < 256 and alone
+    if problem.policies:  # which the stages in parts do not take
+        parts = UNDIVIDED
     if parts is None:
         one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
         parts = division.parts_of(problem, gpu.sms) if one_launch else UNDIVIDED

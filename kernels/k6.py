@@ -30,14 +30,15 @@ from .calls import forward_scratch, given_names, refuse_forward, run_forward
 from .contract import LazyMaximum, Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
-from .device.given import fake_given, fake_list, take_given
-from .device.lazy import follow_maximum, raise_maximum
+from .device.given import fake_given, fake_list, take_apart
+from .device.lazy import exponentiate, first_room, first_softmax, follow_maximum, raise_maximum, subtract
+from .device.limits import FINAL_LISTED
 from .device.masks import Mask, Window, mask_of
 from .device.packed import DENSE, ListTiles, Packed
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
 from .device.query_tiles import ROWS, Config, QueryTiles, work_on_query_tiles
-from .device.rings import CONSUMER, PRODUCER, OwnStages, put, skip, tma_rings
-from .device.rows import OWN_ROWS, finite, largest_of_row, sum_of_row, with_sink
+from .device.rings import CONSUMER, PRODUCER, OwnStages, await_next, leave_hidden, put, skip, tma_rings
+from .device.rows import OWN_ROWS, sum_of_row, with_sink
 from .device.softcap import SoftCap
 from .device.stores import WARP_ROWS, WARPS, WarpStores, await_stores, rounded, store_of_rows, store_warp_rows
 from .device.tile_order import fetch, hear, message_ring, tell
@@ -111,9 +112,9 @@ class FlashAttentionForward(QueryTiles):
         self.q_stages, self.o_over_q = min(self.q_and_o, 2), self.q_and_o < 3
         # The tiles that only other consumers see must fit beside one stage of V: see `leave_hidden`.
         assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
-
         self.plain = not (self.packed or self.mask.hides_first)  # a CTA has a tile, and begins at key 0
-        # A place behind the last tile: one without rows
+        self.message = 1 + self.batch.words  # how a tile is announced, and its place
+        # A place without rows
         self.nowhere = [0 if self.plain else NOWHERE] + [0] * (self.batch.words - 1)
 
     def section_bytes(self, seqlen_kv):
@@ -125,22 +126,19 @@ class FlashAttentionForward(QueryTiles):
     @property
     def smem_bytes(self) -> int:
         barriers = 2 * (self.q_stages * self.consumers + 2 * self.stages + 1)
-        return self.tile_bytes(self.q_and_o) + 16 + barriers * 8
-
-    def taken_apart(self, rest):
-        *rest, stream = rest
-        mList, rest = (rest[0], rest[1:]) if self.packed else (None, rest)
-        return mList, rest[0], take_given(rest[1:], self.has), stream
+        return self.tile_bytes(self.q_and_o) + 16 * math.ceil(self.message / 4) + barriers * 8
 
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, *rest):
         """`rest` is `calls.forward_scratch`, what `calls.given_of` names, and the stream."""
-        mList, mCounter, given, stream = self.taken_apart(rest)
+        mList, mCounter, given, stream = take_apart(rest, self.has)
         batch, heads, seqlen_q, _ = mQ.shape
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
         if const_expr(self.packed):
             mList = cute.recast_tensor(mList, Int32)
-            ListTiles(self.tile_q)(mList, *given.sequences, seqlen_q, mK.shape[2], stream)
+            final = cutlass.min(FINAL_LISTED, cute.ceil_div(2 * self.sms * self.config.ctas, heads))
+            lister = ListTiles(self.tile_q, mask=self.mask)
+            lister(mList, *given.sequences, seqlen_q, mK.shape[2], stream, final)
             tiles = (mList.shape[0] - 1) * heads  # at most
         mQ, mK, mV, mO = [self.batch.view(mX) for mX in (mQ, mK, mV, mO)]
         loads = *load_atom(mQ, ROWS), *load_atom(mK, self.tile_kv), *load_atom(mV, self.tile_kv)
@@ -166,8 +164,7 @@ class FlashAttentionForward(QueryTiles):
         if const_expr(window is not None):
             self.mask = Window(*window)
         if const_expr(softcap is not None):
-            self.cap = SoftCap(scale, softcap, self.cap_way)
-            self.scale_log2 = self.cap.outer
+            self.cap, self.scale_log2 = SoftCap(scale, softcap, self.cap_way), 1.0
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         extents = mQ.shape[0], mK.shape[0]
@@ -181,8 +178,7 @@ class FlashAttentionForward(QueryTiles):
         kv_tiles = smem, self.dtype, self.tile_kv, self.head_dim, self.stages
         sK, sV = allocate_tiles(*kv_tiles), allocate_tiles(*kv_tiles)  # (key, head_dim, stage)
         sVt = exchanged(sV)  # (head_dim, key, stage): the same bytes, as operand B of P·V takes them
-        # announced, and a place of `self.batch`
-        sTile = smem.allocate_tensor(Int32, cute.make_layout(1 + self.batch.words), 16)
+        sTile = smem.allocate_tensor(Int32, cute.make_layout(self.message), 16)
         own_bytes, kv_bytes = ROWS * self.head_dim * 2, self.tile_kv * self.head_dim * 2
         q_ring, k_ring, v_ring = tma_rings(
             smem,
@@ -211,8 +207,9 @@ class FlashAttentionForward(QueryTiles):
                 if const_expr(self.packed):
                     cute.arch.griddepcontrol_wait()  # for the list
                     tiles = mList[0, 0] * mQ.shape[2]
+                    listed = self.locate_listed(tile, mQ, mList)
                 while tile < tiles:
-                    place = self.place_of(tile, mQ, mK, mList)
+                    place = listed if const_expr(self.packed) else self.locate(tile, mQ, mK)
                     tell(tile_ring, tile_put, sTile, (announced, *place))
                     tile_put.advance()
                     q_block, head = place[0], place[1]
@@ -231,11 +228,19 @@ class FlashAttentionForward(QueryTiles):
                     put(v_ring, kv_put, load_V, tVgV[None, first], tVsV)
                     kv_put.advance()
                     kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, *lengths)
-                    for block in range(first + 1, kv_blocks, unroll=1):
+                    last = cutlass.max(first + 1, kv_blocks - 1) if const_expr(self.packed) else kv_blocks
+                    for block in range(first + 1, last, unroll=1):
                         put(k_ring, kv_put, load_K, tKgK[None, block], tKsK)
                         put(v_ring, kv_put, load_V, tVgV[None, block], tVsV)
                         kv_put.advance()
                     tile = fetch(mCounter, tiles)
+                    if const_expr(self.packed):
+                        # What the list says of the next tile comes while the last stage is waited for.
+                        listed = self.locate_listed(tile, mQ, mList)
+                        for block in range(last, kv_blocks, unroll=1):
+                            put(k_ring, kv_put, load_K, tKgK[None, block], tKsK)
+                            put(v_ring, kv_put, load_V, tVgV[None, block], tVsV)
+                            kv_put.advance()
                     announced = Int32(FOLLOWS)
                 tell(tile_ring, tile_put, sTile, (END, *self.nowhere))
         else:
@@ -269,34 +274,39 @@ class FlashAttentionForward(QueryTiles):
                 multiply_qk(x, q_get, k_get)
             first_row, kv_blocks, own_blocks, visible, begin = self.span_of(place, consumer, extents)
             if const_expr(not self.plain):
-                k_get = await_next(q_ring, k_ring, q_get, k_get, begin[0], announced)
-                v_get = skip(v_ring, v_get, begin[0])
+                k_get = await_next(q_ring, k_ring, q_get, k_get, begin[0], announced != END)
                 multiply_qk(x, q_get, k_get)
             warpgroup.wait_group(0)
             while announced != END:
                 # The first S is there, waited for above or at the loop's end. K runs one tile ahead of V now.
                 k_ring.consumer_release(k_get)
                 k_get.advance()
+                if const_expr(self.mask.hides_first):
+                    # Not before the last tile's Q is released: the producer puts this one's before V.
+                    v_get = skip(v_ring, v_get, begin[0])
                 row_max.fill(-Float32.inf)
                 row_sum.fill(0.0)
                 lengths, (_, first, edge) = self.batch.lengths(place, extents), begin
+                limits = first, first_row, *lengths
                 if const_expr(self.cap is not None):
-                    self.cap.apply(S)
+                    self.cap.exponents(S, [0.0, 0.0])  # relative to nothing yet: scores
                 if const_expr(self.mask.hides_first):
                     self.hide(S, -Float32.inf, *rows.limits, first_row, first, *lengths, both_edges=True)
                 elif visible == 0:
                     self.hide(S, -Float32.inf, *rows.limits, first_row, 0, *lengths)
-                self.first_softmax(S, row_max, row_sum)
+                first_softmax(S, row_max, row_sum, self.scale_log2)
                 round_fragment(x.rS, x.rP, self.dtype)
                 if const_expr(self.mask.hides_first):
                     # Tiles before whose end a row may have seen no key: one or two with the first.
                     for block in range(first + 1, edge, unroll=1):
-                        self.edge_step(x, rows, first_row, block, first, lengths, q_get, k_get, v_get)
+                        self.step(x, rows, room, block, limits, q_get, k_get, v_get, masked=True, edge=True)
                         k_get.advance()
                         v_get.advance()
                 if const_expr(self.share > 0.0):
                     for r in range_constexpr(OWN_ROWS):
-                        room[r] = self.first_room(sum_of_row(row_sum[r]), own_blocks - first, lengths[1])
+                        total = sum_of_row(row_sum[r])
+                        part = self.part_seen(self.share, own_blocks - first, lengths[1])
+                        room[r] = first_room(total, part, self.growth)
                 if const_expr(self.o_over_q and self.q_stages == 2):
                     # Leave the place of the Q before, when this warp's part of O has been read from there.
                     if announced == FOLLOWS:
@@ -305,16 +315,18 @@ class FlashAttentionForward(QueryTiles):
 
                 # 3. main loop: the tiles that are seen whole, those with hidden keys, those all hidden
                 for block in range(edge, visible, unroll=1):
-                    self.step(x, rows, room, first_row, block, first, lengths, q_get, k_get, v_get, masked=False)
+                    self.step(x, rows, room, block, limits, q_get, k_get, v_get, masked=False)
                     # V's next stage is K's of now: 2 instructions less than to advance it, below 20 more.
                     v_get = k_get.clone()
                     k_get.advance()
                 for block in range(cutlass.max(edge, visible), own_blocks, unroll=1):
-                    self.step(x, rows, room, first_row, block, first, lengths, q_get, k_get, v_get, masked=True)
+                    self.step(x, rows, room, block, limits, q_get, k_get, v_get, masked=True)
                     k_get.advance()
                     v_get.advance()
                 hidden, past_the_end = kv_blocks - own_blocks, first_row >= lengths[0]
-                hidden, k_get, v_get = self.leave_hidden(hidden, past_the_end, k_ring, v_ring, k_get, v_get)
+                hidden, k_get, v_get = leave_hidden(
+                    hidden, past_the_end, k_ring, v_ring, k_get, v_get, self.mask.hides
+                )
                 if const_expr(not self.o_over_q):
                     q_ring.consumer_release(q_get)
 
@@ -335,12 +347,12 @@ class FlashAttentionForward(QueryTiles):
                 announced, place = message[0], message[1:]
                 tile_get.advance()
                 q_get.advance()
+                ahead = hidden  # tiles of keys until this consumer's next one
                 if const_expr(self.mask.hides_first):
-                    # The tiles of keys that only others see before this consumer's first one, too
                     first_row, kv_blocks, own_blocks, visible, begin = self.span_of(place, consumer, extents)
-                    hidden += begin[0]
+                    ahead += begin[0]
                 if const_expr(self.q_stages == 2):
-                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
+                    k_get = await_next(q_ring, k_ring, q_get, k_get, ahead, announced != END)
                     # Without a next tile, of what lies there; nobody looks at it.
                     multiply_qk(x, q_get, k_get)
                 # Here, beside products, what the next tile's start would wait for.
@@ -366,114 +378,43 @@ class FlashAttentionForward(QueryTiles):
                 store_of_rows(mLSE_rows, this_row, lengths[0], rows.where_S, lse)
                 if const_expr(self.q_stages == 1):
                     q_ring.consumer_release(q_left)
-                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
+                    k_get = await_next(q_ring, k_ring, q_get, k_get, ahead, announced != END)
                     multiply_qk(x, q_get, k_get)
                 warpgroup.wait_group(0)
 
             await_stores()
 
-    @cute.jit
-    def leave_hidden(self, hidden, past_the_end, k_ring, v_ring, k_get, v_get):
-        """The tiles of keys that only rows of other consumers see: how many are still to be released.
-
-        Each consumer must release every stage, or the producer waits for its warps when the ring comes
-        round. It releases their K while it waits for the next tile (`await_next`), their V after its own last
-        one. Hazard: until then it holds that stage of V, and the producer puts V beside K, so they must all
-        fit into the other stages (the assertion in `__init__`), or all wait forever. Rows past the end have
-        no such bound and release theirs here, K and V in turn; their last P·V, which is not stored, is of
-        another V. `tests/test_rings.py` runs this schedule."""
-        if past_the_end:
-            for _ in range(hidden, unroll=1):
-                v_get = skip(v_ring, v_get, 1)
-                k_get = skip(k_ring, k_get, 1)
-            hidden = Int32(0)
-        if const_expr(not self.mask.hides):
-            hidden = 0  # others have none anyway, which the compiler does not know
-        return hidden, k_get, v_get
-
-    def multiply(self, x, kv_block, first, q_get, k_get, v_get) -> None:
-        """Q·Kᵀ of one tile beside P·V of the tile before; wait for the one."""
+    def step(self, x, rows, room, kv_block, limits, q_get, k_get, v_get, masked: bool, edge: bool = False):
+        """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one, part by part: while a
+        part is subtracted and asked for its growth, the part before it is exponentiated. Before the end of an
+        `edge` tile a row may have seen no key."""
+        first, first_row, *lengths = limits
         x.k_ring.consumer_wait(k_get)
         multiply_qk(x, q_get, k_get)
         x.v_ring.consumer_wait(v_get)
         multiply_pv(x, v_get, kv_block - first)
         warpgroup.wait_group(1)
         x.k_ring.consumer_release(k_get)
-
-    def step(self, x, rows, room, first_row, kv_block, first, lengths, q_get, k_get, v_get, masked: bool):
-        """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one, part by part: while a
-        part is subtracted and asked for its growth, the part before it is exponentiated."""
-        self.multiply(x, kv_block, first, q_get, k_get, v_get)
+        parts = [rows.S] if edge else rows.parts
         if masked:
             if self.cap is not None:
-                self.cap.apply(rows.S)
-            self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *lengths)
-        for p, part in enumerate(rows.parts):
-            if not masked and self.cap is not None:
-                self.cap.apply(part)
-            self.subtract(part, rows.max)
+                self.cap.exponents(rows.S, rows.max)
+            self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *lengths, both_edges=edge)
+        for p, part in enumerate(parts):
+            if self.cap is None:
+                subtract(part, rows.max, self.scale_log2)
+            elif not masked:
+                self.cap.exponents(part, rows.max)
             if p > 0:
-                exponentiate(rows.parts[p - 1], rows.sum)
-            raise_maximum(part, [*rows.parts[:p], rows.O], rows.max, rows.sum, room, self.share > 0.0)
+                exponentiate(parts[p - 1], rows.sum)
+            if edge:
+                follow_maximum(part, rows.O, rows.max, rows.sum)
+            else:
+                raise_maximum(part, [*parts[:p], rows.O], rows.max, rows.sum, room, self.share > 0.0)
         warpgroup.wait_group(0)
         x.v_ring.consumer_release(v_get)
-        exponentiate(rows.parts[-1], rows.sum)
+        exponentiate(parts[-1], rows.sum)
         round_fragment(x.rS, x.rP, self.dtype)
-
-    def edge_step(self, x, rows, first_row, kv_block, first, lengths, q_get, k_get, v_get) -> None:
-        """`step` of a tile before the end of which a row may have seen no key."""
-        self.multiply(x, kv_block, first, q_get, k_get, v_get)
-        if self.cap is not None:
-            self.cap.apply(rows.S)
-        self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *lengths, both_edges=True)
-        self.subtract(rows.S, rows.max)
-        follow_maximum(rows.S, rows.O, rows.max, rows.sum)
-        x.v_ring.consumer_release(v_get)
-        exponentiate(rows.S, rows.sum)
-        round_fragment(x.rS, x.rP, self.dtype)
-
-    def first_softmax(self, S, row_max, row_sum):
-        """S of a row's first keys becomes P; row_max is scaled, in powers of two."""
-        for r in range(OWN_ROWS):
-            tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-            # A row that sees any key sees the first one: only of rows that see none is it not finite.
-            row_max[r] = finite(largest_of_row(Float32(tile_max))) * self.scale_log2
-        self.subtract(S, row_max)
-        exponentiate(S, row_sum)
-
-    def first_room(self, total, own_blocks, seqlen_kv):
-        """In powers of two, how far a row's maximum may rise from its first tile's: log₂ of `share` times the
-        tile's sum, which is about what each tile adds to the row; between 0 and GROWTH. Of rows that see a
-        part of all keys only that part of it: their terms weigh more, and they are soon done."""
-        part = self.share
-        if self.mask.hides:
-            blocks = Float32(cute.ceil_div(seqlen_kv, self.tile_kv))
-            part = self.share * Float32(own_blocks) * cute.arch.rcp_approx(blocks)
-        share_log2 = cute.math.log2(total * part, fastmath=True)
-        return cute.arch.fmin(cute.arch.fmax(share_log2, 0.0), self.growth)
-
-    def subtract(self, S, row_max):
-        """Scores become exponents, relative to row_max."""
-        for r in range(OWN_ROWS):
-            S[r, None].store(S[r, None].load() * self.scale_log2 - row_max[r])
-
-
-@cute.jit
-def await_next(q_ring, k_ring, q_get, k_get, hidden, announced):
-    """Release the K of `hidden` tiles, then wait for the next tile's Q and first K, if there is one."""
-    k_get = skip(k_ring, k_get, hidden)
-    if announced != END:
-        q_ring.consumer_wait(q_get)
-        k_ring.consumer_wait(k_get)
-    return k_get
-
-
-def exponentiate(S, row_sum):
-    """Exponents become P, and row_sum follows."""
-    for r in range(OWN_ROWS):
-        p = cute.math.exp2(S[r, None].load(), fastmath=True)
-        S[r, None].store(p)
-        row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
 
 
 supports = refuse_forward
@@ -501,9 +442,10 @@ def lazy_maximum(problem: Problem, **options: object) -> LazyMaximum:
 def compile_kernel(problem: Problem, **options: object) -> object:
     q, k, v, o = fake_gqa(problem.head_dim, problem.dtype)
     kernel = kernel_for(problem, **options)
-    tiles = [fake_list()] if kernel.packed else []
     counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
-    return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), *tiles, counter, *fake_given(q.shape[1], kernel.has))
+    scratch = [fake_list(), counter] if kernel.packed else [counter]
+    given = fake_given(q.shape[1], kernel.has)
+    return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), *scratch, *given)
 
 
 CANDIDATES = {  # what CONFIGS were chosen from, for `python -m harness.ablation k6`

@@ -9,6 +9,38 @@ from .arithmetic import largest_positive
 from .rows import OWN_ROWS, finite, largest_of_row, sum_of_row
 
 
+def subtract(S, row_max, scale_log2) -> None:
+    """Scores become exponents, relative to row_max."""
+    for r in range(OWN_ROWS):
+        S[r, None].store(S[r, None].load() * scale_log2 - row_max[r])
+
+
+def exponentiate(S, row_sum) -> None:
+    """Exponents become P, and row_sum follows."""
+    for r in range(OWN_ROWS):
+        p = cute.math.exp2(S[r, None].load(), fastmath=True)
+        S[r, None].store(p)
+        row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
+
+
+def first_softmax(S, row_max, row_sum, scale_log2) -> None:
+    """S of a row's first keys becomes P; row_max is scaled, in powers of two."""
+    for r in range(OWN_ROWS):
+        tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+        # Not finite of a row that sees none of these keys, and so, but where keys before a first one are
+        # hidden too (`follow_maximum`), of one that sees no key.
+        row_max[r] = finite(largest_of_row(Float32(tile_max))) * scale_log2
+    subtract(S, row_max, scale_log2)
+    exponentiate(S, row_sum)
+
+
+def first_room(total, part, growth):
+    """In powers of two, how far a row's maximum may rise from its first tile's: log₂ of `part` of the tile's
+    sum, which is about what each tile adds to the row; between 0 and `growth`. Of rows that see a part of all
+    keys only that part of it: their terms weigh more, and they are soon done."""
+    return cute.arch.fmin(cute.arch.fmax(cute.math.log2(total * part, fastmath=True), 0.0), growth)
+
+
 @cute.jit
 def raise_maximum(part, relative, row_max, row_sum, room, narrows: cutlass.Constexpr):
     """Where an exponent of `part` is larger than its row has `room` for, raise the row's maximum by it, and
@@ -47,9 +79,9 @@ def raise_maximum(part, relative, row_max, row_sum, room, narrows: cutlass.Const
 
 @cute.jit
 def follow_maximum(S, O, row_max, row_sum):
-    """As `raise_maximum` without room, for tiles before the end of which a row may have seen no key. Such a row's
-    maximum is 0, of no score, and so far above all of its scores that none of them would be left; it becomes
-    the first one's, up or down."""
+    """As `raise_maximum` without room, for tiles before the end of which a row may have seen no key. Such a
+    row's maximum is 0, of no score, and perhaps so far above all of its scores that none of them would be
+    left; it becomes the first one's, up or down."""
     growth = [None, None]
     for r in range_constexpr(OWN_ROWS):
         tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)

@@ -46,8 +46,8 @@ class Causal:
 
 @dataclass(frozen=True)
 class Window:
-    """Query i sees the keys from i + offset − left to i + offset + right, where offset is seqlen_kv − seqlen_q.
-    A kernel puts the traced integers it is given in the place of left and right."""
+    """Query i sees the keys from i + offset − left to i + offset + right; offset is seqlen_kv − seqlen_q. A
+    kernel puts the traced integers it is given in the place of left and right."""
 
     left: object
     right: object

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr, range_constexpr
+from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from ..contract import Problem, Work
 from .constants import WARPGROUP
@@ -95,6 +95,16 @@ class QueryTiles:
         visible = self.visible_blocks(first_row, own_blocks, seqlen_q, seqlen_kv)
         return first_row, kv_blocks, own_blocks, visible
 
+    def part_seen(self, share, own_blocks, seqlen_kv):
+        """`share` times what part of the keys that a row may see rows do that take so many tiles of them."""
+        if not self.mask.hides:
+            return share
+        keys = seqlen_kv
+        if self.mask.hides_first:  # as many as a row sees in the middle
+            left, right = [cutlass.min(seqlen_kv, x) for x in (self.mask.left, self.mask.right)]
+            keys = cutlass.min(keys, left + right + 1)
+        return share * Float32(own_blocks) * cute.arch.rcp_approx(Float32(cute.ceil_div(keys, self.tile_kv)))
+
     @cute.jit
     def begin(self, span, q_block, seqlen_q, seqlen_kv):
         """`span`, in tiles of all keys from the first on, where keys before a first one are hidden too; and
@@ -110,10 +120,6 @@ class QueryTiles:
             first, own_blocks = cta_first, cta_first + 1
         edge = cutlass.min(cutlass.max(edge, first + 1), own_blocks)
         return (first_row, kv_blocks, own_blocks, visible), (first - cta_first, first, edge)
-
-    def place_of(self, tile, mQ, mK, mList):
-        """The tile-th tile's place, of `self.batch`; mList only of packed ones."""
-        return self.locate_listed(tile, mQ, mList) if self.packed else self.locate(tile, mQ, mK)
 
     def span_of(self, place, consumer, extents):
         """`span` of a place, and where the consumer begins (`begin`)."""

@@ -45,8 +45,8 @@ def sum_of_row(value: Float32) -> Float32:
 
 @cute.jit
 def with_sink(total: Float32, row_max: Float32, sink: Float32):
-    """A row's sum, its maximum and the factor of what is summed, when e^sink joins the sum; the maximum in powers
-    of two. Nothing overflows, however far the sink is from the scores; a sink of −∞ changes nothing."""
+    """A row's sum, its maximum and the factor of what is summed, when e^sink joins the sum; the maximum in
+    powers of two. Nothing overflows, however far the sink is from the scores; −∞ changes nothing."""
     sink_log2 = sink * LOG2_E
     seen = row_max if total > 0.0 else -Float32.inf  # of a row without keys the maximum is 0, and no score's
     largest = finite(cute.arch.fmax(seen, sink_log2))

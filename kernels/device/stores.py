@@ -44,8 +44,8 @@ def rounded(rX: cute.Tensor, dtype: type) -> cute.Tensor:
 
 
 def store_warp_rows(x: WarpStores, rX16: cute.Tensor, place, tile, batch: Batch = DENSE) -> None:
-    """Store this warp's rows through `place` of shared memory into `tile`, which is (block, head, and the rest
-    of a place of `batch`)."""
+    """Store this warp's rows through `place` of shared memory into `tile`, a place of `batch`: (block, head,
+    …)."""
     cute.copy(x.copy, x.copy.retile(rX16), x.tXsX[None, None, None, place])
     cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
     cute.arch.sync_warp()
