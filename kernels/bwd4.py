@@ -13,7 +13,8 @@ What changes      against bwd3: persistent CTAs and a tile counter; a warp that 
 What does not     preprocess and postprocess, who owns what, which products take registers.
 Supports          bf16 and fp16; head_dim 64, 128 and 256; seqlen_q and seqlen_kv ≥ 1; GQA and MQA. A causal
                   mask is aligned at the bottom right or, with top_left, there, as k6's; a query that sees no
-                  key, and a key that no query sees, gives and gets no gradient.
+                  key, and a key that no query sees, gives and gets no gradient. Windows, soft caps, sinks and
+                  packed sequences as policies (notes/bwd4_policies.md).
 Where to read     The schedule, drawn: notes/bwd4.md, "The schedule". Here are the roles of the warps and the
                   main loop of head_dim 64 and 128; in bwd4_operands.py shared memory, registers and operands
                   with their shapes; in bwd4_dkv.py and bwd4_dq.py the kernels of head_dim 256; in

@@ -176,7 +176,7 @@ class SummedTiles(Tiles):
 
     @cute.jit
     def write_listed_zeros(self, tile_ring, sTile, mQ, mK, mDQ_sum, mZeroed, mList):
-        """One warp, to the end: with each tile of keys a share of the zeros for the section that comes next."""
+        """One warp, to the end: with each tile of keys a share of the zeros for what comes next."""
         cute.arch.griddepcontrol_wait()
         tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
         heads, group, columns = mK.shape[2], mQ.shape[2] // mK.shape[2], mDQ_sum.shape[2]

@@ -205,8 +205,8 @@ class Tiles(Scores):
 
     @cute.jit
     def sections(self, first, kv_blocks, seqlen_q, mQ, mK, listed_tiles):
-        """Of a sequence whose tiles begin at the first-th of the list: how many of its key heads are worked on
-        together, and from which on the rest are."""
+        """Of a sequence whose tiles begin at the first-th of the list: how many of its key heads are worked
+        on together, and from which on the rest are."""
         heads = mK.shape[2]
         section = self.section_of(heads, kv_blocks, seqlen_q, mQ.shape[2], heads)
         final = heads // section * section
