@@ -15,7 +15,7 @@ from .policies import DenseScratch, PackedScratch, Scores, listed
 from .query_tiles import QueryTiles
 
 
-class TilesOfQueries(QueryTiles, Scores):
+class TilesOfQueries(Scores, QueryTiles):  # `take` is the former's
     """Tiles of queries, two consumers a CTA."""
 
     def __init__(
