@@ -224,8 +224,8 @@ def _problem_of(
 
 
 def without_idle_window(problem: Problem) -> Problem:
-    """The problem without a window, or the side of one, that is too wide to hide anything; what is left may be
-    the causal mask, whose kernel is faster."""
+    """The problem without a window, or the side of one, that is too wide to hide anything; what is left may
+    be the causal mask, whose kernel is faster."""
     if problem.window is None:
         return problem
     left, right = problem.window
