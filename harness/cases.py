@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from harness import models, reference
+from harness import models, policy_cases, reference  # noqa: F401  policy_cases registers its own
 from harness.inputs import as_read, poison, random_inputs
+from harness.registry import CASES, case, same
 from harness.results import repository
 from harness.stages import backward, forward, prepare, prepare_backward, starts_at_zero
 from harness.sweep import HEAD_DIMS
@@ -30,19 +31,8 @@ LENGTHS = (1, 3, 63, 64, 65, 113, 127, 128, 129, 203, 255, 257, 1023, 1025, 4097
 NEEDLE_LENGTHS = (16, 64, 65, 257, 1024, 4097)
 LONG = 8257  # twice as many keys as in any other case
 UNEQUAL = 257, 1025
-CASES: dict[str, tuple[str | None, Callable[[str, object], Iterator[str]]]] = {}
 worst_seen: dict[str, float] = {}
 Outputs = dict[str, torch.Tensor]  # o and lse, or dq, dk and dv
-
-
-def case(direction: str | None = None) -> Callable:
-    """Register a case: for stages of one direction, FP8's being forward ones, or of all."""
-
-    def register(function: Callable) -> Callable:
-        CASES[function.__name__.replace("_", " ")] = direction, function
-        return function
-
-    return register
 
 
 def small(stage_id: str, **changes: object) -> list[Problem]:
@@ -118,12 +108,6 @@ def noted(verdict: reference.Verdict, what: object) -> Iterator[str]:
         worst_seen[name] = max(worst_seen.get(name, 0.0), getattr(verdict, name))
     for failure in verdict.failures:
         yield f"{what}: {failure}"
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit-identical, NaN included."""
-    bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
 def differing(stage_id: str, found: Outputs, expected: Outputs) -> list[str]:
@@ -830,9 +814,15 @@ class Outcome:
 
 def chosen(stage_id: str, only: str | None = None) -> list[str]:
     """The cases of a stage's direction, by name; with `only` those whose name contains it."""
-    direction = ladder.load(stage_id)[0].direction
-    kind = "bwd" if direction == "bwd" else "fwd"
-    return [name for name, (of, _) in CASES.items() if of in (None, kind) and (only or "") in name]
+    stage, module = ladder.load(stage_id)
+    kind = "bwd" if stage.direction == "bwd" else "fwd"
+    square = Problem.square(1, 1, 1, 64, False, direction=stage.direction, sequences=((1, 1),))
+    takes = module.supports(square) is None
+    return [
+        name
+        for name, (of, _, policies) in CASES.items()
+        if of in (None, kind) and (takes or not policies) and (only or "") in name
+    ]
 
 
 def run_cases(stage_id: str, args: object) -> Iterator[Outcome]:

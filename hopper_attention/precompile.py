@@ -1,6 +1,7 @@
 """Fill the cache of compiled kernels ahead of the first call.
 
     python -m hopper_attention.precompile             the kernels of `attention` and its backward pass
+    python -m hopper_attention.precompile policies    those with windows, soft caps, sinks, packed sequences
     python -m hopper_attention.precompile fp8         those of `attention_fp8` and `quantize`
     python -m hopper_attention.precompile k2 bwd3     of other stages; `all` for the ladder
     python -m hopper_attention.precompile decode --head-dim 128 --dtype bfloat16 --page-size 16
@@ -27,24 +28,29 @@ from .launch import (
     DECODE,
     LIBRARY,
     QUANTIZE,
+    WITH_POLICIES,
     kernel_for,
     reachable,
     reachable_in_decode,
     reachable_in_fp8,
+    reachable_with_policies,
     sms_option,
 )
 
-FP8 = "fp8"  # beside stage ids
+FP8, POLICIES = "fp8", "policies"  # beside stage ids
 Job = tuple[str, Problem, dict[str, Any]]  # as `launch.kernel_for` takes it
 
 
 def jobs_of(stage_id: str, sms: int = SMS) -> list[Job]:
-    """Every kernel of a stage, or of "fp8", that a call can reach on a GPU with so many SMs."""
+    """Every kernel of a stage, or of "fp8" or "policies", that a call can reach on a GPU with so many SMs."""
     if stage_id == DECODE:
         return [(name, what, options | sms_option(sms)) for name, what, options in reachable_in_decode()]
     if stage_id == FP8:
         of_sms = lambda name: {} if name == QUANTIZE else sms_option(sms)
         return [(name, what, options | of_sms(name)) for name, what, options in reachable_in_fp8()]
+    if stage_id == POLICIES:
+        options = {name: ladder.load(name)[0].options | sms_option(sms) for name in WITH_POLICIES}
+        return [(name, what, x) for name, x in options.items() for what in reachable_with_policies(name)]
     options = ladder.load(stage_id)[0].options | (sms_option(sms) if stage_id in LIBRARY else {})
     return [(stage_id, problem, options) for problem in reachable(stage_id)]
 
@@ -81,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m hopper_attention.precompile", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("stages", nargs="*", default=LIBRARY, help="stage ids, `all`, `fp8` or `decode`")
+    parser.add_argument("stages", nargs="*", default=LIBRARY, help="stage ids, `all`, `policies`, `fp8` or `decode`")
     parser.add_argument("--head-dim", type=int, help="only kernels for heads of this size")
     parser.add_argument("--dtype", choices=DTYPES, help="only kernels for queries of this type")
     parser.add_argument("--page-size", type=int, help="of decode only kernels for such pages; 0: none")

@@ -33,6 +33,7 @@ from .launch import (
     FORWARD_IN_ROWS,
     IN_PARTS,
     kernel_for,
+    least_of,
     sms_option,
 )
 
@@ -262,7 +263,10 @@ def backward_stage(
     """The stage that computes the gradients of a problem that BACKWARD takes, and its parts, if it has any:
     by default those that `division` chooses."""
     # Where a query's gradient comes from one tile of keys, nobody waits for a turn, and no zeros are needed.
-    deterministic |= problem.head_dim < 256 and problem.seqlen_kv <= TILE_KV[problem.head_dim]
+    alone = problem.sequences is None and problem.seqlen_kv <= TILE_KV[problem.head_dim]
+    deterministic |= problem.head_dim < 256 and alone
+    if problem.policies:  # which the stages in parts do not take
+        parts = UNDIVIDED
     if parts is None:
         one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
         parts = division.parts_of(problem, gpu.sms) if one_launch else UNDIVIDED
@@ -295,8 +299,7 @@ def _check_inputs(stage_id: str, problem: Problem, **inputs: torch.Tensor) -> No
 
 
 def _launch(stage_id: str, problem: Problem, gpu: tuned.Gpu) -> Launch:
-    least = problem.with_(batch=1, heads=1, kv_heads=1, seqlen_q=1, seqlen_kv=1)
-    return kernel_for(stage_id, least, OPTIONS.get(stage_id, {}) | sms_option(gpu.sms)).launch
+    return kernel_for(stage_id, least_of(problem), OPTIONS.get(stage_id, {}) | sms_option(gpu.sms)).launch
 
 
 def _split(problem: Problem) -> Iterator[tuple[Place, Place, Problem]]:

@@ -13,7 +13,7 @@ dQ sums over the keys of both, so a consumer computes not what its own keys add 
 the columns of 64 queries (d = 128), or all 64 columns of 64 of the 128 queries (d = 64).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -21,6 +21,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
+from .contract import Problem
 from .device.constants import WARPGROUP
 from .device.fragments import Coordinates, Product, coordinates
 from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, Rings
@@ -51,6 +52,13 @@ class Config:
 CONFIGS = {64: Config(TILE_Q[64], False, True), 128: Config(TILE_Q[128], True, False)}
 
 
+def config_of(problem: Problem) -> Config:
+    config = CONFIGS[problem.head_dim]
+    if problem.window is not None or problem.softcap > 0:  # whose registers V has otherwise
+        config = replace(config, keep_V=False)
+    return config
+
+
 @dataclass(frozen=True)
 class Shared:
     """Shared memory. Tiles of 16-bit elements lie as the TMA's 128-byte swizzle puts them."""
@@ -62,12 +70,14 @@ class Shared:
     dS: cute.Tensor  # (key, query, consumer + 2 · parity of the step)
     dQ: cute.Tensor  # (register, thread, quad, consumer) fp32: as the accumulator of 64×64 holds it
     stats: cute.Tensor  # (query, LSE or D, block of 64 queries, stage) fp32
-    tile: cute.Tensor  # (4,) int32: valid, kv_block, kv_head, batch
+    tile: cute.Tensor  # (4,) int32: valid, and the place of a tile of keys; of packed ones (8,)
     places: cute.Tensor | None  # (consumer warp,) int32, where keys are in parts: the warp's `place_of_part`
 
 
-def allocate(smem: SmemAllocator, config: Config, head_dim: int, dtype: type, divides: bool) -> Shared:
-    """Shared memory but for the barriers, in the order of `Shared`."""
+def allocate(
+    smem: SmemAllocator, config: Config, head_dim: int, dtype: type, divides: bool, words: int
+) -> Shared:
+    """Shared memory but for the barriers, in the order of `Shared`; a tile's place has so many words."""
     quads = cute.make_layout((4, WARPGROUP, 8, CONSUMERS))
     stats = cute.make_layout((ROWS, 2, config.blocks, config.stages))
     return Shared(
@@ -78,19 +88,19 @@ def allocate(smem: SmemAllocator, config: Config, head_dim: int, dtype: type, di
         dS=allocate_tiles(smem, dtype, ROWS, config.tile_q, CONSUMERS * 2),
         dQ=smem.allocate_tensor(Float32, quads, 1024),
         stats=smem.allocate_tensor(Float32, stats, 128),
-        tile=smem.allocate_tensor(Int32, cute.make_layout(4), 16),
+        tile=smem.allocate_tensor(Int32, cute.make_layout(1 + words), 16),
         places=smem.allocate_tensor(Int32, cute.make_layout(CONSUMER_WARPS), 16) if divides else None,
     )
 
 
-def shared_bytes(config: Config, head_dim: int, divides: bool) -> int:
+def shared_bytes(config: Config, head_dim: int, divides: bool, words: int) -> int:
     """What `allocate` takes, and the barriers of the rings and of `own`."""
     rows = TILE_KV * (config.k_stages + 1) + 2 * config.stages * config.tile_q  # K, V, Q and dO
     ds = 2 * TILE_KV * config.tile_q * 2
     dq = TILE_KV * 64 * 4
     stats = 2 * config.stages * config.tile_q * 4
     barriers = 2 * (2 * config.stages + config.k_stages + 2) * 8 + CONSUMERS * 8
-    return rows * head_dim * 2 + ds + dq + stats + 16 + 4 * CONSUMER_WARPS * divides + barriers
+    return rows * head_dim * 2 + ds + dq + stats + 4 * (1 + words) + 4 * CONSUMER_WARPS * divides + barriers
 
 
 @dataclass(frozen=True)
@@ -121,8 +131,6 @@ class Consumer:
     index: Int32
     other: Int32  # the other consumer
     thread: Int32  # in the consumer
-    seqlen_q: Int32
-    seqlen_kv: Int32
     shared: Shared
     rings: RingsAndOwn
 
@@ -231,3 +239,20 @@ def fragments(
         copy_dKV=copy_dKV,
         copy_V=copy_V,
     )
+
+
+def issue_dQ(f: Fragments, config: Config, consumer: Int32, k_get, parity) -> None:
+    """Issue dQ = dS·K over the keys of both consumers, as one commit group. At head_dim 128: of the one block
+    of 64 queries the consumer's 64 columns; at 64: of two blocks the consumer's, all 64 columns."""
+    columns = cute.size(f.dV.acc) * WARPGROUP // ROWS // 64  # blocks of 64: what the swizzle permutes
+    warpgroup.fence()
+    atom = cute.make_mma_atom(f.dQ.mma.op)  # its own, as in `multiply`
+    own_block, own_column = (consumer, 0) if config.blocks == CONSUMERS else (0, consumer)
+    for c in range(CONSUMERS):
+        part = own_block + config.blocks * (c + CONSUMERS * parity)
+        column = own_column + columns * (c + CONSUMERS * k_get.index)
+        for k in range(ROWS // 16):
+            atom.set(warpgroup.Field.ACCUMULATE, c > 0 or k > 0)
+            tA, tB = f.dQ.A[None, None, k, part], f.dQ.B[None, None, k, column]
+            cute.gemm(atom, f.dQ.acc, tA, tB, f.dQ.acc)
+    warpgroup.commit_group()

@@ -25,6 +25,7 @@ from .calls import DETERMINISTIC, UNDIVIDED, backward_scratch, refuse_backward, 
 from .contract import Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS
 from .device.constants import SMS
+from .device.limits import refuse_policies
 from .device.masks import mask_of
 from .division import divisions, parts_of
 
@@ -51,7 +52,11 @@ STAGES = (
     ),
 )
 
-supports = refuse_backward
+
+def supports(problem: Problem) -> str | None:
+    return refuse_backward(problem) or refuse_policies(problem)
+
+
 run_kernel = run_backward
 
 
@@ -62,9 +67,9 @@ def kernel_for(
     options = problem.head_dim, mask_of(problem), ELEMENTS[problem.dtype]
     if problem.head_dim == 256:
         main = KeyGradients(*options, divides=True, sms=sms)
-        return DividedWideFlashAttentionBackward(main, QueryGradient(*options, sms=sms))
+        return DividedWideFlashAttentionBackward(main, QueryGradient(*options, sms=sms), problem)
     main = Backward(*options, deterministic, CONFIGS[problem.head_dim], divides=True, sms=sms)
-    return DividedFlashAttentionBackward(main)
+    return DividedFlashAttentionBackward(main, problem)
 
 
 def workspace(problem: Problem, deterministic: bool = False, sms: int = SMS) -> Scratch:
@@ -80,4 +85,4 @@ def work(problem: Problem, **options: object) -> list[Work]:
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:
-    return compile_backward(kernel_for(problem, **options), problem)
+    return compile_backward(kernel_for(problem, **options))

@@ -8,10 +8,16 @@ from .contract import Compiled, Problem, Scratch, Tensors
 from .device.limits import (
     BLOCK,
     COLUMN_BYTES,
+    FORWARD_ROWS,
+    POLICIES,
     TILE_KV,
     TILE_Q,
+    bounds,
+    list_shape,
+    listed_tiles,
     refuse_heads_on_grid,
     refuse_long_heads,
+    refuse_policies,
     refuse_unless_gqa,
     scratch_shapes,
     sums_of_dq,
@@ -44,13 +50,25 @@ def refuse_backward(problem: Problem) -> str | None:
     """Why bwd4 and bwd4_det refuse the problem, or None."""
     return (
         refuse_unless_gqa(problem, "bwd")
+        or refuse_policies(problem, takes=tuple(POLICIES))
         or refuse_long_heads(problem, COLUMN_BYTES[problem.head_dim])
         or refuse_heads_on_grid(problem)
     )
 
 
-def forward_scratch(problem: Problem) -> Scratch:
-    return {"counter": ((1,), "int32")}  # of tiles taken, 0 again after each launch; not for two at once
+def forward_scratch(problem: Problem, rows: int | None = None) -> Scratch:
+    """For tiles of `rows` queries, by default k6's."""
+    counter = {"counter": ((1,), "int32")}  # of tiles taken, 0 again after each launch; not for two at once
+    if problem.sequences is None:
+        return counter
+    rows = rows or FORWARD_ROWS[problem.head_dim]
+    # Integers, which a launch leaves as they come: as floats they need not be zero.
+    return {"tiles": (list_shape(problem.seqlen_q, len(problem.sequences), rows), "float32"), **counter}
+
+
+def given_names(problem: Problem) -> tuple[str, ...]:
+    """What a launch is given beside tensors and scratch: `device.given`."""
+    return ("scale",) * problem.scaled + problem.policies
 
 
 def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None = None) -> Scratch:
@@ -62,16 +80,26 @@ def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None 
         blocks = math.ceil(problem.seqlen_kv / TILE_KV[problem.head_dim]) * TILE_KV[problem.head_dim] // BLOCK
         shape = 2, key_heads, parts.queries, blocks, problem.head_dim // BLOCK, BLOCK * BLOCK
         of_keys = {"parts": (shape, "float32")}
+    zeroed = key_heads
+    lists, tiles = {}, math.ceil(problem.seqlen_q / tile_q)
+    if problem.sequences is not None:  # as `forward_scratch`'s
+        totals, rows = (problem.seqlen_q, problem.seqlen_kv), (tile_q, TILE_KV[problem.head_dim])
+        shapes = [list_shape(total, len(problem.sequences), of) for total, of in zip(totals, rows)]
+        lists = {"tiles_q": (shapes[0], "float32"), "tiles_kv": (shapes[1], "float32")}
+        tiles = listed_tiles(problem.seqlen_q, len(problem.sequences), tile_q)
+        zeroed *= listed_tiles(problem.seqlen_kv, len(problem.sequences), TILE_KV[problem.head_dim])
     if problem.head_dim == 256:
         # of tiles taken, a kernel each
-        return {"stats": scratch_shapes(problem, tile_q)["stats"], **of_keys, "counter": ((2,), "int32")}
-    sums = sums_of_dq(deterministic, problem.causal)
-    heads, tiles = problem.batch * problem.heads, math.ceil(problem.seqlen_q / tile_q)
+        stats = scratch_shapes(problem, tile_q)["stats"]
+        return {"stats": stats, **of_keys, **lists, "counter": ((2,), "int32")}
+    sums = sums_of_dq(deterministic, problem.causal or problem.window is not None)
+    heads = problem.batch * problem.heads
     return (
         scratch_shapes(problem, tile_q, sums)
         | of_keys
+        | lists
         | {
-            "zeroed": ((key_heads,), "int32"),  # how many shares of a key head's dQ_sum are zero
+            "zeroed": ((zeroed,), "int32"),  # how many shares of a key head's dQ_sum are zero
             "order": ((heads, tiles * sums), "int32"),  # whose turn it is to add to dQ_sum
             "counter": ((1,), "int32"),  # of tiles taken
         }
@@ -79,7 +107,7 @@ def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None 
 
 
 def launch_forward(compiled: Compiled, q, k, v, o, lse, scratch, given) -> None:
-    """`scratch` as `forward_scratch` lists it; `given` of a scaled problem: its softmax_scale."""
+    """`scratch` as `forward_scratch` lists it; `given` as `given_of` does."""
     compiled(q, k, v, o, lse, *scratch, *given)
 
 
@@ -95,10 +123,26 @@ def run_forward(compiled: Compiled, t: Tensors) -> None:
 
 
 def run_backward(compiled: Compiled, t: Tensors) -> None:
-    if t.dq.numel() or t.dk.numel():
-        gradients = t.do, t.dq, t.dk, t.dv
+    gradients = t.do, t.dq, t.dk, t.dv
+    if not (t.dq.numel() and t.dk.numel()):  # no pair of a query and a key
+        for x in (*gradients[1:], t.dsink):
+            if x is not None and x.numel():
+                x.zero_()
+    else:
         launch_backward(compiled, t.q, t.k, t.v, t.o, t.lse, *gradients, t.workspace.values(), _given(t))
 
 
 def _given(t: Tensors) -> list[object]:
-    return [x for x in (t.softmax_scale, t.dlse) if x is not None]
+    window = bounds(t.window) if t.window is not None else ()
+    alone = (t.softmax_scale, *window, t.softcap, t.sink, *_sequences(t), t.dlse, t.dsink)
+    return [x for x in alone if x is not None]
+
+
+def _sequences(t: Tensors) -> tuple[object, ...]:
+    """Cumulative lengths, used ones, and a bit for each of these that is there; in the place of one that is
+    not, its cumulative lengths."""
+    if t.cu_seqlens is None:
+        return ()
+    used = t.seqused or (None, None)
+    which = sum(1 << i for i, x in enumerate(used) if x is not None)
+    return (*t.cu_seqlens, *(cu if x is None else x for cu, x in zip(t.cu_seqlens, used)), which)

@@ -51,7 +51,12 @@ MANY_TILES = 10  # for each SM: from there on the mean load and half of a tile a
 
 
 def rows_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> int:
-    """Of how many queries a tile of the forward pass has, the number with the least time."""
+    """Of how many queries a tile of the forward pass has, the number with the least time. Packed sequences
+    count as equally long: of their lengths nobody but the GPU knows more."""
+    if problem.sequences is not None:
+        count = max(1, len(problem.sequences))
+        mean = {"seqlen_q": -(-problem.seqlen_q // count), "seqlen_kv": -(-problem.seqlen_kv // count)}
+        problem = problem.with_(sequences=None, batch=count, **mean)
     us = {rows: forward_us(problem, rows, sms, tiles) for rows in tiles[problem.head_dim]}
     own, best = next(iter(us)), min(us, key=us.get)
     return best if us[best] < CLEARLY * us[own] else own
@@ -76,6 +81,10 @@ def _keys_seen(problem: Problem, rows: int) -> list[int]:
     """How many keys each tile of `rows` queries of a head sees, at least one."""
     offset = 0 if problem.top_left else problem.seqlen_kv - problem.seqlen_q
     ends = range(rows, problem.seqlen_q + rows, rows)
+    if problem.window is not None:
+        left, right = (problem.seqlen_q + problem.seqlen_kv if x < 0 else x for x in problem.window)
+        spans = ((end - rows + offset - left, end + offset + right) for end in ends)
+        return [max(1, min(problem.seqlen_kv, last) - max(0, first)) for first, last in spans]
     if not problem.causal:
         return [problem.seqlen_kv for _ in ends]
     return [max(1, min(problem.seqlen_kv, end + offset)) for end in ends]

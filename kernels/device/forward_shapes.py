@@ -1,0 +1,18 @@
+"""Tile shapes of k6: those it has, and those they were chosen from."""
+
+from dataclasses import replace
+
+from .query_tiles import Config
+
+CONFIGS = {  # by head_dim; registers of a producer's thread and of a consumer's, stages of K and of V
+    64: Config(consumers=4, tile_kv=64, stages=8, registers=(24, 112), parts=2),
+    128: Config(consumers=3, tile_kv=64, stages=4, registers=(32, 160)),
+    256: Config(consumers=2, tile_kv=64, stages=2, registers=(24, 240)),
+}
+
+CANDIDATES = {  # what CONFIGS were chosen from
+    64: [replace(CONFIGS[64], parts=parts) for parts in (2, 1, 4)]
+    + [Config(3, 96, 5, (32, 160), parts=2), Config(3, 128, 3, (32, 160), parts=4)],
+    128: [replace(CONFIGS[128], parts=parts) for parts in (1, 2)]
+    + [Config(3, 80, 3, (32, 160)), Config(2, 128, 2, (24, 240))],
+}
