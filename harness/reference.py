@@ -214,6 +214,7 @@ def _attention(
             else:
                 place = rows[piece], seen.start, seqlen_kv, offset
                 base = _lazy_maximum_of_window(scores, rounds_p, *place, policies.window)
+                base = torch.where(scores == -math.inf, maximum, base)  # where there is none yet
             base = base.masked_fill(base == -math.inf, 0.0)
             p, weight = (scores - base).exp_(), (base - maximum).exp_()
             if rounds_p.e4m3 is None:

@@ -195,3 +195,12 @@ def test_a_lazy_maximum_under_a_window(window: tuple[int, int], lengths: tuple[i
         o = reference.yardstick(q, k, v, False, lazy, policies=given)
         exact, _ = reference.reference(q, k, v, False, policies=given)
         assert (o.double() - exact).abs().max() <= 2**-6
+
+
+def test_a_lazy_maximum_of_far_scores() -> None:
+    """Of rows that see nothing of their first tile, e^0 is far above everything."""
+    given = some("fwd", {"window": (70, 0)}, SHAPES[0])
+    given.q[..., 0], given.k[..., 0] = -64.0, 64.0
+    o, lse = zip(*(one.forward for one in given.expected))
+    outputs = {"o": given.spread("o", o, given.q), "lse": given.spread("lse", lse, torch.empty(1, 4, 203))}
+    assert given.judge(outputs, LazyMaximum(64, 2, 8.0, 2.0)) == []
