@@ -82,9 +82,9 @@ def close(name, found, exact, factor=1.0):
     assert worst < factor * 2.0**-8, f"{name}: {worst:.2e}"
 
 
-def numbers(rank, ranks, causal, kv_heads, scale, compiled=False):
-    """Outputs and gradients against one process' float64."""
-    q, k, v, do = whole(kv_heads=kv_heads)
+def numbers(rank, ranks, causal, kv_heads, scale, seqlen=64, compiled=False, broken=False):
+    """Outputs and gradients against one process' float64; `broken`, of another mask."""
+    q, k, v, do = whole(kv_heads=kv_heads, seqlen=seqlen)
     generator = torch.Generator().manual_seed(4)
     dlse = torch.randn(q.shape[:3], generator=generator)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
@@ -97,7 +97,7 @@ def numbers(rank, ranks, causal, kv_heads, scale, compiled=False):
     call = context_parallel_attention
     if compiled:
         call = torch.compile(call, fullgraph=True, backend="aot_eager")
-    found, found_lse = call(*inputs, causal=causal, softmax_scale=scale, return_lse=True)
+    found, found_lse = call(*inputs, causal=causal != broken, softmax_scale=scale, return_lse=True)
     torch.autograd.backward((found, found_lse), (mine(do), mine(dlse)))
     close("o", found, mine(o), 2.0)
     assert (found_lse - mine(lse)).abs().max() < 1e-5
@@ -116,6 +116,8 @@ def refused(rank, ranks, how):
         k, v = k[:, :, :-2], v[:, :, :-2]
     if rank == 1 and how == "odd":
         q, k, v = (x[:, :, :-1] for x in (q, k, v))
+    if rank == 1 and how == "lengths":
+        k, v = k[:, :, :-2], v[:, :, :-2]
     if rank == 1 and how == "dtype":
         q = q.float()
     try:
