@@ -25,6 +25,7 @@ from harness import fa3, reference, timing
 from hopper_attention import ops, tuned
 from hopper_attention.cache import write_atomically
 from hopper_attention.integrations import context_parallel as cp
+from hopper_attention.integrations.copy_engines import CopyExchange
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import BACKWARD, FORWARD
@@ -71,12 +72,12 @@ class Unsent(cp.Exchange):
         super().__init__(group)
         self.there: dict[tuple[int, torch.Size], torch.Tensor] = {}
 
-    def post(self, to, sent, source, received):
-        for i, x in enumerate(received):
-            if (i, x.shape) not in self.there:
-                self.there[i, x.shape] = torch.randn_like(x)
-        kept = [self.there[i, x.shape] for i, x in enumerate(received)]
-        return lambda: kept
+    def post(self, kind, to, sent, source, shapes):
+        kinds = [(i, shape) for i, shape in enumerate(shapes)]
+        for x in kinds:
+            if x not in self.there:
+                self.there[x] = torch.randn(x[1], dtype=sent[0].dtype, device=sent[0].device)
+        return lambda: [self.there[x] for x in kinds]
 
 
 class Uncomputed:
@@ -166,14 +167,18 @@ def torch_ring(size: Size, ranks: int, q, k, v, do, both: bool, backend: SDPBack
         mesh = init_device_mesh("cuda", (ranks,))
         group = q.shape[1] // k.shape[1]
         dense = lambda x: x.contiguous()
-        whole = [torch.cat([dense(x)] * ranks, 2) for x in (q, *(y.repeat_interleave(group, 1) for y in (k, v)))]
+        whole = [
+            torch.cat([dense(x)] * ranks, 2) for x in (q, *(y.repeat_interleave(group, 1) for y in (k, v)))
+        ]
         parts_do = dense(do)
         with contextlib.ExitStack() as stack:
             if ours:
                 stack.enter_context(hopper_attention.enabled())
             stack.enter_context(sdpa_kernel(backend))
             stack.enter_context(
-                context_parallel(mesh, buffers=whole, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(whole))
+                context_parallel(
+                    mesh, buffers=whole, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(whole)
+                )
             )
             for x in whole:
                 x.requires_grad_(both)
@@ -272,12 +277,14 @@ def judged(size: Size, ring: Ring, inputs, rank: int, ranks: int) -> dict[str, o
     return {name: say(verdict) for name, verdict in found.items()}
 
 
-def measure(size: Size, rank: int, ranks: int, group, device, options: dict[str, object]) -> dict[str, object]:
+def measure(
+    size: Size, rank: int, ranks: int, group, device, options: dict[str, object]
+) -> dict[str, object]:
     generator = torch.Generator(device).manual_seed(rank)
     make = lambda h: torch.randn(
         1, size.tokens, h, HEAD_DIM, device=device, dtype=torch.bfloat16, generator=generator
     ).transpose(1, 2)
-    q, k, v, do = inputs = make(size.heads), make(size.kv_heads), make(size.kv_heads), make(size.heads)
+    q, k, v, _ = inputs = make(size.heads), make(size.kv_heads), make(size.kv_heads), make(size.heads)
     row: dict[str, object] = {"size": asdict(size), "ranks": ranks, "checks": {}, "errors": {}}
     ours = Ring(cp.Exchange(group))
     row["checks"] = judged(size, ours, inputs, rank, ranks)
@@ -291,12 +298,20 @@ def measure(size: Size, rank: int, ranks: int, group, device, options: dict[str,
     margins = [m for m in MARGINS if m] if options.get("margins") else []
     for both in (False, True):
         calls: dict[str, Callable[[], object]] = {}
-        of = lambda ring: (lambda: ring.both(size, *inputs)) if both else (lambda: ring.forward(size, q, k, v))
+        of = lambda ring: (
+            (lambda: ring.both(size, *inputs)) if both else (lambda: ring.forward(size, q, k, v))
+        )
         calls["ours"] = of(ours)
         calls["compute"] = of(Ring(Unsent(group)))
         calls["messages"] = of(Ring(cp.Exchange(group), Uncomputed().kernels()))
         if size.kv_heads % ranks == 0:
             calls["alone"] = alone(size, ranks, *inputs, both)
+        if options.get("copy"):
+            copies = lambda: CopyExchange(group, k, v)
+            calls["ours, copy"] = of(Ring(copies()))
+            calls["messages, copy"] = of(Ring(copies(), Uncomputed().kernels()))
+            if both:
+                calls["ours, copy, no tail"] = of(Ring(copies(), tail=False))
         for m in margins:
             calls[f"ours, margin {m}"] = of(Ring(cp.Exchange(group), margin=m))
         if both:
@@ -343,9 +358,8 @@ def show(row: dict[str, object]) -> None:
             continue
         times = {name: x for name, x in row[direction].items() if name != "overlap"}
         rate = lambda name: times[name]["tflops"] if name in times else float("nan")
-        share = rate("ours") / rate("alone")
-        print(f"{size} × {ranks}, {direction}: {rate('ours'):.0f} TFLOP/s a GPU, {share:.1%} of one GPU, overlap "
-              f"{row[direction]['overlap']:.1%}", flush=True)  # fmt: skip
+        share = f"{rate('ours') / rate('alone'):.1%} of one GPU, overlap {row[direction]['overlap']:.1%}"
+        print(f"{size} × {ranks}, {direction}: {rate('ours'):.0f} TFLOP/s a GPU, {share}", flush=True)
         for name, x in times.items():
             print(f"    {name:18} {x['ms']:9.3f} ± {x['ms_iqr']:.3f} ms {x['tflops']:6.0f}", flush=True)
     if row["errors"]:

@@ -60,7 +60,9 @@ class Merge:
         for i in range_constexpr(ROWS_IN_FLIGHT):
             row = block * BLOCK + group + BLOCK // ROWS_IN_FLIGHT * i
             largest = cute.arch.fmax(rA_lse[i], rB_lse[i])
-            weights = [cute.math.exp2((x - finite(largest)) * LOG2_E, fastmath=True) for x in (rA_lse[i], rB_lse[i])]
+            weights = [
+                cute.math.exp2((x - finite(largest)) * LOG2_E, fastmath=True) for x in (rA_lse[i], rB_lse[i])
+            ]
             total = weights[0] + weights[1]
             inverse = 0.0 if total == 0.0 else 1.0 / total
             merged = rA[None, i].load().to(Float32) * (weights[0] * inverse)
@@ -90,7 +92,10 @@ def compile_kernel(problem: Problem, wide_in: bool = False, wide_out: bool = Fal
     """Of a problem its head_dim and dtype; wide is fp32."""
     narrow = ELEMENTS[problem.dtype]
     extents = tuple(cute.sym_int() for _ in range(3))
-    o = [fake_rows(Float32 if wide else narrow, (*extents, problem.head_dim)) for wide in (wide_in, False, wide_out)]
+    o = [
+        fake_rows(Float32 if wide else narrow, (*extents, problem.head_dim))
+        for wide in (wide_in, False, wide_out)
+    ]
     lse = [
         make_fake_tensor(Float32, extents, (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
         for _ in range(2)

@@ -1,5 +1,5 @@
-"""One rank of `tests/test_context_parallel.py`: `python tests/ring_worker.py RANK RANKS STORE CASE`, over gloo,
-with the reference's formulas for kernels."""
+"""One rank of `tests/test_context_parallel.py`: `python tests/ring_worker.py RANK RANKS STORE CASE`, over
+gloo, with the reference's formulas for kernels."""
 
 import datetime
 import os
@@ -145,7 +145,9 @@ def dies(rank, ranks, when):
 
 def main(rank: int, ranks: int, store: str, case: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT
+    )
     library = stand_in()
     eval(case, globals() | {"rank": rank, "ranks": ranks})
     dist.destroy_process_group()

@@ -226,6 +226,10 @@ def test_shapes_for_tracing() -> None:
     q, k = torch.empty(2, 4, 6, 64, device="meta"), torch.empty(2, 2, 6, 64, device="meta")
     o, lse = cp.fake_forward(q, k, k, "group")
     assert (o.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
-    assert [x.shape for x in cp.fake_backward(o, q, k, k, o, lse, None, "group")] == [q.shape, k.shape, k.shape]
+    assert [x.shape for x in cp.fake_backward(o, q, k, k, o, lse, None, "group")] == [
+        q.shape,
+        k.shape,
+        k.shape,
+    ]
     assert str(cp.context_forward._schema).count("SymInt") == 0
     assert torch.Tag.pt2_compliant_tag in ops.TAGS

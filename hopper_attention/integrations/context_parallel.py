@@ -9,10 +9,8 @@ LSE; a step's dK and dV go straight home, in the kernel's type, and are added th
 Everything here runs on `torch.distributed`: NCCL, or in tests gloo.
 """
 
-import contextlib
-import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -22,7 +20,7 @@ import torch.distributed as dist
 from torch.library import register_fake
 
 from .. import ops, tuned
-from ..checks import check_lse, check_scale, check_tensor, problem_of
+from ..checks import check_scale, check_tensor, problem_of
 from . import merging
 
 NAME = "context_parallel_attention"
@@ -129,10 +127,12 @@ class Exchange:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
 
     def post(
-        self, to: int, sent: list[torch.Tensor], source: int, received: list[torch.Tensor]
+        self, kind: str, to: int, sent: list[torch.Tensor], source: int, shapes: list[torch.Size]
     ) -> Callable[[], list[torch.Tensor]]:
-        """Send and receive contiguous tensors, behind what the current stream holds now. The result makes the
-        then current stream wait, and returns what was received."""
+        """Send contiguous tensors and receive some of these shapes and of the same type, behind what the
+        current stream holds now. The result makes the then current stream wait, and returns what was
+        received: valid until the next but one post of its `kind`."""
+        received = [sent[0].new_empty(shape) for shape in shapes]
         there, here = (dist.get_global_rank(self.group, rank) for rank in (to, source))
         messages = [dist.P2POp(dist.isend, x, there, self.group) for x in sent]
         messages += [dist.P2POp(dist.irecv, x, here, self.group) for x in received]
@@ -153,9 +153,9 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).contiguous()
 
 
-def _room_for(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _packed_shape(x: torch.Tensor, rows: Rows) -> torch.Size:
     batch, heads, seqlen, head_dim = x.shape
-    return x.new_empty(batch, seqlen if rows is Rows.BOTH else seqlen // 2, heads, head_dim)
+    return torch.Size((batch, seqlen if rows is Rows.BOTH else seqlen // 2, heads, head_dim))
 
 
 def _fetch_keys(i: int, steps: list[Step], exchange: Exchange, causal: bool, k, v):
@@ -163,8 +163,8 @@ def _fetch_keys(i: int, steps: list[Step], exchange: Exchange, causal: bool, k, 
     to = (exchange.rank + i) % exchange.ranks
     theirs = schedule(to, exchange.ranks, causal)[i].keys
     sent = [_packed(theirs.of(x)) for x in (k, v)]
-    received = [_room_for(x, steps[i].keys) for x in (k, v)]
-    wait = exchange.post(to, sent, steps[i].source, received)
+    shapes = [_packed_shape(x, steps[i].keys) for x in (k, v)]
+    wait = exchange.post("keys", to, sent, steps[i].source, shapes)
     return lambda: [x.transpose(1, 2) for x in wait()]
 
 
@@ -274,8 +274,8 @@ def _send_home(i: int, step: Step, exchange: Exchange, causal: bool, dk, dv, lik
     the rank i behind it."""
     source = (exchange.rank + i) % exchange.ranks
     mine = schedule(source, exchange.ranks, causal)[i].keys
-    received = [_room_for(x, mine) for x in like]
-    return mine, exchange.post(step.source, [_packed(x) for x in (dk, dv)], source, received)
+    shapes = [_packed_shape(x, mine) for x in like]
+    return mine, exchange.post("gradients", step.source, [_packed(x) for x in (dk, dv)], source, shapes)
 
 
 def _add_arrived(homing, dk_sums, dv_sums) -> None:
