@@ -32,6 +32,7 @@ from hopper_attention.launch import BACKWARD, FORWARD
 
 HEAD_DIM = 128
 MARGINS = (0, 4, 8, 16)
+MARGINS_MAX = 16384  # tokens of a GPU for which margins are timed
 TIMEOUT = datetime.timedelta(seconds=120)
 CHECK_MAX = 32768  # tokens of a whole sequence of which every row is judged; of longer ones the last rows
 LAST_ROWS = 512
@@ -295,7 +296,7 @@ def measure(
     dist.all_reduce(wrong)
     if wrong.item() and not options.get("anyway"):
         return row
-    margins = [m for m in MARGINS if m] if options.get("margins") else []
+    margins = [m for m in MARGINS if m] if options.get("margins") and size.tokens <= MARGINS_MAX else []
     for both in (False, True):
         calls: dict[str, Callable[[], object]] = {}
         of = lambda ring: (
