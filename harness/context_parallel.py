@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hopper_attention
-from harness import fa3, reference, timing
+from harness import context_model, fa3, reference, results, timing
 from hopper_attention import ops, tuned
 from hopper_attention.cache import write_atomically
 from hopper_attention.integrations import context_parallel as cp
@@ -414,3 +414,29 @@ def spawn(options: dict[str, object], ranks: int | None = None) -> None:
         return
     ranks = ranks or torch.cuda.device_count()
     torch.multiprocessing.spawn(rank_main, (ranks, options), nprocs=ranks)
+
+
+def run(save: Path | None) -> bool:
+    """All sizes on the GPUs that are visible, into results/<gpu>/context_parallel.json with `save`. Whether
+    every check passed."""
+    path = None
+    if save:
+        path = save / results.gpu_folder(torch.cuda.get_device_name()) / "context_parallel.json"
+    spawn({"sizes": SIZES, "margins": True, "save": str(path) if path else None})
+    if path is None:
+        return True  # each rank has said what failed
+    rows = json.loads(path.read_text())["rows"]
+    return all(check["passed"] for row in rows for check in row["checks"].values())
+
+
+def run_model(print_: Callable[[str], None] = print) -> bool:
+    """Without GPUs: what the model says of 2 to 1024 of them."""
+    rates = context_model.Rates(650e12, 550e12)
+    print_("no Hopper GPUs here: predicted efficiency of a causal forward and backward, 32:8 heads of 128")
+    for ranks in (2, 8, 64, 1024):
+        found = [
+            context_model.predict(n, 32, 8, HEAD_DIM, ranks, rates, context_model.NVLINK, True).efficiency
+            for n in (4096, 8192, 16384, 65536)
+        ]
+        print_(f"{ranks:5} GPUs, 4k 8k 16k 64k tokens each: " + " ".join(f"{x:.1%}" for x in found))
+    return all(context_model.steps_are_equal(ranks) for ranks in (1, 2, 3, 8))
