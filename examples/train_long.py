@@ -1,7 +1,7 @@
 """Train a GPT on sequences that lie on several GPUs: each holds two chunks of every sequence.
 
     torchrun --nproc-per-node 2 examples/train_long.py --model 1.3B --seqlen 131072 --steps 10
-    python examples/train_long.py --model small --seqlen 32768 --steps 30     one GPU, the same text and weights
+    python examples/train_long.py --model small --seqlen 32768 --steps 30   one GPU, same text and weights
 
 Text, places and losses are cut by `shard`; attention is `context_parallel_attention`, in a process group of
 its own, so that its messages do not wait behind FSDP's. Everything else of a layer works token by token and

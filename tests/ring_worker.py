@@ -7,11 +7,13 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from hopper_attention import context_parallel_attention, ops
 from hopper_attention.integrations import context_parallel as cp
+from hopper_attention.kernels.contract import Problem
 
 TIMEOUT = datetime.timedelta(seconds=float(os.environ.get("RING_TIMEOUT", "60")))
 
@@ -106,6 +108,19 @@ def numbers(rank, ranks, causal, kv_heads, scale, seqlen=64, compiled=False, bro
     gathered = [torch.empty_like(found) for _ in range(ranks)]
     dist.all_gather(gathered, found.detach().contiguous())
     close("o, unsharded", cp.unshard(gathered), o.detach(), 2.0)
+
+
+def seen(rank, ranks):
+    """Autocast casts; the FLOP counter counts a rank's part of the whole sequence's."""
+    q, k, v, _ = (cp.shard(x, rank, ranks).float().requires_grad_() for x in whole())
+    with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):
+        o = context_parallel_attention(q, k, v)
+    assert o.dtype == torch.bfloat16
+    exact = Problem.square(2, 4, 64, 64, True).flops / ranks
+    names = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
+    assert names == {"hopper_attention.context_forward": exact}, names
+    o.float().sum().backward()
+    assert q.grad.dtype == torch.float32 and q.grad.isfinite().all()
 
 
 def refused(rank, ranks, how):

@@ -161,6 +161,10 @@ def test_a_compiled_graph_is_whole(tmp_path: Path) -> None:
     passed(ring(2, "numbers(rank, ranks, True, 2, None, compiled=True)", tmp_path))
 
 
+def test_what_pytorch_sees(tmp_path: Path) -> None:
+    passed(ring(2, "seen(rank, ranks)", tmp_path))
+
+
 def test_a_wrong_number_is_seen(tmp_path: Path) -> None:
     """The comparison fails where a rank computes with another's mask."""
     done = ring(2, "numbers(rank, ranks, True, 2, None, broken=True)", tmp_path)

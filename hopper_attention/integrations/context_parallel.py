@@ -18,9 +18,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch.library import register_fake
+from torch.utils.flop_counter import register_flop_formula
 
 from .. import ops, tuned
 from ..checks import check_scale, check_tensor, problem_of
+from ..kernels.contract import Problem
 from . import merging
 
 NAME = "context_parallel_attention"
@@ -433,6 +435,25 @@ def fake_backward(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
+def _flops(q_shape, k_shape, group: str, causal: bool, direction: str) -> int:
+    """Of a rank: its part of the whole sequence's."""
+    (batch, heads, tokens, head_dim), kv_heads, ranks = q_shape, k_shape[1], _group_of(group).size()
+    shape = batch, heads, kv_heads, tokens * ranks, tokens * ranks, head_dim
+    return int(Problem(*shape, causal, direction=direction).flops / ranks)
+
+
+@register_flop_formula(torch.ops.hopper_attention.context_forward)
+def forward_flops(q, k, v, group, softmax_scale=None, causal=True, *_, out_shape=None, **__) -> int:
+    return _flops(q, k, group, causal, "fwd")
+
+
+@register_flop_formula(torch.ops.hopper_attention.context_backward)
+def backward_flops(
+    do, q, k, v, o, lse, dlse, group, softmax_scale=None, causal=True, *_, out_shape=None, **__
+) -> int:
+    return _flops(q, k, group, causal, "bwd")
+
+
 class ContextAttention(torch.autograd.Function):
     """Forward by `context_forward`, gradients of o and lse by `context_backward`."""
 
@@ -472,7 +493,8 @@ def context_parallel_attention(
     every rank must call backward or none. k and v travel without a copy where memory holds them (batch,
     tokens, heads, head_dim), of one batch.
 
-    Kernels leave `sm_margin` SMs to the communicator. The rest as in `attention`. Raises, before anything is
+    Kernels leave `sm_margin` SMs to the communicator. Under autocast q, k and v are cast to its type. The
+    rest as in `attention`. Raises, before anything is
     launched, ValueError: the same on every rank where any rank's input is refused or ranks disagree.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -480,6 +502,8 @@ def context_parallel_attention(
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError(f"{NAME} needs torch.distributed: call init_process_group first")
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     options = group.group_name, softmax_scale, causal, deterministic, sm_margin
     o, lse = ContextAttention.apply(q, k, v, *options)
     return (o, lse) if return_lse else o
