@@ -23,7 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 from .. import ops, tuned
 from ..checks import check_scale, check_tensor, problem_of
 from ..kernels.contract import Problem
-from . import merging
+from . import merging, partial
 
 NAME = "context_parallel_attention"
 SEQUENCE = 2  # the dimension of q, k and v that is cut
@@ -182,7 +182,7 @@ class Kernels:
     merge: Callable[..., None] = merging.merge
 
 
-OURS = Kernels(ops.forward, ops.backward)
+OURS = Kernels(ops.forward, partial.backward)
 
 
 def ring_forward(
