@@ -1,9 +1,9 @@
 """`python bench.py context_parallel`: attention of a sequence that lies on several GPUs.
 
 Every row is one size on P GPUs, in one direction or both: our ring with and without messages, the messages
-alone, one GPU with 1/P of the work (all tokens, 1/P of the heads), PyTorch's own ring, and this ring over
-FlashAttention-3's kernels. A time is the median over turns of the slowest rank's. TFLOP/s are of a GPU:
-1/P of the whole problem's FLOPs over the time.
+alone, one GPU with 1/P of the work (all tokens, 1/P of the heads), our ring with the communicator's messages
+where copy engines would do, PyTorch's own ring, and this ring over FlashAttention-3's kernels. A time is the
+median over turns of the slowest rank's. TFLOP/s are of a GPU: 1/P of the whole problem's FLOPs over the time.
 """
 
 import datetime
@@ -25,7 +25,6 @@ from harness import context_model, fa3, reference, results, timing
 from hopper_attention import ops, tuned
 from hopper_attention.cache import write_atomically
 from hopper_attention.integrations import context_parallel as cp
-from hopper_attention.integrations.copy_engines import CopyExchange
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import BACKWARD, FORWARD
@@ -71,26 +70,26 @@ class Unsent(cp.Exchange):
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__(group)
-        self.there: dict[tuple[int, torch.Size], torch.Tensor] = {}
+        self.there: dict[tuple[str, int, torch.Size], torch.Tensor] = {}
 
     def post(self, kind, to, sent, source, shapes):
-        kinds = [(i, shape) for i, shape in enumerate(shapes)]
+        kinds = [(kind, i, shape) for i, shape in enumerate(shapes)]
         for x in kinds:
             if x not in self.there:
-                self.there[x] = torch.randn(x[1], dtype=sent[0].dtype, device=sent[0].device)
+                self.there[x] = torch.randn(x[2], dtype=sent[0].dtype, device=sent[0].device)
         return lambda: [self.there[x] for x in kinds]
 
 
 class Uncomputed:
-    """Kernels that are not launched: their outputs are there already, kept by shape."""
+    """Kernels that are not launched: their outputs are there already, kept by shape. Nothing is summed."""
 
     def __init__(self) -> None:
         self.there: dict[tuple[object, ...], torch.Tensor] = {}
 
-    def like(self, name: str, x: torch.Tensor) -> torch.Tensor:
+    def like(self, name: str, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         kind = name, x.shape, x.stride()
         if kind not in self.there:
-            self.there[kind] = torch.randn_like(x)
+            self.there[kind] = torch.randn_like(x, dtype=dtype)
         return self.there[kind]
 
     def kernels(self) -> cp.Kernels:
@@ -98,9 +97,14 @@ class Uncomputed:
             return self.like("o", q), self.like("lse", q[..., 0].float())
 
         def backward(do, q, k, v, *_):
-            return self.like("dq", q), self.like("dk", k), self.like("dv", v)
+            return tuple(self.like(n, x, torch.float32) for n, x in (("dq", q), ("dk", k), ("dv", v)))
 
-        return cp.Kernels(forward, backward, lambda *_: None)
+        return cp.Kernels(forward, backward, lambda *_: None, Unsummed)
+
+
+class Unsummed(cp.SummedRows):
+    def add(self, x):
+        pass
 
 
 def fa3_kernels() -> cp.Kernels:
@@ -128,7 +132,7 @@ def fa3_kernels() -> cp.Kernels:
 class Ring:
     """Forward, or forward and backward, of this rank's part through `context_parallel`'s two functions."""
 
-    def __init__(self, exchange, kernels=None, margin=0, tail=True):
+    def __init__(self, exchange, kernels=None, margin=0, tail=False):
         self.exchange, self.kernels, self.margin, self.tail = exchange, kernels, margin, tail
 
     def forward(self, size: Size, q, k, v):
@@ -213,7 +217,7 @@ def timed(calls: dict[str, Callable[[], object]], seconds: float, device) -> dic
         took = torch.tensor([time.perf_counter() - begin], device=device)
         dist.all_reduce(took, dist.ReduceOp.MAX)
         rest[name] = max(1.5e-3, min(timing.REST * took.item(), 0.02))
-        repeats[name] = max(5, min(20, int(seconds / took.item())))
+        repeats[name] = max(3, min(20, int(seconds / took.item())))
     for turn in range(max(repeats.values())):
         for name, call in calls.items():
             if turn >= repeats[name]:
@@ -287,7 +291,11 @@ def measure(
     ).transpose(1, 2)
     q, k, v, _ = inputs = make(size.heads), make(size.kv_heads), make(size.kv_heads), make(size.heads)
     row: dict[str, object] = {"size": asdict(size), "ranks": ranks, "checks": {}, "errors": {}}
-    ours = Ring(cp.Exchange(group))
+    row["messages"] = (
+        "copy engines" if type(cp.exchange_for(group, k, v)) is not cp.Exchange else "communicator"
+    )
+    exchange = lambda: cp.exchange_for(group, k, v)
+    ours = Ring(exchange())
     row["checks"] = judged(size, ours, inputs, rank, ranks)
     if rank == 0:
         for name, x in row["checks"].items():
@@ -304,23 +312,18 @@ def measure(
         )
         calls["ours"] = of(ours)
         calls["compute"] = of(Ring(Unsent(group)))
-        calls["messages"] = of(Ring(cp.Exchange(group), Uncomputed().kernels()))
+        calls["messages"] = of(Ring(exchange(), Uncomputed().kernels()))
         if size.kv_heads % ranks == 0:
             calls["alone"] = alone(size, ranks, *inputs, both)
-        if options.get("copy"):
-            copies = lambda: CopyExchange(group, k, v)
-            calls["ours, copy"] = of(Ring(copies()))
-            calls["messages, copy"] = of(Ring(copies(), Uncomputed().kernels()))
-            if both:
-                calls["ours, copy, no tail"] = of(Ring(copies(), tail=False))
-        for m in margins:
-            calls[f"ours, margin {m}"] = of(Ring(cp.Exchange(group), margin=m))
+        calls["communicator"] = of(Ring(cp.Exchange(group)))
         if both:
-            calls["ours, no tail"] = of(Ring(cp.Exchange(group), tail=False))
+            calls["tail"] = of(Ring(exchange(), tail=True))
+        for m in margins if not both else ():
+            calls[f"communicator, margin {m}"] = of(Ring(cp.Exchange(group), margin=m))
         if options.get("peers", True):
             try:
                 kernels = fa3_kernels()
-                calls["fa3 ring"] = of(Ring(cp.Exchange(group), kernels, tail=False))
+                calls["fa3 ring"] = of(Ring(exchange(), kernels))
                 calls["fa3 ring"]()
             except Exception as error:
                 calls.pop("fa3 ring", None)

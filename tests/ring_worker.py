@@ -41,7 +41,8 @@ def forward(q, k, v, softmax_scale=None, causal=False, top_left=False, determini
 def backward(
     do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
 ):
-    assert lse.is_contiguous(), "the operator refuses others"
+    """As `partial.backward` says it: in fp32."""
+    assert lse.is_contiguous(), "the kernels refuse others"
     p = (scores_of(q, k, softmax_scale, causal, top_left) - lse[..., None].double()).exp()
     groups = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(groups, 1).double() for x in (k, v))
@@ -50,7 +51,7 @@ def backward(
     ds = p * (do @ values.mT - d[..., None]) * (softmax_scale or q.shape[-1] ** -0.5)
     shared = lambda x: x.unflatten(1, (k.shape[1], -1)).sum(2)
     found = ds @ keys, shared(ds.mT @ q.double()), shared(p.mT @ do)
-    return tuple(torch.empty_like(x).copy_(y) for x, y in zip((q, k, v), found))
+    return tuple(torch.empty_like(x, dtype=torch.float32).copy_(y) for x, y in zip((q, k, v), found))
 
 
 def merge(o, lse, other, other_lse, out):
@@ -64,8 +65,7 @@ def merge(o, lse, other, other_lse, out):
 def stand_in() -> torch.library.Library:
     library = torch.library.Library("hopper_attention", "IMPL")
     library.impl("forward", forward, "CPU")
-    library.impl("backward", backward, "CPU")
-    cp.OURS = cp.Kernels(ops.forward, ops.backward, merge)
+    cp.OURS = cp.Kernels(ops.forward, backward, merge)
     return library
 
 
@@ -104,7 +104,7 @@ def numbers(rank, ranks, causal, kv_heads, scale, seqlen=64, compiled=False, bro
     close("o", found, mine(o), 2.0)
     assert (found_lse - mine(lse)).abs().max() < 1e-5
     for name, x, y in zip("qkv", inputs, exact):
-        close(f"d{name}", x.grad, mine(y.grad), 3.0)
+        close(f"d{name}", x.grad, mine(y.grad), 1.5)
     gathered = [torch.empty_like(found) for _ in range(ranks)]
     dist.all_gather(gathered, found.detach().contiguous())
     close("o, unsharded", cp.unshard(gathered), o.detach(), 2.0)

@@ -149,6 +149,16 @@ class Exchange:
         return wait
 
 
+def exchange_for(group: dist.ProcessGroup, k: torch.Tensor, v: torch.Tensor) -> Exchange:
+    """By copy engines where they reach every rank, else by the group's communicator; by that also what a CUDA
+    graph captures, since copies count their messages. Collective for the first call of a group."""
+    if not k.is_cuda or dist.get_world_size(group) == 1 or torch.cuda.is_current_stream_capturing():
+        return Exchange(group)
+    from . import copy_engines
+
+    return copy_engines.CopyExchange(group, k, v) if copy_engines.usable(group, k.device) else Exchange(group)
+
+
 def _packed(x: torch.Tensor) -> torch.Tensor:
     """(batch, heads, rows, head_dim) as it travels: (batch, rows, heads, head_dim), contiguous. A copy only
     where memory does not hold it so."""
@@ -175,11 +185,12 @@ def _fetch_keys(i: int, steps: list[Step], exchange: Exchange, causal: bool, k, 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes a block, with the arguments of the operators, and merges two results."""
+    """What computes a block, with the arguments of the operators, merges two results, and adds gradients."""
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     merge: Callable[..., None] = merging.merge
+    sums: type["SummedRows"] | None = None  # another way to add gradients
 
 
 OURS = Kernels(ops.forward, partial.backward)
@@ -230,14 +241,15 @@ def ring_backward(
     causal: bool = True,
     deterministic: bool = False,
     kernels: Kernels | None = None,
-    tail: bool = True,
+    tail: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv of a rank's own rows, from o and lse as `ring_forward` gave them."""
+    """dq, dk and dv of a rank's own rows, from o and lse as `ring_forward` gave them. `tail` as in
+    `backward_schedule`: measured, it costs more than it hides (notes/context_parallel.md)."""
     kernels, rank, ranks = kernels or OURS, exchange.rank, exchange.ranks
     steps = backward_schedule(rank, ranks, causal, tail)
     gradients = tuple(torch.empty_like(x) for x in (q, k, v))
     dq_sums, dk_sums, dv_sums = (
-        {half: SummedRows(half.of(x), terms[half]) for half in terms}
+        {half: (kernels.sums or SummedRows)(half.of(x), terms[half]) for half in terms}
         for x, terms in zip(gradients, _terms(steps, rank, ranks, causal))
     )
     # Made once: a half's rows of every tensor, and of the LSE, which kernels want contiguous, a copy.
@@ -407,7 +419,7 @@ def run_forward(q, k, v, group, softmax_scale=None, causal=True, deterministic=F
     found = _group_of(group)
     check_agreement(q, k, v, found, softmax_scale, causal)
     with tuned.leaving(sm_margin):
-        return ring_forward(q, k, v, Exchange(found), softmax_scale, causal)
+        return ring_forward(q, k, v, exchange_for(found, k, v), softmax_scale, causal)
 
 
 def run_backward(
@@ -415,7 +427,7 @@ def run_backward(
 ):
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     with tuned.leaving(sm_margin):
-        options = Exchange(_group_of(group)), softmax_scale, causal, deterministic
+        options = exchange_for(_group_of(group), k, v), softmax_scale, causal, deterministic
         return ring_backward(do, q, k, v, o, lse, dlse, *options)
 
 
