@@ -420,11 +420,11 @@ def spawn(options: dict[str, object], ranks: int | None = None) -> None:
 
 
 def run(save: Path | None) -> bool:
-    """All sizes on the GPUs that are visible, into results/<gpu>/context_parallel.json with `save`. Whether
+    """All sizes on the GPUs that are visible, into results/<gpu>/context_parallel/bench.json with `save`. Whether
     every check passed."""
     path = None
     if save:
-        path = save / results.gpu_folder(torch.cuda.get_device_name()) / "context_parallel.json"
+        path = save / results.gpu_folder(torch.cuda.get_device_name()) / "context_parallel" / "bench.json"
     spawn({"sizes": SIZES, "margins": True, "save": str(path) if path else None})
     if path is None:
         return True  # each rank has said what failed
