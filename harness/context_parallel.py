@@ -420,8 +420,8 @@ def spawn(options: dict[str, object], ranks: int | None = None) -> None:
 
 
 def run(save: Path | None) -> bool:
-    """All sizes on the GPUs that are visible, into results/<gpu>/context_parallel/bench.json with `save`. Whether
-    every check passed."""
+    """All sizes on the GPUs that are visible; with `save` into results/<gpu>/context_parallel/bench.json.
+    Whether every check passed."""
     path = None
     if save:
         path = save / results.gpu_folder(torch.cuda.get_device_name()) / "context_parallel" / "bench.json"

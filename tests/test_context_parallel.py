@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from harness import context_model
 from harness import context_parallel as measuring
 from hopper_attention import ops, tuned
 from hopper_attention.integrations import context_parallel as cp
+from hopper_attention.integrations import copy_engines
 from hopper_attention.integrations.context_parallel import Rows
 from hopper_attention.kernels.contract import Problem
 
@@ -200,6 +202,44 @@ def test_a_rank_that_dies(when: str, tmp_path: Path) -> None:
     done = ring(2, f"dies(rank, ranks, {when!r})", tmp_path, timeout=8.0)
     assert [x.returncode for x in done] == [0, 3], done[0].stderr[-2000:]
     assert "SAID" in done[0].stdout
+
+
+def channel(done: bool, waited_s: float, timeout: float = 10.0) -> copy_engines.Channel:
+    event = SimpleNamespace(query=lambda: done)
+    found = copy_engines.Channel(None, None, 0, 2, 1, None, timeout)
+    found.last = event, -waited_s
+    return found
+
+
+@pytest.mark.parametrize(
+    ("done", "waited_s", "late"), [(False, 11.0, True), (True, 11.0, False), (False, 9.0, False)]
+)
+def test_what_is_overdue(done: bool, waited_s: float, late: bool) -> None:
+    """Only what is older than the timeout, and has not come."""
+    one, watch = channel(done, waited_s), copy_engines.Watch()
+    watch.channels.add(one)
+    assert (watch.overdue(0.0) is one) == late
+
+
+def test_what_is_young_is_not_asked() -> None:
+    """An event must not be asked while a CUDA graph is captured."""
+    one, watch = channel(False, 1.0), copy_engines.Watch()
+    one.last[0].query = lambda: pytest.fail("asked")
+    watch.channels.add(one)
+    assert watch.overdue(0.0) is None
+
+
+def test_words_of_a_channel_are_apart() -> None:
+    """Each has one writer, and none lies in a place."""
+    for ranks in (2, 3, 8):
+        handle = SimpleNamespace(buffer_ptrs=[1 << 20 * (rank + 1) for rank in range(ranks)])
+        one = copy_engines.Channel(None, handle, 256, ranks, 2, None, 1.0)
+        words = [
+            one.word(0, what, place, writer)
+            for what in (copy_engines.FREE, copy_engines.THERE) for place in (0, 1) for writer in range(ranks)
+        ]  # fmt: skip
+        assert len(set(words)) == len(words)
+        assert max(words) + 4 <= handle.buffer_ptrs[0] + copy_engines.Channel.header(ranks)
 
 
 # ---- the call ---------------------------------------------------------------------------------------------
