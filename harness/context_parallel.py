@@ -103,7 +103,7 @@ class Uncomputed:
 
 
 class Unsummed(cp.SummedRows):
-    def add(self, x):
+    def add(self, *_):
         pass
 
 
@@ -132,8 +132,9 @@ def fa3_kernels() -> cp.Kernels:
 class Ring:
     """Forward, or forward and backward, of this rank's part through `context_parallel`'s two functions."""
 
-    def __init__(self, exchange, kernels=None, margin=0, tail=False):
-        self.exchange, self.kernels, self.margin, self.tail = exchange, kernels, margin, tail
+    def __init__(self, exchange, kernels=None, margin=0, tail=False, split=2):
+        self.exchange, self.kernels, self.margin = exchange, kernels, margin
+        self.options = {"tail": tail, "split": split}
 
     def forward(self, size: Size, q, k, v):
         with tuned.leaving(self.margin):
@@ -143,7 +144,7 @@ class Ring:
         with tuned.leaving(self.margin):
             o, lse = cp.ring_forward(q, k, v, self.exchange, None, size.causal, self.kernels)
             inputs = do, q, k, v, o, lse, None, self.exchange, None, size.causal, False, self.kernels
-            return o, lse, *cp.ring_backward(*inputs, tail=self.tail)
+            return o, lse, *cp.ring_backward(*inputs, **self.options)
 
 
 def alone(size: Size, ranks: int, q, k, v, do, both: bool) -> Callable[[], object]:
@@ -317,7 +318,8 @@ def measure(
             calls["alone"] = alone(size, ranks, *inputs, both)
         calls["communicator"] = of(Ring(cp.Exchange(group)))
         if both:
-            calls["tail"] = of(Ring(exchange(), tail=True))
+            calls["unsplit"] = of(Ring(exchange(), split=1))
+            calls["tail"] = of(Ring(exchange(), tail=True, split=1))
         for m in margins if not both else ():
             calls[f"communicator, margin {m}"] = of(Ring(cp.Exchange(group), margin=m))
         if options.get("peers", True):

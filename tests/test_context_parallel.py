@@ -116,13 +116,22 @@ def test_a_sequence_that_is_no_multiple_is_refused() -> None:
 @pytest.mark.parametrize("terms", [1, 2, 3, 5])
 def test_a_sum_is_rounded_once(terms: int) -> None:
     """Terms that are each lost beside the first, were they added in 16 bits."""
-    parts = [torch.full((8,), 256.0).bfloat16()] + [torch.full((8,), 0.75).bfloat16()] * (terms - 1)
-    target = torch.full((8,), torch.nan).bfloat16()
+    of = lambda x: torch.full((1, 4), x).bfloat16()
+    parts, target = [of(256.0)] + [of(0.75)] * (terms - 1), of(torch.nan)
     sums = cp.SummedRows(target, terms)
-    for part in parts:
+    for part in parts[:-1]:
         sums.add(part)
-    assert torch.equal(target, torch.full((8,), 256 + 0.75 * (terms - 1)).bfloat16())
-    assert all(torch.equal(part, part[:1].expand(8)) for part in parts)
+    for (_, heads), more in zip(cp.heads_in_parts(8, 4, 2), (True, False)):
+        sums.add(parts[-1][:, heads], heads, more) if terms > 1 else None
+    if terms == 1:
+        sums.add(parts[0])
+    assert torch.equal(target, of(256 + 0.75 * (terms - 1)))
+    assert all(torch.equal(part, part[:, :1].expand(1, 4)) for part in parts)
+
+
+def test_heads_in_parts() -> None:
+    assert cp.heads_in_parts(32, 8, 2) == [(slice(0, 16), slice(0, 4)), (slice(16, 32), slice(4, 8))]
+    assert cp.heads_in_parts(6, 3, 2) == cp.heads_in_parts(6, 3, 1) == [(slice(0, 6), slice(0, 3))]
 
 
 # ---- over gloo --------------------------------------------------------------------------------------------
@@ -349,4 +358,4 @@ def test_what_is_left_out_for_a_part_of_the_time() -> None:
     assert calls == ["keys"] * 3
     found = cp.ring_backward(q, q, k, k, o, lse, None, Four(), None, True, False, kernels)
     assert [x.shape for x in found] == [q.shape, k.shape, k.shape]
-    assert Counter(calls) == {"keys": 6, "gradients": 3}
+    assert Counter(calls) == {"keys": 6, "gradients": 4}  # of two key heads, one by one in the last step

@@ -27,6 +27,7 @@ from . import merging, partial
 
 NAME = "context_parallel_attention"
 SEQUENCE = 2  # the dimension of q, k and v that is cut
+ALL = slice(None)
 
 
 # ---- the schedule: who computes what, when ----------------------------------------------------------------
@@ -242,9 +243,11 @@ def ring_backward(
     deterministic: bool = False,
     kernels: Kernels | None = None,
     tail: bool = False,
+    split: int = 2,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv of a rank's own rows, from o and lse as `ring_forward` gave them. `tail` as in
-    `backward_schedule`: measured, it costs more than it hides (notes/context_parallel.md)."""
+    """dq, dk and dv of a rank's own rows, from o and lse as `ring_forward` gave them. The last keys' heads
+    are computed in `split` parts. `tail` as in `backward_schedule`: measured, it costs more than it hides
+    (notes/context_parallel.md)."""
     kernels, rank, ranks = kernels or OURS, exchange.rank, exchange.ranks
     steps = backward_schedule(rank, ranks, causal, tail)
     gradients = tuple(torch.empty_like(x) for x in (q, k, v))
@@ -258,7 +261,7 @@ def ring_backward(
         + [None if x is None else which.of(x).contiguous() for x in (lse, dlse)]
         for which in {step.queries for step in steps}
     }
-    keys, homing = (k, v), None
+    keys, homing = (k, v), []
     for i, step in enumerate(steps):
         own = step.source == rank
         fetched = _fetch_keys(i + 1, steps, exchange, causal, k, v) if i + 1 < ranks else None
@@ -266,21 +269,35 @@ def ring_backward(
         k_, v_ = (step.keys.of(x) for x in (k, v)) if own else keys
         top_left = step.causal and q_.shape[SEQUENCE] != k_.shape[SEQUENCE]
         options = softmax_scale, step.causal, top_left, deterministic
-        dq, dk, dv = kernels.backward(do_, q_, k_, v_, o_, lse_, dlse_, *options)
-        arrived, homing = homing, None
-        if own:
-            _add(step.keys, dk_sums, dk)
-            _add(step.keys, dv_sums, dv)
-        else:
-            homing = _send_home(i, step, exchange, causal, dk, dv, (k, v))
-        _add(step.queries, dq_sums, dq)
-        if arrived:
+        # Of the last keys from elsewhere some heads come first: they go home while the rest is computed.
+        parts = heads_in_parts(q.shape[1], k.shape[1], split if not own and i == ranks - 1 else 1)
+        for part, (of_q, of_k) in enumerate(parts):
+            more = part + 1 < len(parts)
+            of_queries = [x if x is None else x[:, of_q] for x in (do_, q_, o_, lse_, dlse_)]
+            of_queries[3:] = [x if x is None else x.contiguous() for x in of_queries[3:]]
+            do__, q__, o__, *lses = of_queries
+            dq, dk, dv = kernels.backward(do__, q__, k_[:, of_k], v_[:, of_k], o__, *lses, *options)
+            arrived, homing = homing, []
+            if own:
+                _add(step.keys, dk_sums, dk)
+                _add(step.keys, dv_sums, dv)
+            else:
+                like = [x[:, of_k] for x in (k, v)]
+                homing = [(_send_home(i, step, exchange, causal, dk, dv, like), of_k, more)]
+            _add(step.queries, dq_sums, dq, of_q, more)
             _add_arrived(arrived, dk_sums, dv_sums)
         if fetched:
             keys = fetched()
-    if homing:
-        _add_arrived(homing, dk_sums, dv_sums)
+    _add_arrived(homing, dk_sums, dv_sums)
     return gradients
+
+
+def heads_in_parts(heads: int, kv_heads: int, parts: int) -> list[tuple[slice, slice]]:
+    """Query heads and their key heads in as many equal parts, or in one where that cannot be."""
+    if kv_heads % parts:
+        parts = 1
+    part = lambda n, i: slice(n // parts * i, n // parts * (i + 1))
+    return [(part(heads, i), part(kv_heads, i)) for i in range(parts)]
 
 
 def _send_home(i: int, step: Step, exchange: Exchange, causal: bool, dk, dv, like):
@@ -293,9 +310,9 @@ def _send_home(i: int, step: Step, exchange: Exchange, causal: bool, dk, dv, lik
 
 
 def _add_arrived(homing, dk_sums, dv_sums) -> None:
-    mine, wait = homing
-    for sums, x in zip((dk_sums, dv_sums), wait()):
-        _add(mine, sums, x.transpose(1, 2))
+    for (mine, wait), heads, more in homing:
+        for sums, x in zip((dk_sums, dv_sums), wait()):
+            _add(mine, sums, x.transpose(1, 2), heads, more)
 
 
 def _terms(steps: list[Step], rank: int, ranks: int, causal: bool) -> tuple[dict[Rows, int], ...]:
@@ -309,9 +326,11 @@ def _terms(steps: list[Step], rank: int, ranks: int, causal: bool) -> tuple[dict
     return count("queries", steps), of_keys, of_keys
 
 
-def _add(rows: Rows, sums: dict[Rows, "SummedRows"], x: torch.Tensor) -> None:
+def _add(
+    rows: Rows, sums: dict[Rows, "SummedRows"], x: torch.Tensor, heads: slice = ALL, more: bool = False
+) -> None:
     for half in rows.halves:
-        sums[half].add(half.of(x) if rows is Rows.BOTH else x)
+        sums[half].add(half.of(x) if rows is Rows.BOTH else x, heads, more)
 
 
 class MergedRows:
@@ -340,14 +359,17 @@ class SummedRows:
         self.target, self.left = target, terms
         self.running: torch.Tensor | None = None
 
-    def add(self, x: torch.Tensor) -> None:
-        self.left -= 1
+    def add(self, x: torch.Tensor, heads: slice = ALL, more: bool = False) -> None:
+        """With `more`, the last part comes in parts of the heads, and this is not the last of them."""
+        left = self.left - 1
+        self.left -= not more
         if self.running is None:
-            if self.left == 0:
-                self.target.copy_(x)
-            self.running = x
-        elif self.left == 0:  # computed in fp32, and rounded once
-            torch.add(self.running, x, out=self.target)
+            if left == 0:
+                self.target[:, heads].copy_(x)
+            else:
+                self.running = x
+        elif left == 0:  # computed in fp32, and rounded once
+            torch.add(self.running[:, heads], x, out=self.target[:, heads])
         elif self.running.dtype == torch.float32:
             self.running.add_(x)
         else:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from .context_parallel import Exchange
 
+PLACES = 2  # who posts a message has enqueued the last reader of the one two before
 FREE, THERE = 0, 1
 KINDS = {"keys": 1, "gradients": 2}  # how many times as large as 16-bit K and V a message of a kind is
 AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
@@ -79,13 +80,11 @@ class Channel:
     last: tuple[torch.cuda.Event, float] | None = None  # behind the last wait, and when that was enqueued
 
     @classmethod
-    def open(cls, group: dist.ProcessGroup, place_bytes: int, device: torch.device) -> "Channel":
+    def open(cls, group: dist.ProcessGroup, place_bytes: int, places: int, device: torch.device) -> "Channel":
         """Collective: every rank opens its channels in one order. Waits for the GPU."""
         import torch.distributed._symmetric_memory as symmetric
 
         ranks = dist.get_world_size(group)
-        # Who posts a message has enqueued the last reader of the one two before; of two ranks, one before.
-        places = min(2, ranks - 1)
         size = cls.header(ranks) + places * place_bytes
         buffer = symmetric.empty(size, dtype=torch.uint8, device=device)
         buffer.zero_()
@@ -131,7 +130,7 @@ def usable(group: dist.ProcessGroup, device: torch.device) -> bool:
         opened = len(set(everyone)) == 1
         if opened:
             try:
-                Channel.open(group, ALIGNED, device)
+                Channel.open(group, ALIGNED, PLACES, device)
                 driver().cuStreamWaitValue32_v2  # noqa: B018  a driver that has none raises
             except Exception:
                 opened = False
@@ -213,7 +212,7 @@ class CopyExchange(Exchange):
         known = self.channels.get(kind)
         most = self.most * KINDS[kind]
         if known is None or known.place_bytes < most:
-            known = self.channels[kind] = Channel.open(self.group, most, device)
+            known = self.channels[kind] = Channel.open(self.group, most, PLACES, device)
             watch(known)
         return known
 
