@@ -75,20 +75,7 @@ def train(name: str, seqlen: int, steps: int, rank: int, ranks: int, seed: int =
     return found | {"s": taken_s, "gib": memory, "losses": losses}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=CONFIGS, default="small")
-    parser.add_argument("--seqlen", type=int, default=32768)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--save", type=Path, help="add what was measured to a JSON file")
-    args = parser.parse_args()
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29511}.items():
-        os.environ.setdefault(name, str(value))  # without torchrun one process
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    found = train(args.model, args.seqlen, args.steps, rank, ranks)
+def report(args: argparse.Namespace, found: dict[str, object], rank: int, ranks: int) -> None:
     if rank == 0:
         print(
             f"{args.model}, seqlen {args.seqlen} on {ranks} GPUs: {found['tokens_per_s']:,.0f} tokens/s, "
@@ -100,6 +87,24 @@ def main() -> None:
             rows = json.loads(args.save.read_text()) if args.save.exists() else []
             rows.append({"model": args.model, "seqlen": args.seqlen, "gpus": ranks} | found)
             args.save.write_text("[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=CONFIGS, default="small")
+    parser.add_argument("--seqlen", type=int, default=32768)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--runs", type=int, default=1, help="more than one show by how much runs differ")
+    parser.add_argument("--save", type=Path, help="add what was measured to a JSON file")
+    args = parser.parse_args()
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29511}.items():
+        os.environ.setdefault(name, str(value))  # without torchrun one process
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    for _ in range(args.runs):
+        report(args, train(args.model, args.seqlen, args.steps, rank, ranks), rank, ranks)
     dist.destroy_process_group()
 
 
