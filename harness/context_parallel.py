@@ -73,7 +73,7 @@ class Unsent(cp.Exchange):
         self.there: dict[tuple[str, int, torch.Size], torch.Tensor] = {}
 
     def post(self, kind, to, sent, source, shapes):
-        kinds = [(kind, i, shape) for i, shape in enumerate(shapes)]
+        kinds = [(f"{kind} {sent[0].dtype}", i, shape) for i, shape in enumerate(shapes)]
         for x in kinds:
             if x not in self.there:
                 self.there[x] = torch.randn(x[2], dtype=sent[0].dtype, device=sent[0].device)
@@ -298,6 +298,8 @@ def measure(
     exchange = lambda: cp.exchange_for(group, k, v)
     ours = Ring(exchange())
     row["checks"] = judged(size, ours, inputs, rank, ranks)
+    rounded = judged(size, Ring(exchange(), cp.ROUNDED), inputs, rank, ranks)
+    row["checks"] |= {f"{name}, rounded": x for name, x in rounded.items()}
     if rank == 0:
         for name, x in row["checks"].items():
             print(f"  {size} {name}: {x}", flush=True)
@@ -319,6 +321,9 @@ def measure(
         calls["communicator"] = of(Ring(cp.Exchange(group)))
         if both:
             calls["unsplit"] = of(Ring(exchange(), split=1))
+            calls["rounded"] = of(Ring(exchange(), cp.ROUNDED))
+            calls["rounded, unsplit"] = of(Ring(exchange(), cp.ROUNDED, split=1))
+            calls["rounded, compute"] = of(Ring(Unsent(group), cp.ROUNDED))
             calls["tail"] = of(Ring(exchange(), tail=True, split=1))
         for m in margins if not both else ():
             calls[f"communicator, margin {m}"] = of(Ring(cp.Exchange(group), margin=m))

@@ -48,7 +48,8 @@ def run_case(rank: int, name: str) -> list[str]:
     finally:
         cp.exchange_for = before
     whole = {}
-    for key, x in {"o": o, "lse": lse} | {f"d{n}": x.grad for n, x in zip("qkv", inputs)}.items():
+    mine_of = {"o": o, "lse": lse} | {f"d{n}": x.grad for n, x in zip("qkv", inputs)}
+    for key, x in mine_of.items():
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(RANKS)]
         dist.all_gather(parts, x.detach().contiguous())
         whole[key] = cp.unshard(parts)

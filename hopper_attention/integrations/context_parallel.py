@@ -192,9 +192,13 @@ class Kernels:
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     merge: Callable[..., None] = merging.merge
     sums: type["SummedRows"] | None = None  # another way to add gradients
+    of_others: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
+    """What computes gradients of blocks with keys from elsewhere, if it is not `backward`."""
 
 
 OURS = Kernels(ops.forward, partial.backward)
+# A rank's own block in fp32, others rounded: half the bytes home, and less to convert.
+ROUNDED = Kernels(ops.forward, partial.backward, of_others=ops.backward)
 
 
 def ring_forward(
@@ -276,7 +280,8 @@ def ring_backward(
             of_queries = [x if x is None else x[:, of_q] for x in (do_, q_, o_, lse_, dlse_)]
             of_queries[3:] = [x if x is None else x.contiguous() for x in of_queries[3:]]
             do__, q__, o__, *lses = of_queries
-            dq, dk, dv = kernels.backward(do__, q__, k_[:, of_k], v_[:, of_k], o__, *lses, *options)
+            backward = kernels.backward if own else kernels.of_others or kernels.backward
+            dq, dk, dv = backward(do__, q__, k_[:, of_k], v_[:, of_k], o__, *lses, *options)
             arrived, homing = homing, []
             if own:
                 _add(step.keys, dk_sums, dk)
