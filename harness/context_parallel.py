@@ -356,10 +356,13 @@ def measure(
     return row
 
 
-def overlap(times: dict[str, dict[str, float]]) -> float:
-    """(Tc + Tm − Tboth)/min(Tc, Tm)."""
+def overlap(times: dict[str, dict[str, float]]) -> float | None:
+    """(Tc + Tm − Tboth)/min(Tc, Tm); None where times vary by more than half of what it is a part of."""
     compute, messages, together = (times[x]["ms"] for x in ("compute", "messages", "ours"))
-    return (compute + messages - together) / min(compute, messages)
+    least = min(compute, messages)
+    if times["compute"]["ms_iqr"] + times["ours"]["ms_iqr"] > 0.5 * least:
+        return None
+    return (compute + messages - together) / least
 
 
 def show(row: dict[str, object]) -> None:
@@ -369,7 +372,9 @@ def show(row: dict[str, object]) -> None:
             continue
         times = {name: x for name, x in row[direction].items() if name != "overlap"}
         rate = lambda name: times[name]["tflops"] if name in times else float("nan")
-        share = f"{rate('ours') / rate('alone'):.1%} of one GPU, overlap {row[direction]['overlap']:.1%}"
+        known = row[direction]["overlap"]
+        share = f"{rate('ours') / rate('alone'):.1%} of one GPU"
+        share += "" if known is None else f", overlap {known:.1%}"
         print(f"{size} × {ranks}, {direction}: {rate('ours'):.0f} TFLOP/s a GPU, {share}", flush=True)
         for name, x in times.items():
             print(f"    {name:18} {x['ms']:9.3f} ± {x['ms_iqr']:.3f} ms {x['tflops']:6.0f}", flush=True)
@@ -441,7 +446,7 @@ def run(save: Path | None) -> bool:
 
 def run_model(print_: Callable[[str], None] = print) -> bool:
     """Without GPUs: what the model says of 2 to 1024 of them."""
-    rates = context_model.Rates(650e12, 550e12)
+    rates = context_model.H200
     print_("no Hopper GPUs here: predicted efficiency of a causal forward and backward, 32:8 heads of 128")
     for ranks in (2, 8, 64, 1024):
         found = [

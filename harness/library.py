@@ -60,12 +60,17 @@ def _numbers(row: Mapping[str, Any]) -> Iterable[float]:
     for name, value in row.items():
         if name == "errors":  # why a peer has none
             continue
-        if isinstance(value, Mapping):
-            yield from value.values()
-        elif isinstance(value, list):
-            yield from value
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield value
+        yield from _numbers_in(value)
+
+
+def _numbers_in(value: object) -> Iterable[float]:
+    if isinstance(value, Mapping):
+        yield from _numbers(value)
+    elif isinstance(value, list):
+        for x in value:
+            yield from _numbers_in(x)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield value
 
 
 # ---- host time --------------------------------------------------------------------------------------------
@@ -399,7 +404,9 @@ def context_table(rows: Rows) -> str:
             rate = lambda x: f"{times[x]['tflops']:.0f}" if x in times else ""
             share = f"{times['alone']['ms'] / times['ours']['ms']:.1%}" if "alone" in times else ""
             others = [rate(x) for x in CONTEXT_CALLS]
-            cells = [name, words, f"**{rate('ours')}**", share, f"{times['overlap']:.0%}", *others]
+            known = times["overlap"]
+            overlap = "" if known is None else f"{known:.0%}"
+            cells = [name, words, f"**{rate('ours')}**", share, overlap, *others]
             lines.append(cells)
     header = ["tokens of a GPU, heads", "", "TFLOP/s", "of one GPU", "overlap", *CONTEXT_CALLS.values()]
     return table(header, lines, "ll" + "r" * (len(header) - 2))

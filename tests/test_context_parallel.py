@@ -316,8 +316,9 @@ def test_the_model_of_the_time(both: bool) -> None:
     assert predict(1, context_model.NDR).efficiency == predict(8, free).efficiency == 1.0
     slow = context_model.Network("slow", 1e9, 0.0)
     kv = 2 * 8 * 16384 * 128 * 2 / 1e9  # seconds
-    messages = 7 * kv * (1 + 2 * both)  # K and V there, again for the backward pass, and dK and dV home
-    assert messages - kv <= predict(8, slow).seconds <= messages + predict(8, free).seconds
+    # K and V there, again for the backward pass, and dK and dV, twice as large, home.
+    messages = 7 * kv * (1 + 3 * both)
+    assert messages - 2 * kv <= predict(8, slow).seconds <= messages + predict(8, free).seconds
     whole = Problem.square(1, 32, 8 * 16384, 128, True).flops / 8
     assert predict(8, free).compute >= whole / RATES.forward
 
@@ -327,17 +328,19 @@ def test_the_models_steps_are_equal(ranks: int) -> None:
     assert context_model.steps_are_equal(ranks)
 
 
-def test_more_gpus_never_help_a_rank() -> None:
-    found = [
+def test_a_second_host_costs() -> None:
+    """From there on the slower network is what a step waits for, and more hosts change little."""
+    of = lambda ranks: (
         context_model.predict(8192, 32, 8, 128, ranks, RATES, context_model.NVLINK, True).efficiency
-        for ranks in (1, 8, 16, 1024)
-    ]
-    assert found[0] == 1.0 and found[-1] <= found[1]
+    )
+    assert of(1) == 1.0 and of(16) < of(8) < 1.0
+    assert of(1024) == pytest.approx(of(64), abs=0.01)
 
 
 def test_overlap() -> None:
-    times = {"compute": {"ms": 4.0}, "messages": {"ms": 1.0}, "ours": {"ms": 4.1}}
-    assert measuring.overlap(times) == pytest.approx(0.9)
+    of = lambda ms, iqr=0.0: {"ms": ms, "ms_iqr": iqr}
+    assert measuring.overlap({"compute": of(4.0), "messages": of(1.0), "ours": of(4.1)}) == pytest.approx(0.9)
+    assert measuring.overlap({"compute": of(4.0, 0.3), "messages": of(1.0), "ours": of(4.1, 0.3)}) is None
 
 
 def test_what_is_left_out_for_a_part_of_the_time() -> None:
