@@ -215,7 +215,7 @@ def test_a_rank_that_dies(when: str, tmp_path: Path) -> None:
 
 def channel(done: bool, waited_s: float, timeout: float = 10.0) -> copy_engines.Channel:
     event = SimpleNamespace(query=lambda: done)
-    found = copy_engines.Channel(None, None, 0, 2, 1, None, timeout)
+    found = copy_engines.Channel(None, None, 0, 2, None, timeout)
     found.last = event, -waited_s
     return found
 
@@ -242,7 +242,7 @@ def test_words_of_a_channel_are_apart() -> None:
     """Each has one writer, and none lies in a place."""
     for ranks in (2, 3, 8):
         handle = SimpleNamespace(buffer_ptrs=[1 << 20 * (rank + 1) for rank in range(ranks)])
-        one = copy_engines.Channel(None, handle, 256, ranks, 2, None, 1.0)
+        one = copy_engines.Channel(None, handle, 256, ranks, None, 1.0)
         words = [
             one.word(0, what, place, writer)
             for what in (copy_engines.FREE, copy_engines.THERE) for place in (0, 1) for writer in range(ranks)

@@ -9,6 +9,7 @@ LSE; a step's dK and dV go straight home, in the kernel's type, and are added th
 Everything here runs on `torch.distributed`: NCCL, or in tests gloo.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -277,11 +278,10 @@ def ring_backward(
         parts = heads_in_parts(q.shape[1], k.shape[1], split if not own and i == ranks - 1 else 1)
         for part, (of_q, of_k) in enumerate(parts):
             more = part + 1 < len(parts)
-            of_queries = [x if x is None else x[:, of_q] for x in (do_, q_, o_, lse_, dlse_)]
-            of_queries[3:] = [x if x is None else x.contiguous() for x in of_queries[3:]]
-            do__, q__, o__, *lses = of_queries
+            inputs = do_[:, of_q], q_[:, of_q], k_[:, of_k], v_[:, of_k], o_[:, of_q]
+            lses = [x if x is None else x[:, of_q].contiguous() for x in (lse_, dlse_)]
             backward = kernels.backward if own else kernels.of_others or kernels.backward
-            dq, dk, dv = backward(do__, q__, k_[:, of_k], v_[:, of_k], o__, *lses, *options)
+            dq, dk, dv = backward(*inputs, *lses, *options)
             arrived, homing = homing, []
             if own:
                 _add(step.keys, dk_sums, dk)
@@ -442,10 +442,14 @@ def _group_of(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)
 
 
+def _device_of(x: torch.Tensor) -> contextlib.AbstractContextManager:
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
 def run_forward(q, k, v, group, softmax_scale=None, causal=True, deterministic=False, sm_margin=0):
     found = _group_of(group)
     check_agreement(q, k, v, found, softmax_scale, causal)
-    with tuned.leaving(sm_margin):
+    with tuned.leaving(sm_margin), _device_of(q):
         return ring_forward(q, k, v, exchange_for(found, k, v), softmax_scale, causal)
 
 
@@ -453,7 +457,7 @@ def run_backward(
     do, q, k, v, o, lse, dlse, group, softmax_scale=None, causal=True, deterministic=False, sm_margin=0
 ):
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    with tuned.leaving(sm_margin):
+    with tuned.leaving(sm_margin), _device_of(q):
         options = exchange_for(_group_of(group), k, v), softmax_scale, causal, deterministic
         return ring_backward(do, q, k, v, o, lse, dlse, *options)
 

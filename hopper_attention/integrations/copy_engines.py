@@ -4,8 +4,8 @@ A communicator's kernels take SMs from the attention beside which they run. Copy
 waits for a message is the stream itself, not a kernel. Built on `torch.distributed._symmetric_memory`, which
 maps every rank's buffer into all others, and on the driver's stream memory operations.
 
-A channel has `places` for what is received; message n of all ranks goes to place n mod `places`. Its words,
-each written by one rank only and always growing, are in front of them:
+A channel has two places for what is received; message n of all ranks goes to place n mod 2. Its words, each
+written by one rank only and always growing, are in front of them:
 
     word                        written by        says
     FREE, place, rank           the receiver      into the sender's: message n may be written to me
@@ -73,19 +73,18 @@ class Channel:
     handle: object  # of the symmetric memory
     place_bytes: int
     ranks: int
-    places: int
     stream: torch.cuda.Stream
     timeout: float  # seconds
     messages: int = 0
     last: tuple[torch.cuda.Event, float] | None = None  # behind the last wait, and when that was enqueued
 
     @classmethod
-    def open(cls, group: dist.ProcessGroup, place_bytes: int, places: int, device: torch.device) -> "Channel":
+    def open(cls, group: dist.ProcessGroup, place_bytes: int, device: torch.device) -> "Channel":
         """Collective: every rank opens its channels in one order. Waits for the GPU."""
         import torch.distributed._symmetric_memory as symmetric
 
         ranks = dist.get_world_size(group)
-        size = cls.header(ranks) + places * place_bytes
+        size = cls.header(ranks) + PLACES * place_bytes
         buffer = symmetric.empty(size, dtype=torch.uint8, device=device)
         buffer.zero_()
         torch.cuda.synchronize(device)
@@ -93,15 +92,15 @@ class Channel:
         handle.barrier()  # nobody writes a word that is zeroed after
         torch.cuda.synchronize(device)
         stream = torch.cuda.Stream(device, priority=-1)
-        return cls(buffer, handle, place_bytes, ranks, places, stream, timeout_of(group, device))
+        return cls(buffer, handle, place_bytes, ranks, stream, timeout_of(group, device))
 
     @staticmethod
     def header(ranks: int) -> int:
-        return ALIGNED * math.ceil(2 * 2 * ranks * 4 / ALIGNED)
+        return ALIGNED * math.ceil(2 * PLACES * ranks * 4 / ALIGNED)
 
     def word(self, holder: int, what: int, place: int, writer: int) -> int:
         """The address of a word in `holder`'s memory."""
-        return self.handle.buffer_ptrs[holder] + 4 * ((what * 2 + place) * self.ranks + writer)
+        return self.handle.buffer_ptrs[holder] + 4 * ((what * PLACES + place) * self.ranks + writer)
 
     def room(
         self, holder: int, place: int, shapes: list[torch.Size], dtype: torch.dtype
@@ -130,7 +129,7 @@ def usable(group: dist.ProcessGroup, device: torch.device) -> bool:
         opened = len(set(everyone)) == 1
         if opened:
             try:
-                Channel.open(group, ALIGNED, PLACES, device)
+                Channel.open(group, ALIGNED, device)
                 driver().cuStreamWaitValue32_v2  # noqa: B018  a driver that has none raises
             except Exception:
                 opened = False
@@ -212,7 +211,7 @@ class CopyExchange(Exchange):
         known = self.channels.get(kind)
         most = self.most * KINDS[kind]
         if known is None or known.place_bytes < most:
-            known = self.channels[kind] = Channel.open(self.group, most, PLACES, device)
+            known = self.channels[kind] = Channel.open(self.group, most, device)
             watch(known)
         return known
 
@@ -220,7 +219,7 @@ class CopyExchange(Exchange):
         x = sent[0]
         c = self.channel(kind, x.device)
         c.messages += 1
-        n, place, stream = c.messages, c.messages % c.places, c.stream
+        n, place, stream = c.messages, c.messages % PLACES, c.stream
         # Behind the current stream: the last reader of this place is there already, and who makes `sent`.
         stream.wait_stream(torch.cuda.current_stream(x.device))
         write_word(stream, c.word(source, FREE, place, self.rank), n)
