@@ -24,7 +24,8 @@ from torch.utils.flop_counter import register_flop_formula
 from .. import ops, tuned
 from ..checks import check_scale, check_tensor, problem_of
 from ..kernels.contract import Problem
-from . import merging, partial
+from . import copy_engines, merging, partial
+from .exchange import Exchange
 
 NAME = "context_parallel_attention"
 SEQUENCE = 2  # the dimension of q, k and v that is cut
@@ -124,40 +125,11 @@ def unshard(parts: list[torch.Tensor], dim: int = SEQUENCE) -> torch.Tensor:
 # ---- what travels -----------------------------------------------------------------------------------------
 
 
-class Exchange:
-    """Messages of one call among a group's ranks. Each rank posts them in the same order."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
-
-    def post(
-        self, kind: str, to: int, sent: list[torch.Tensor], source: int, shapes: list[torch.Size]
-    ) -> Callable[[], list[torch.Tensor]]:
-        """Send contiguous tensors and receive some of these shapes and of the same type, behind what the
-        current stream holds now. The result makes the then current stream wait, and returns what was
-        received: valid until the next but one post of its `kind`."""
-        received = [sent[0].new_empty(shape) for shape in shapes]
-        there, here = (dist.get_global_rank(self.group, rank) for rank in (to, source))
-        messages = [dist.P2POp(dist.isend, x, there, self.group) for x in sent]
-        messages += [dist.P2POp(dist.irecv, x, here, self.group) for x in received]
-        works = dist.batch_isend_irecv(messages)
-
-        def wait() -> list[torch.Tensor]:
-            for work in works:
-                work.wait()
-            del sent[:]  # until now: nothing else keeps what is being sent
-            return received
-
-        return wait
-
-
 def exchange_for(group: dist.ProcessGroup, k: torch.Tensor, v: torch.Tensor) -> Exchange:
     """By copy engines where they reach every rank, else by the group's communicator; by that also what a CUDA
     graph captures, since copies count their messages. Collective for the first call of a group."""
     if not k.is_cuda or dist.get_world_size(group) == 1 or torch.cuda.is_current_stream_capturing():
         return Exchange(group)
-    from . import copy_engines
-
     return copy_engines.CopyExchange(group, k, v) if copy_engines.usable(group, k.device) else Exchange(group)
 
 

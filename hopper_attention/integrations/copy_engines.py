@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .context_parallel import Exchange
+from .exchange import Exchange
 
 PLACES = 2  # who posts a message has enqueued the last reader of the one two before
 FREE, THERE = 0, 1
