@@ -60,12 +60,17 @@ def _numbers(row: Mapping[str, Any]) -> Iterable[float]:
     for name, value in row.items():
         if name == "errors":  # why a peer has none
             continue
-        if isinstance(value, Mapping):
-            yield from value.values()
-        elif isinstance(value, list):
-            yield from value
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield value
+        yield from _numbers_in(value)
+
+
+def _numbers_in(value: object) -> Iterable[float]:
+    if isinstance(value, Mapping):
+        yield from _numbers(value)
+    elif isinstance(value, list):
+        for x in value:
+            yield from _numbers_in(x)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield value
 
 
 # ---- host time --------------------------------------------------------------------------------------------
@@ -375,6 +380,40 @@ def _contenders_table(rows: Rows, column: Callable[[dict], str], cell: Callable[
     return table(["", *columns], lines, "l" + "r" * len(columns))
 
 
+CONTEXT_CALLS = {  # of harness.context_parallel, and how the table's columns call them
+    "alone": "one GPU, 1/P of the work",
+    "communicator": "messages by NCCL",
+    "fa3 ring": "FlashAttention-3 in this ring",
+    "torch, cudnn": "PyTorch's ring, cuDNN",
+    "torch, enable()": "PyTorch's ring, `enable()`",
+}
+
+
+def context_table(rows: Rows) -> str:
+    """TFLOP/s of a GPU of a sequence on several, beside one GPU with as much work and the other rings."""
+    if not rows:
+        return NOTHING
+    lines = []
+    for row in rows:
+        size = row["size"]
+        name = (
+            f"{size['tokens'] // 1024}k, {size['heads']}:{size['kv_heads']}{', full' * (not size['causal'])}"
+        )
+        for direction, words in (("forward", "forward"), ("both", "forward + backward")):
+            if direction not in row:
+                continue
+            times = row[direction]
+            rate = lambda x: f"{times[x]['tflops']:.0f}" if x in times else ""
+            share = f"{times['alone']['ms'] / times['ours']['ms']:.1%}" if "alone" in times else ""
+            others = [rate(x) for x in CONTEXT_CALLS]
+            known = times["overlap"]
+            overlap = "" if known is None else f"{known:.0%}"
+            cells = [name, words, f"**{rate('ours')}**", share, overlap, *others]
+            lines.append(cells)
+    header = ["tokens of a GPU, heads", "", "TFLOP/s", "of one GPU", "overlap", *CONTEXT_CALLS.values()]
+    return table(header, lines, "ll" + "r" * (len(header) - 2))
+
+
 def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
     """The blocks of one GPU."""
     return {
@@ -385,6 +424,7 @@ def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
         "training": training_table(load(folder, "training")),
         "quantizing": quantizing_table(load(folder, "quantizing")),
         "decode": decode_table(load_rows(folder / "decode" / "bench.json", zeros=True)),
+        "context-parallel": context_table(load_rows(folder / "context_parallel" / "bench.json", zeros=True)),
         **accuracy_tables(load(folder, "accuracy", zeros=True)),
     }
 

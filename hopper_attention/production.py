@@ -97,7 +97,7 @@ def forward(
     # alignment) the launch itself checks, in less time than reading it here takes.
     device = q.device
     options = softmax_scale, causal, top_left
-    kind = q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, device, options
+    kind = q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, device, options, margin()
     plan = _plans.get(kind)
     if plan is None:
         plan = _plan_forward(q, k, v, *options)
@@ -141,7 +141,7 @@ def backward(
     device = q.device
     options = softmax_scale, causal, top_left, deterministic
     strides = q.stride(), k.stride(), v.stride(), o.stride(), do.stride(), lse.stride()
-    kind = q.shape, k.shape, strides, q.dtype, device, dlse is None, options
+    kind = q.shape, k.shape, strides, q.dtype, device, dlse is None, options, margin()
     plan = _plans.get(kind)
     if plan is None:
         plan = _plan_backward(do, q, k, v, o, lse, dlse, *options)
@@ -371,6 +371,7 @@ def to_keep(make: Callable[[], Kept], device: torch.device) -> Kept:
 # ---- small matters ----------------------------------------------------------------------------------------
 
 NOTHING = contextlib.nullcontext()
+margin = tuned.margin.get  # SMs that this thread's calls leave free
 # What PyTorch's own compiler emits for the same: their public forms take two to four times as long.
 empty = torch._C._dynamo.guards._empty_strided_cuda  # of shape, strides and type, on the current device
 current_device = getattr(torch._C, "_cuda_getDevice", None)  # None: PyTorch without CUDA, asked for nothing
