@@ -396,8 +396,8 @@ def every_kernel(stage_id, args):
                 )
                 tensors = expected.allocate(module, problem, **stage.options)
                 verdicts.append(expected.run(module, compile_stage(stage_id, kernel), tensors, rounding))
-                of_scale = problem if problem.scaled or scale is None else f"{problem}, softmax_scale {scale:.3g}"
-                yield from noted(verdicts[-1], of_scale)
+                scaled = f", softmax_scale {scale:.3g}" if problem.in_fp8 and scale else ""
+                yield from noted(verdicts[-1], f"{problem}{scaled}")
             if all(verdict.passed for verdict in verdicts):
                 forms_passed.setdefault(kernel, []).append(name)
 

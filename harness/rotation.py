@@ -1,4 +1,4 @@
-"""What a rotation does to codes: the figure of notes/k8.md. It needs no GPU; the codes are the reference's."""
+"""The figure of notes/k8.md: what a rotation does to codes, the reference's, without a GPU."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -56,7 +56,8 @@ def plot_rotation(path: Path | str) -> None:
             of_products.stairs(spread.products, edges, color=colour, linewidth=1.6, label=name)
         of_codes.set_xscale("log", base=2)
         of_codes.axvline(2.0**-6, color=plots.MUTED, linewidth=0.8)
-        of_codes.text(2.0**-6.1, of_codes.get_ylim()[1], "subnormal ", ha="right", va="top", color=plots.MUTED)
+        top = of_codes.get_ylim()[1]
+        of_codes.text(2.0**-6.1, top, "subnormal ", ha="right", va="top", color=plots.MUTED)
         of_codes.set_title("|codes of K|, % of all in each binade", fontsize=9, loc="left")
         title = "scores whose outliers meet, %, by the share of their largest product, %"
         of_products.set_title(title, fontsize=9, loc="left")
