@@ -26,13 +26,23 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .calls_fp8 import fp8_scratch, refuse_fp8, run_fp8
 from .contract import Compiled, LazyMaximum, Problem, Scratch, Stage, Tensors, Work
-from .device import half_scores
 from .device.arithmetic import largest_positive
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa, fake_rows
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
 from .device.e4m3 import eighths_to_codes, round_to_codes
 from .device.flushed import add_flushed, flush, own_quads, zeroed_here
 from .device.fp8 import BLOCK, ONES_ROWS
+from .device.half_scores import (
+    HIDDEN_PAIR,
+    larger_of,
+    largest_pair,
+    largest_score,
+    lower_of,
+    pair_of_eighths,
+    pairs_of_row,
+    pairs_to_codes,
+    twice,
+)
 from .device.masks import Mask, mask_of
 from .device.products import Products, Rows, multiply_qk
 from .device.query_tiles import ROWS, Config, QueryTiles, work_on_query_tiles
@@ -397,7 +407,7 @@ class FP8Forward(QueryTiles):
             self.half_softmax(x, rows, factors)
             warpgroup.wait_group(0)
             x.v_ring.consumer_release(v_get)
-            half_scores.to_codes(cute.recast_tensor(x.rS, Int32), x.rP)
+            pairs_to_codes(cute.recast_tensor(x.rS, Int32), x.rP)
         else:
             self.softmax(x, rows, factors, v_get)
         for r in range(OWN_ROWS):
@@ -468,7 +478,7 @@ class FP8Forward(QueryTiles):
                 low, high = (first_S[0, 2 * i + half][1] <= visible for half in range(2))
                 kept = (Int32(0xFFFF) if low else Int32(0)) | (Int32(-0x10000) if high else Int32(0))
                 word = OWN_ROWS * i + r
-                words[word] = (words[word] & kept) | (half_scores.HIDDEN & ~kept)
+                words[word] = (words[word] & kept) | (HIDDEN_PAIR & ~kept)
 
     def half_softmax(self, x, rows, factors):
         """Scores in fp16 become exponents in eighths."""
@@ -483,42 +493,43 @@ class FP8Forward(QueryTiles):
             largest = None
             for i, (factor, exponent) in enumerate(factors):
                 own = [words[j] for j in range(of_factor * i + r, of_factor * (i + 1), OWN_ROWS)]
-                of_part = half_scores.largest_score(own) * factor
+                of_part = largest_score(own) * factor
                 of_part = of_part if exponent is None else of_part + exponent
                 largest = of_part if largest is None else cute.arch.fmax(largest, of_part)
             row_max[r] = as_half_base(finite(largest_of_row(Float32(largest))) - OFFSET)
         self.half_exponents(words, row_max, factors)
-        half_scores.to_codes(words, rP)
+        pairs_to_codes(words, rP)
 
     def half_exponents(self, words, row_max, factors):
         """`subtract` of scores in fp16, in eighths."""
         of_factor = cute.size(words) // len(factors)
         for i, (factor, exponent) in enumerate(factors):
-            by = half_scores.both(factor * EIGHTHS)
+            by = twice(factor * EIGHTHS)
             for r in range(OWN_ROWS):
                 base = row_max[r] if exponent is None else row_max[r] - exponent
-                shift = half_scores.both(FIRST_CODE - base * EIGHTHS)
+                shift = twice(FIRST_CODE - base * EIGHTHS)
                 for j in range(of_factor * i + r, of_factor * (i + 1), OWN_ROWS):
-                    words[j] = half_scores.exponents(words[j], by, shift)
+                    words[j] = pair_of_eighths(words[j], by, shift)
 
     @cute.jit
     def raise_half_maximum(self, words, O, row_max, row_sum):
         """`raise_maximum` for exponents of a whole tile, in fp16 and eighths."""
         limit, offset = LIMIT * EIGHTHS + FIRST_CODE, OFFSET * EIGHTHS + FIRST_CODE
-        own = [half_scores.words_of_row(words, r) for r in range(OWN_ROWS)]
-        pairs = [half_scores.largest_exponents([words[j] for j in of_row]) for of_row in own]
-        ahead = half_scores.larger_half(half_scores.largest_exponents(pairs))
-        if cute.arch.vote_any_sync(ahead > limit):
+        own = [pairs_of_row(words, r) for r in range(OWN_ROWS)]
+        pairs = [largest_pair([words[j] for j in of_row]) for of_row in own]
+        # Row by row: NaN of one must not hide what the other is ahead.
+        ahead = [larger_of(pair) for pair in pairs]
+        if cute.arch.vote_any_sync((ahead[0] > limit) | (ahead[1] > limit)):
             warpgroup.wait_group(0)  # P·V still adds to O
             for r in range_constexpr(OWN_ROWS):
-                largest = largest_of_row(half_scores.larger_half(pairs[r]))
+                largest = largest_of_row(ahead[r])
                 new_max = as_half_base(row_max[r] + (largest - offset) * (1.0 / EIGHTHS))
                 new_max = new_max if largest > limit else row_max[r]
                 growth = new_max - row_max[r]
                 row_max[r] = new_max
-                one, less = half_scores.both(Float32(1.0)), half_scores.both(growth * -EIGHTHS)
+                one, less = twice(Float32(1.0)), twice(growth * -EIGHTHS)
                 for j in own[r]:
-                    words[j] = half_scores.exponents(words[j], one, less)
+                    words[j] = pair_of_eighths(words[j], one, less)
                 factor = cute.math.exp2(-growth, fastmath=True)
                 O[r, None].store(O[r, None].load() * factor)
                 row_sum[r] *= factor
@@ -570,7 +581,7 @@ def multiply_pv(x: Products, v_get, kv_block, begun) -> None:
 
 def as_half_base(maximum: Float32) -> Float32:
     """A maximum near `maximum` that exponents in fp16 are relative to exactly."""
-    base = half_scores.first_of(half_scores.both(FIRST_CODE - maximum * EIGHTHS))
+    base = lower_of(twice(FIRST_CODE - maximum * EIGHTHS))
     return (FIRST_CODE - base) * (1.0 / EIGHTHS)
 
 
