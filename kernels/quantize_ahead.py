@@ -50,7 +50,9 @@ class QuantizeAhead(Quantize):
         self, head_dim: int, dtype: type, rotate: bool = False, rope: bool = False, *rest, **options
     ):
         own = options.pop("own", OWN_ROTATED[head_dim])
-        self.heads, self.stages = options.pop("heads", HEADS), options.pop("stages", 1)
+        # Two CTAs with the angles of head_dim 256 leave room for one stage each.
+        stages = 1 if rope and head_dim == 256 else 2
+        self.heads, self.stages = options.pop("heads", HEADS), options.pop("stages", stages)
         threads = options.pop("threads_per_sm", None)
         # Registers for 32 elements and what turns them; of 64 twice as many.
         threads = threads or (768 if rope else 1024) if own == OWN else threads or 512
