@@ -21,6 +21,7 @@ from harness import plots, suite
 from harness.host import BOTH, FORWARD, OURS, PLAIN
 from harness.markdown import table
 from harness.results import DIRECTION_WORDS, PEER_LABELS, PUBLIC_CALLS, Results
+from harness.rotation import plot_rotation
 from harness.sweep import SEQLENS
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import BACKWARD as BACKWARD_STAGE
@@ -435,4 +436,6 @@ def figures(folder: Path) -> dict[str, Callable[[Path], None]]:
         found["training.png"] = partial(plot_training, rows)
     if load(folder, "models_fwd") and load(folder, "models_bwd"):
         found["models.png"] = partial(plot_models, folder)
+    if load(folder, "accuracy", zeros=True):
+        found["rotation.png"] = plot_rotation
     return found
