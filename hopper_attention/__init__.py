@@ -5,8 +5,8 @@ o = attention(q, k, v, causal=True)     # (batch, heads, seqlen, head_dim)
 
 or behind the calls that a model makes already: `enable()` for scaled_dot_product_attention,
 `flash_attn_func`, `flash_attn_varlen_func` for packed sequences, `flash_attn_with_kvcache` for decoding,
-`integrations.huggingface.register()`. For inference in FP8: `attention_fp8`, `quantize`. For a sequence on several GPUs:
-`context_parallel_attention`.
+`integrations.huggingface.register()`. For inference in FP8: `attention_fp8`, `quantize`. For a sequence on
+several GPUs: `context_parallel_attention`.
 """
 
 from .fp8 import attention_fp8, quantize

@@ -87,7 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m hopper_attention.precompile", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("stages", nargs="*", default=LIBRARY, help="stage ids, `all`, `policies`, `fp8` or `decode`")
+    parser.add_argument(
+        "stages", nargs="*", default=LIBRARY, help="stage ids, `all`, `policies`, `fp8` or `decode`"
+    )
     parser.add_argument("--head-dim", type=int, help="only kernels for heads of this size")
     parser.add_argument("--dtype", choices=DTYPES, help="only kernels for queries of this type")
     parser.add_argument("--page-size", type=int, help="of decode only kernels for such pages; 0: none")
