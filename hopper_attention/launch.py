@@ -20,7 +20,7 @@ from . import cache
 from .kernels import calls_fp8, ladder
 from .kernels.contract import DTYPES, Problem
 from .kernels.device.constants import SMS
-from .kernels.device.limits import HEAD_DIMS
+from .kernels.device.limits import HEAD_DIMS, compiled_dims, other_dims
 
 FORWARD = "k6"
 FORWARD_IN_ROWS = {128: "k6_r128", 64: "k6_r64"}  # by the rows that `division.rows_of` may choose instead
@@ -75,6 +75,7 @@ def compiled_for(stage_id: str, problem: Problem) -> Problem:
     least = problem.with_(batch=1, heads=1, kv_heads=1, seqlen_q=1, seqlen_kv=1, direction=stage.direction)
     if least.in_fp8:
         least = least.with_(scaled=False)  # its kernel is given a scale in any case
+    least = least.with_(**compiled_dims(least))
     if problem.top_left and file.supports(least.with_(seqlen_q=2)):
         return least.with_(top_left=False)  # at equal lengths, and it takes no others, the masks are one
     return least
@@ -85,12 +86,11 @@ def reachable(stage_id: str) -> list[Problem]:
     stage, file = ladder.load(stage_id)
     found: list[Problem] = []
     backward = stage.direction == "bwd"
-    for head_dim in HEAD_DIMS:
+    for dims in [*({"head_dim": x} for x in HEAD_DIMS), *other_dims(stage.direction)]:
         for dtype in DTYPES:
             for mask in ({"causal": False}, {"causal": True}, {"causal": True, "top_left": True}):
                 for more in ({}, {"scaled": True}, *([{"scaled": True, "lse_grad": True}] * backward)):
-                    least = Problem.square(1, 1, 1, head_dim, **mask, dtype=dtype, direction=stage.direction)
-                    least = least.with_(**more)
+                    least = Problem(1, 1, 1, 1, 1, **dims | mask | more, dtype=dtype, direction=stage.direction)
                     if file.supports(least) is None and (what := compiled_for(stage_id, least)) not in found:
                         found.append(what)
     return found

@@ -39,6 +39,7 @@ from .bwd4_operands import (
     Consumer,
     Fragments,
     allocate,
+    columns_apart,
     fragments,
     make_rings,
     shared_bytes,
@@ -52,6 +53,7 @@ from .device.constants import LOG2_E, SMS, WARP, WARPGROUP
 from .device.dq_sums import AND_ADDER
 from .device.key_parts import halves, leave_part
 from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS
+from .device.limits import tile_dim
 from .device.masks import Mask, mask_of
 from .device.rings import CONSUMER
 from .device.tile_order import hear
@@ -140,7 +142,9 @@ class Backward(LoadingTiles):
     ):  # fmt: skip
         super().__init__(head_dim, mask, dtype, deterministic, config.tile_q, TILE_KV, divides, sms)
         self.config = config
-        self.columns = head_dim // 64  # blocks of 64 columns: what the swizzle permutes
+        self.columns = head_dim // columns_apart(head_dim)  # blocks of columns: what the swizzle permutes
+        # Columns of dQ that both consumers compute: with 96, the first has 0 to 63 and the second 32 to 95.
+        self.overlap = CONSUMERS * 64 - head_dim if self.blocks < CONSUMERS else 0
 
     @property
     def smem_bytes(self) -> int:
@@ -155,14 +159,14 @@ class Backward(LoadingTiles):
         batch, kv_heads, seqlen_kv, _ = mK.shape
         tma = []
         for mX, rows in ((mQ, self.tile_q), (mDO, self.tile_q), (mK, ROWS), (mV, ROWS)):
-            tma += load_atom(mX, rows)
+            tma += load_atom(mX, rows, self.head_dim)
         if const_expr(self.divides):
             key_parts, value_parts = halves(mParts)
             tma += [None, key_parts, None, value_parts]
             seqlen_kv, kv_heads = mTiled.shape[0], mTiled.shape[2]
         else:
             for mX in (mDK, mDV):
-                tma += store_atom(mX, ROWS)
+                tma += store_atom(mX, ROWS, self.head_dim)
         mmas = tiled_mmas(self.config, self.head_dim, self.dtype)
         kv_blocks = cute.ceil_div(seqlen_kv, TILE_KV)
         tiles = kv_blocks * kv_heads * batch
@@ -422,10 +426,11 @@ def kernel_for(
     problem: Problem, deterministic: bool = False, config: Config | None = None, sms: int = SMS
 ) -> FlashAttentionBackward | WideFlashAttentionBackward:
     """The kernels of the problem's head_dim, mask and type."""
-    options = problem.head_dim, mask_of(problem), ELEMENTS[problem.dtype]
-    if problem.head_dim == 256:
+    columns = tile_dim(problem)
+    options = columns, mask_of(problem), ELEMENTS[problem.dtype]
+    if columns == 256:
         return WideFlashAttentionBackward(KeyGradients(*options, sms=sms), QueryGradient(*options, sms=sms))
-    config = config or CONFIGS[problem.head_dim]
+    config = config or CONFIGS[columns]
     return FlashAttentionBackward(Backward(*options, deterministic, config, sms=sms))
 
 

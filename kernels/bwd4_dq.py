@@ -124,7 +124,7 @@ class QueryGradient(QueryTiles):
         batch, heads, seqlen_q, _ = mQ.shape
         tma = []
         for mX in (mQ, mDO, mK, mV):
-            tma += load_atom(mX, ROWS)
+            tma += load_atom(mX, ROWS, self.head_dim)
         source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
         mma_s, mma_q = [
             make_trivial_tiled_mma(self.dtype, self.dtype, K, b, Float32, (1, 1, 1), (ROWS, n), place)
@@ -134,7 +134,7 @@ class QueryGradient(QueryTiles):
             )
         ]
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
-        self.kernel(mma_s, mma_q, *tma, *store_atom(mDQ, ROWS), mStats, mCounter, tiles, scale).launch(
+        self.kernel(mma_s, mma_q, *tma, *store_atom(mDQ, ROWS, self.head_dim), mStats, mCounter, tiles, scale).launch(
             grid=(cutlass.min(tiles, self.sms), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently

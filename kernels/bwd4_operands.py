@@ -48,7 +48,17 @@ class Config:
         return self.tile_q // ROWS  # of 64 queries
 
 
-CONFIGS = {64: Config(TILE_Q[64], False, True), 128: Config(TILE_Q[128], True, False)}
+CONFIGS = {
+    64: Config(TILE_Q[64], False, True),
+    96: Config(TILE_Q[96], True, False),
+    128: Config(TILE_Q[128], True, False),
+}
+
+
+def columns_apart(head_dim: int) -> int:
+    """Columns that the swizzle lays out together, the 128 bytes it permutes or 64: what dQ's columns are
+    divided by."""
+    return 64 if head_dim % 64 == 0 else 32
 
 
 @dataclass(frozen=True)
@@ -167,6 +177,16 @@ class Fragments:
     copy_V: cute.TiledCopy | None  # shared memory to dP's operand A by ldmatrix, where V stays in registers
 
 
+def windows(dtype: type, head_dim: int, count: int) -> cute.Layout:
+    """(key, 64 columns, window) of K: windows begin `columns_apart` from each other."""
+    if columns_apart(head_dim) == 64:
+        return swizzled_tiles(dtype, ROWS, 64, count).outer
+    one = swizzled_tiles(dtype, ROWS, 3 * 32, 1).outer  # two of these three blocks of 32
+    (rows, (column, _), _), (row_stride, (column_stride, block), _) = one.shape, one.stride
+    shape = rows, (column, 2), count
+    return cute.make_layout(shape, stride=(row_stride, (column_stride, block), block))
+
+
 def fragments(
     config: Config, mmas: list[cute.TiledMma], shared: Shared, dtype: type, consumer: Int32, thread: Int32
 ) -> Fragments:
@@ -204,12 +224,12 @@ def fragments(
         mma_kv.make_fragment_B(thr_kv.partition_B(exchanged(sX))) for sX in (shared.Q, shared.dO)
     ]  # (MMA, 1, tile_q/16, stage)
     # dS and K once more, as tiles of 64 columns, which is how the swizzle lays them out: dQ is divided by
-    # those columns between the consumers.
+    # those columns between the consumers. Of 96, which come 32 by 32, the 64 of one overlap those of the other.
     blocks = config.blocks * CONSUMERS * 2
     sdS = cute.make_tensor(shared.dS.iterator, swizzled_tiles(dtype, ROWS, 64, blocks).outer)
     tQdS = mma_q.make_fragment_A(thr_q.partition_A(exchanged(sdS)))  # (MMA, 1, 64/16, block + …)
-    columns = d // 64 * CONSUMERS * config.k_stages
-    sK = cute.make_tensor(shared.K.iterator, swizzled_tiles(dtype, ROWS, 64, columns).outer)
+    columns = d // columns_apart(d) * CONSUMERS * config.k_stages
+    sK = cute.make_tensor(shared.K.iterator, windows(dtype, d, columns))
     tQK = mma_q.make_fragment_B(thr_q.partition_B(exchanged(sK)))  # (MMA, 1, 64/16, column block + …)
     places = coordinates(mma_s, (ROWS, tile_q), thread)
     stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)

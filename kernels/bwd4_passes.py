@@ -15,6 +15,7 @@ from .device.compiling import compile_for_torch, fake_fp32, fake_gqa_backward
 from .device.dq_sums import SummedTiles
 from .device.key_parts import PartSums, fake_parts, tiled_in_parts
 from .device.key_tiles import CONSUMERS, Tiles, work_of
+from .device.limits import has_own_kernel
 from .device.query_tiles import QueryTiles
 
 
@@ -212,10 +213,11 @@ class DividedWideFlashAttentionBackward(WideFlashAttentionBackward):
 
 def compile_backward(kernel: FlashAttentionBackward | WideFlashAttentionBackward, problem: Problem) -> object:
     """The call of a backward pass, with the arguments that the problem's options add."""
-    q, *rest = fake_gqa_backward(problem.head_dim, problem.dtype)
+    own = has_own_kernel(problem)
+    q, *rest = fake_gqa_backward(problem.head_dim if own else None, problem.dtype)
     tensors = q, *rest, fake_fp32(q), *kernel.fake_workspace()
     if problem.lse_grad:
         return compile_for_torch(kernel.with_lse_grad, *tensors, Float32(1.0), fake_fp32(q))
-    if problem.scaled:
+    if problem.scaled or not own:
         return compile_for_torch(kernel.scaled, *tensors, Float32(1.0))
     return compile_for_torch(kernel, *tensors)

@@ -10,11 +10,14 @@ from .device.limits import (
     COLUMN_BYTES,
     TILE_KV,
     TILE_Q,
+    column_blocks,
+    is_own,
     refuse_heads_on_grid,
     refuse_long_heads,
     refuse_unless_gqa,
     scratch_shapes,
     sums_of_dq,
+    tile_dim,
 )
 
 DETERMINISTIC = {"deterministic": True}  # bwd4_det's options
@@ -44,7 +47,7 @@ def refuse_backward(problem: Problem) -> str | None:
     """Why bwd4 and bwd4_det refuse the problem, or None."""
     return (
         refuse_unless_gqa(problem, "bwd")
-        or refuse_long_heads(problem, COLUMN_BYTES[problem.head_dim])
+        or refuse_long_heads(problem, COLUMN_BYTES[tile_dim(problem)])
         or refuse_heads_on_grid(problem)
     )
 
@@ -56,13 +59,14 @@ def forward_scratch(problem: Problem) -> Scratch:
 def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None = None) -> Scratch:
     """No two launches at once may share any of it. Floats come before counters. With `parts`, that of
     bwd4_parts."""
-    tile_q, of_keys = TILE_Q[problem.head_dim], {}
+    columns, of_keys = tile_dim(problem), {}
+    tile_q, tile_kv = TILE_Q[columns], TILE_KV[columns]
     key_heads = problem.batch * problem.kv_heads * (parts.heads if parts else 1)
     if parts is not None:  # `key_parts`
-        blocks = math.ceil(problem.seqlen_kv / TILE_KV[problem.head_dim]) * TILE_KV[problem.head_dim] // BLOCK
-        shape = 2, key_heads, parts.queries, blocks, problem.head_dim // BLOCK, BLOCK * BLOCK
+        blocks = math.ceil(problem.seqlen_kv / tile_kv) * tile_kv // BLOCK
+        shape = 2, key_heads, parts.queries, blocks, column_blocks(columns), BLOCK * BLOCK
         of_keys = {"parts": (shape, "float32")}
-    if problem.head_dim == 256:
+    if columns == 256:
         # of tiles taken, a kernel each
         return {"stats": scratch_shapes(problem, tile_q)["stats"], **of_keys, "counter": ((2,), "int32")}
     sums = sums_of_dq(deterministic, problem.causal)
@@ -101,4 +105,7 @@ def run_backward(compiled: Compiled, t: Tensors) -> None:
 
 
 def _given(t: Tensors) -> list[object]:
-    return [x for x in (t.softmax_scale, t.dlse) if x is not None]
+    scale, head_dim = t.softmax_scale, t.q.shape[3]
+    if scale is None and not is_own(head_dim, t.v.shape[3]):
+        scale = head_dim**-0.5
+    return [x for x in (scale, t.dlse) if x is not None]

@@ -35,6 +35,7 @@ class Problem:
     top_left: bool = False
     scaled: bool = False  # scores are multiplied by a factor given at the launch, not by 1/√head_dim
     lse_grad: bool = False  # of a scaled backward problem: the LSE has a gradient too
+    value_dim: int | None = None  # of V and O, where it is not head_dim
 
     def __post_init__(self) -> None:
         if not isinstance(self.top_left, bool):
@@ -43,6 +44,8 @@ class Problem:
             raise ValueError("top_left aligns a causal mask, and there is none: causal is False")
         if self.lse_grad and not (self.scaled and self.direction == "bwd"):
             raise ValueError("kernels for a gradient of the LSE are backward ones that are given their scale")
+        if self.value_dim == self.head_dim:
+            raise ValueError(f"a value_dim that is head_dim is none: {self.head_dim}")
 
     @staticmethod
     def square(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool, **rest: Any) -> "Problem":
@@ -59,6 +62,11 @@ class Problem:
         return self.direction in ("fp8", "fp8_rows")
 
     @property
+    def dims(self) -> tuple[int, int]:
+        """Columns of Q and K, and of V and O."""
+        return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
     def not_blind(self) -> tuple[int, int]:
         """How many queries see a key, and how many keys a query sees: at unequal lengths a causal mask may
         leave some out."""
@@ -70,11 +78,13 @@ class Problem:
     @property
     def flops(self) -> float:
         """4·B·H·Nq·Nkv·d, of a causal mask only what lies on its side of the diagonal, which at equal lengths
-        is half; × 2.5 for the backward pass (FlashAttention's convention)."""
+        is half; × 2.5 for the backward pass (FlashAttention's convention). With values of other width 2·d of
+        a pair are Q·Kᵀ's, dK's and dQ's each, 2·value_dim those of P·V, dP and dV."""
         queries, keys = self.not_blind
         pairs = queries * keys - (min(queries, keys) ** 2 / 2 if self.causal else 0)
-        forward = 4.0 * self.batch * self.heads * pairs * self.head_dim
-        return forward * (2.5 if self.direction == "bwd" else 1.0)
+        of_keys, of_values = self.dims
+        columns = 3 * of_keys + 2 * of_values if self.direction == "bwd" else of_keys + of_values
+        return 2.0 * self.batch * self.heads * pairs * columns
 
     @property
     def min_bytes(self) -> int:
@@ -82,12 +92,12 @@ class Problem:
         once."""
         queries, keys = self.not_blind
         element = 1 if self.reads_codes else BYTES_PER_ELEMENT
-        row = self.head_dim * self.batch
-        q, kv = (heads * row * element for heads in (self.heads, 2 * self.kv_heads))  # of one position
-        o = self.heads * row * BYTES_PER_ELEMENT
+        of_keys, of_values = (columns * self.batch for columns in self.dims)
+        q, kv = self.heads * of_keys * element, self.kv_heads * (of_keys + of_values) * element  # of a position
+        o = self.heads * of_values * BYTES_PER_ELEMENT
         lse = 4 * self.batch * self.heads
         if self.direction == "bwd":  # read q, o, dO, lse, k, v; write dq, dk, dv
-            return queries * (3 * q + lse) + keys * kv + self.seqlen_q * q + self.seqlen_kv * kv
+            return queries * (q + 2 * o + lse) + keys * kv + self.seqlen_q * q + self.seqlen_kv * kv
         return queries * q + keys * kv + self.seqlen_q * (o + lse)
 
     def with_(self, **changes: Any) -> "Problem":
@@ -98,14 +108,16 @@ class Problem:
         heads = f"h{self.heads}" if self.heads == self.kv_heads else f"h{self.heads}:{self.kv_heads}"
         n = f"n{self.seqlen_q}" if self.seqlen_q == self.seqlen_kv else f"n{self.seqlen_q}:{self.seqlen_kv}"
         more = " scaled" * self.scaled + " lse_grad" * self.lse_grad
-        return f"b{self.batch} {heads} {n} d{self.head_dim} {causal} {self.dtype}{more}"
+        d = f"d{self.head_dim}" + (f":{self.value_dim}" if self.value_dim is not None else "")
+        return f"b{self.batch} {heads} {n} {d} {causal} {self.dtype}{more}"
 
 
 @dataclass
 class Tensors:
     """What `run_kernel` reads and writes.
 
-    q, o, do, dq are (B, H, Nq, d), k, v, dk, dv (B, Hkv, Nkv, d), all of one 16-bit type; lse is fp32 (B, H,
+    q, o, do, dq are (B, H, Nq, d), k, v, dk, dv (B, Hkv, Nkv, d), all of one 16-bit type (o, do, v and dv with
+    a problem's value_dim, if it has one); lse is fp32 (B, H,
     Nq), natural logarithms. Of a problem that reads codes q, k and v are e4m3 instead, of an "fp8" one v as
     `device.fp8` has Vt8, and `scales` are fp32. A forward stage writes o and lse. A backward stage reads
     them, and do, and writes dq, dk, dv; a row that sees no key comes with o = 0 and lse = −∞ and has gradient

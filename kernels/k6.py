@@ -9,7 +9,8 @@ What changes      against k6_2: persistent CTAs and a tile counter; a tile's las
                   first Q·Kᵀ, up to head_dim 128; hidden keys in a loop of their own; lazy rescaling; O by
                   TMA; a tile shape by head_dim; fp16, GQA, unequal lengths, head_dim 256; no more turns.
 What does not     rings, warp specialisation, the half-tile lag of P·V behind Q·Kᵀ.
-Supports          bf16 and fp16; head_dim 64, 128, 256; lengths ≥ 1; GQA and MQA. Under a causal mask query i
+Supports          bf16 and fp16; head_dim a multiple of 8 up to 256, 64, 128 and 256 compiled in and others
+                  in wider tiles (limits.tile_dims), V's its own; lengths ≥ 1; GQA and MQA. Under a causal mask query i
                   sees keys up to i + seqlen_kv − seqlen_q (aligned at the bottom right), or with top_left up
                   to i; one that sees none gives O = 0 and LSE = −∞.
 Note              notes/k6.md: the schedule drawn, what each idea is worth, what lost.
@@ -31,6 +32,7 @@ from .contract import LazyMaximum, Problem, Stage, Work
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
 from .device.lazy import raise_maximum
+from .device.limits import NARROW_VALUES, has_own_kernel, tile_dims
 from .device.masks import Mask, mask_of
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
 from .device.query_tiles import ROWS, Config, QueryTiles, work_on_query_tiles
@@ -52,10 +54,13 @@ STAGES = (
     ),
 )
 
-CONFIGS = {  # by head_dim; registers of a producer's thread and of a consumer's, stages of K and of V
+CONFIGS = {  # by columns of a tile, `limits.tile_dims`; registers of a producer's thread and of a consumer's
     64: Config(consumers=4, tile_kv=64, stages=8, registers=(24, 112), parts=2),
+    96: Config(consumers=3, tile_kv=96, stages=3, registers=(32, 160)),
     128: Config(consumers=3, tile_kv=64, stages=4, registers=(32, 160)),
+    192: Config(consumers=2, tile_kv=64, stages=3, registers=(24, 240)),
     256: Config(consumers=2, tile_kv=64, stages=2, registers=(24, 240)),
+    NARROW_VALUES: Config(consumers=2, tile_kv=128, stages=2, registers=(24, 240)),
 }
 END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
 # How far a row's maximum may rise before O is rescaled. A term 2^(s − max) that has become a maximum is 1 and
@@ -87,12 +92,13 @@ class FlashAttentionForward(QueryTiles):
 
     def __init__(
         self, head_dim: int, mask: Mask, dtype: str, config: Config | None = None, sms: int = SMS,
-        share: float = SHARE, exact: bool = False,
+        share: float = SHARE, exact: bool = False, value_dim: int | None = None,
     ):  # fmt: skip
         """`share` 0 leaves GROWTH alone to decide; `exact` follows the maximum in every tile, as an eager
         softmax does."""
         assert share >= 0.0, "a share of a sum"
         self.share, self.growth = (0.0, 0.0) if exact else (share, GROWTH)
+        self.value_dim = value_dim or head_dim  # columns of V and O
         config = config or CONFIGS[head_dim]
         super().__init__(head_dim, mask, ROWS * config.consumers, config.tile_kv)
         self.dtype, self.config, self.sms = ELEMENTS[dtype], config, sms
@@ -110,7 +116,8 @@ class FlashAttentionForward(QueryTiles):
         return cutlass.min(seqlen_kv, 2048) * 4096  # the same heads up to 2048 keys, then 8 MiB
 
     def tile_bytes(self, q_and_o: int) -> int:
-        return (q_and_o * self.tile_q + 2 * self.stages * self.tile_kv) * self.head_dim * 2
+        q = (q_and_o * self.head_dim if q_and_o < 3 else 2 * self.head_dim + self.value_dim) * self.tile_q
+        return (q + self.stages * self.tile_kv * (self.head_dim + self.value_dim)) * 2
 
     @property
     def smem_bytes(self) -> int:
@@ -128,10 +135,13 @@ class FlashAttentionForward(QueryTiles):
     @cute.jit
     def launch(self, mQ, mK, mV, mO, mLSE, mCounter, scale, stream):
         batch, heads, seqlen_q, _ = mQ.shape
-        loads = *load_atom(mQ, ROWS), *load_atom(mK, self.tile_kv), *load_atom(mV, self.tile_kv)
-        mmas = attention_mmas(self.dtype, self.tile_kv, self.head_dim)
+        columns, of_values = self.head_dim, self.value_dim
+        loads = *load_atom(mQ, ROWS, columns), *load_atom(mK, self.tile_kv, columns)
+        loads = *loads, *load_atom(mV, self.tile_kv, of_values)
+        store_O = store_atom(mO, WARP_ROWS, of_values)
+        mmas = attention_mmas(self.dtype, self.tile_kv, of_values)
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
-        self.kernel(*mmas, *loads, *store_atom(mO, WARP_ROWS), mLSE, mCounter, tiles, scale).launch(
+        self.kernel(*mmas, *loads, *store_O, mLSE, mCounter, tiles, scale).launch(
             grid=(cutlass.min(tiles, self.sms * self.config.ctas), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas,  # without it the compiler drops setmaxnreg, silently
@@ -154,17 +164,22 @@ class FlashAttentionForward(QueryTiles):
         q_places = self.q_stages * self.consumers  # of Q; a consumer's are its number, and that + consumers
         sO = sQ = allocate_tiles(smem, self.dtype, ROWS, self.head_dim, q_places)  # (row, head_dim, place)
         if const_expr(not self.o_over_q):
-            sO = allocate_tiles(smem, self.dtype, ROWS, self.head_dim, self.consumers)
-        kv_tiles = smem, self.dtype, self.tile_kv, self.head_dim, self.stages
-        sK, sV = allocate_tiles(*kv_tiles), allocate_tiles(*kv_tiles)  # (key, head_dim, stage)
+            sO = allocate_tiles(smem, self.dtype, ROWS, self.value_dim, self.consumers)
+        elif const_expr(self.value_dim < self.head_dim):
+            sO = cute.local_tile(sQ, (ROWS, self.value_dim, q_places), (0, 0, 0))
+        sK, sV = [  # (key, column, stage)
+            allocate_tiles(smem, self.dtype, self.tile_kv, columns, self.stages)
+            for columns in (self.head_dim, self.value_dim)
+        ]
         sVt = exchanged(sV)  # (head_dim, key, stage): the same bytes, as operand B of P·V takes them
         sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # announced, q_block, head, batch
-        own_bytes, kv_bytes = ROWS * self.head_dim * 2, self.tile_kv * self.head_dim * 2
+        own_bytes = ROWS * self.head_dim * 2
+        k_bytes, v_bytes = (self.tile_kv * columns * 2 for columns in (self.head_dim, self.value_dim))
         q_ring, k_ring, v_ring = tma_rings(
             smem,
             (q_places, own_bytes, WARPS),  # every consumer waits for its own rows of Q
-            (self.stages, kv_bytes, consumer_warps),
-            (self.stages, kv_bytes, consumer_warps),
+            (self.stages, k_bytes, consumer_warps),
+            (self.stages, v_bytes, consumer_warps),
             # From a shuffle it stays in a register (notes/gotchas.md, "A loop's bound may be computed anew").
             lane=cute.arch.shuffle_sync(cute.arch.lane_idx(), cute.arch.lane_idx()),
         )
@@ -408,8 +423,15 @@ def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int,
     return forward_scratch(problem)
 
 
-def kernel_for(problem: Problem, **options: object) -> FlashAttentionForward:
-    return FlashAttentionForward(problem.head_dim, mask_of(problem), problem.dtype, **options)
+def config_of(problem: Problem, configs: dict[object, Config] = CONFIGS) -> Config:
+    columns, of_values = tile_dims(problem)
+    return configs[columns if columns == of_values else (columns, of_values)]
+
+
+def kernel_for(problem: Problem, config: Config | None = None, **options: object) -> FlashAttentionForward:
+    (columns, of_values), config = tile_dims(problem), config or config_of(problem)
+    kind = columns, mask_of(problem), problem.dtype, config
+    return FlashAttentionForward(*kind, value_dim=of_values, **options)
 
 
 def work(problem: Problem, **options: object) -> list[Work]:
@@ -422,10 +444,10 @@ def lazy_maximum(problem: Problem, **options: object) -> LazyMaximum:
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:
-    q, k, v, o = fake_gqa(problem.head_dim, problem.dtype)
+    q, k, v, o = fake_gqa(problem.head_dim if has_own_kernel(problem) else None, problem.dtype)
     kernel = kernel_for(problem, **options)
     counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
-    if problem.scaled:
+    if problem.scaled or not has_own_kernel(problem):
         return compile_for_torch(kernel.scaled, q, k, v, o, fake_fp32(q), counter, Float32(1.0))
     return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), counter)
 

@@ -22,7 +22,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .constants import LOG2_E, VECTOR, WARP, WARPGROUP
-from .limits import BLOCK
+from .limits import BLOCK, column_blocks
 from .tma import allocate_tiles, partition_tma, store_atom
 
 QUAD = 4  # fp32 in one 16-byte access
@@ -34,7 +34,7 @@ def fake_scratch(head_dim: int, sums: int = 1) -> tuple[object, object]:
     heads, blocks = cute.sym_int(), cute.sym_int()
     of_sums = heads if sums == 1 else cute.sym_int()
     stand_ins = []
-    for rows, inner in ((heads, (2, BLOCK)), (of_sums, (head_dim // BLOCK, BLOCK * BLOCK))):
+    for rows, inner in ((heads, (2, BLOCK)), (of_sums, (column_blocks(head_dim), BLOCK * BLOCK))):
         size = math.prod(inner)
         strides = (cute.sym_int64(divisibility=size), size, inner[1], 1)
         stand_ins.append(make_fake_tensor(Float32, (rows, blocks, *inner), strides, assumed_align=128))
@@ -54,7 +54,7 @@ class Preprocess:
     """
 
     def __init__(self, head_dim: int):
-        self.chunks = head_dim // VECTOR  # lanes that share a row
+        self.chunks = column_blocks(head_dim) * BLOCK // VECTOR  # lanes that share a row
         self.threads = BLOCK * self.chunks // ROWS_IN_FLIGHT
 
     @cute.jit
@@ -76,6 +76,12 @@ class Preprocess:
         head_index, block = tile // blocks, tile % blocks
         batch, head = head_index // heads, head_index % heads
         group, chunk = tidx // self.chunks, tidx % self.chunks
+        columns, past_columns = mO.shape[3], False
+        if const_expr(not cute.is_static(columns)):  # past them, the last ones again, which count for nothing
+            past_columns = chunk * VECTOR >= columns
+            chunk_read = cutlass.min(chunk, columns // VECTOR - 1)
+        else:
+            chunk_read = chunk
 
         # Rows past the end read the last row again, and count for nothing: loads without branches are all in
         # flight before the first is waited for.
@@ -84,7 +90,7 @@ class Preprocess:
         for i in range_constexpr(ROWS_IN_FLIGHT):
             row = cutlass.min(block * BLOCK + group + BLOCK // ROWS_IN_FLIGHT * i, seqlen - 1)
             for mX, rX in ((mO, rO), (mDO, rDO)):
-                gX = cute.local_tile(mX[batch, head, row, None], (VECTOR,), (chunk,))
+                gX = cute.local_tile(mX[batch, head, row, None], (VECTOR,), (chunk_read,))
                 cute.autovec_copy(gX, rX[None, i])
 
         if const_expr(mDQ_sum is not None and theirs is None):
@@ -99,6 +105,8 @@ class Preprocess:
             row = group + BLOCK // ROWS_IN_FLIGHT * i
             products = rO[None, i].load().to(Float32) * rDO[None, i].load().to(Float32)
             row_dot = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            if const_expr(not cute.is_static(columns)):
+                row_dot = Float32(0.0) if past_columns else row_dot
             row_dot = cute.arch.warp_reduction_sum(row_dot, threads_in_group=self.chunks)
             if chunk == 0:
                 past = block * BLOCK + row >= seqlen
@@ -133,8 +141,8 @@ class Postprocess:
     The same for dK and dV in parts (`key_parts`), which it adds in their order."""
 
     def __init__(self, head_dim: int, tiles: object = None, scaled: bool = True):
-        self.head_dim, self.tiles = head_dim, tiles
-        self.columns = head_dim // BLOCK
+        self.columns, self.tiles = column_blocks(head_dim), tiles
+        self.head_dim = BLOCK * self.columns
         self.threads = WARPGROUP * self.columns
         self.scale = 1.0 / math.sqrt(head_dim) if scaled else 1.0
 
@@ -145,7 +153,7 @@ class Postprocess:
             mDQ.element_type, mDQ.element_type, OperandMajorMode.K, OperandMajorMode.K, Float32,
             (1, self.columns, 1), (BLOCK, BLOCK), warpgroup.OperandSource.SMEM,
         )  # fmt: skip
-        self.postprocess(mma, *store_atom(mDQ, BLOCK), mDQ_sum, mZeroed, seqlen_kv, scale, parts).launch(
+        self.postprocess(mma, *store_atom(mDQ, BLOCK, self.head_dim), mDQ_sum, mZeroed, seqlen_kv, scale, parts).launch(
             grid=(cute.ceil_div(seqlen, BLOCK), heads, batch),
             block=(self.threads, 1, 1),
             use_pdl=True,

@@ -47,15 +47,16 @@ def load_atom(mX: cute.Tensor, rows: int, columns: int | None = None) -> tuple[c
 
     The descriptor (CUDA's CUtensorMap) is made on the host and handed to the kernel with its arguments. The
     tensor beside it holds coordinates instead of addresses: a slice of it is where in mX a copy begins, and
-    the TMA itself computes the addresses and fills what lies past the end of seqlen with zeros.
+    the TMA itself computes the addresses and fills what lies past the end of seqlen, or of head_dim, with
+    zeros.
     """
     return _tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, rows, columns)
 
 
-def store_atom(mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """`load_atom`'s counterpart: the descriptor that stores tiles of `rows` rows; rows past the end stay
-    unwritten."""
-    return _tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, rows)
+def store_atom(mX: cute.Tensor, rows: int, columns: int | None = None) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """`load_atom`'s counterpart: the descriptor that stores tiles of `rows` rows; rows and columns past the
+    end stay unwritten."""
+    return _tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, rows, columns)
 
 
 def _tma_atom(
