@@ -86,6 +86,11 @@ class Row:
     top_left: bool = False
     scaled: bool = False
     lse_grad: bool = False
+    # A stage's file has plain problems only; `harness.policy_suite` has files of its own for the rest.
+    window: None = None
+    softcap: float = 0.0
+    sink: bool = False
+    sequences: None = None
     ms_median: float | None = None
     ms_iqr: float | None = None
     tflops: float | None = None
@@ -134,7 +139,8 @@ class Row:
 
 
 ROW_TYPES = get_type_hints(Row)
-ONLY_WHERE_TRUE = ("top_left", "scaled", "lse_grad", "peak_bytes")  # fields that a file's rows otherwise lack
+# Fields that a file's rows otherwise lack.
+ONLY_WHERE_TRUE = ("top_left", "scaled", "lse_grad", "window", "softcap", "sink", "sequences", "peak_bytes")
 TIMING_FIELDS = ("ms_median", "ms_iqr", "tflops", "tflops_sustained")
 
 

@@ -72,13 +72,23 @@ def compile_stage(stage_id: str, problem: Problem) -> Kernel:
 def compiled_for(stage_id: str, problem: Problem) -> Problem:
     """What of a problem is compiled in, as the smallest problem of its head_dim, mask, dtype and options."""
     stage, file = ladder.load(stage_id)
-    least = problem.with_(batch=1, heads=1, kv_heads=1, seqlen_q=1, seqlen_kv=1, direction=stage.direction)
+    least = least_of(problem).with_(direction=stage.direction)
     if least.in_fp8:
         least = least.with_(scaled=False)  # its kernel is given a scale in any case
-    least = least.with_(**compiled_dims(least))
     if problem.top_left and file.supports(least.with_(seqlen_q=2)):
         return least.with_(top_left=False)  # at equal lengths, and it takes no others, the masks are one
     return least
+
+
+# What stands for a window, a soft cap, a sink, packed sequences: their values are given at a launch.
+CANONICAL = {"window": (0, 0), "softcap": 1.0, "sink": True, "sequences": ((1, 1),)}
+
+
+def least_of(problem: Problem) -> Problem:
+    """The smallest problem with the same kernel, of a stage that tells masks of equal lengths apart."""
+    extents = {"batch": 1, "heads": 1, "kv_heads": 1, "seqlen_q": 1, "seqlen_kv": 1}
+    policies = {name: CANONICAL[name] for name in problem.policies}
+    return problem.with_(**extents, **policies, **compiled_dims(problem))
 
 
 def reachable(stage_id: str) -> list[Problem]:

@@ -24,7 +24,7 @@ from .kernels import calls, division
 from .kernels.calls import UNDIVIDED, Parts
 from .kernels.contract import Problem, Scratch
 from .kernels.device.constants import GRID_YZ_MAX
-from .kernels.device.limits import TILE_KV, compiled_dims, has_own_kernel, tile_dim
+from .kernels.device.limits import TILE_KV, has_own_kernel, tile_dim
 from .launch import (
     BACKWARD,
     DETERMINISTIC,
@@ -33,6 +33,7 @@ from .launch import (
     FORWARD_IN_ROWS,
     IN_PARTS,
     kernel_for,
+    least_of,
     sms_option,
 )
 
@@ -294,8 +295,7 @@ def _check_inputs(stage_id: str, problem: Problem, **inputs: torch.Tensor) -> No
 
 
 def _launch(stage_id: str, problem: Problem, gpu: tuned.Gpu) -> Launch:
-    least = problem.with_(batch=1, heads=1, kv_heads=1, seqlen_q=1, seqlen_kv=1, **compiled_dims(problem))
-    return kernel_for(stage_id, least, OPTIONS.get(stage_id, {}) | sms_option(gpu.sms)).launch
+    return kernel_for(stage_id, least_of(problem), OPTIONS.get(stage_id, {}) | sms_option(gpu.sms)).launch
 
 
 def _split(problem: Problem) -> Iterator[tuple[Place, Place, Problem]]:

@@ -134,7 +134,8 @@ class QueryGradient(QueryTiles):
             )
         ]
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
-        self.kernel(mma_s, mma_q, *tma, *store_atom(mDQ, ROWS, self.head_dim), mStats, mCounter, tiles, scale).launch(
+        tma += store_atom(mDQ, ROWS, self.head_dim)
+        self.kernel(mma_s, mma_q, *tma, mStats, mCounter, tiles, scale).launch(
             grid=(cutlass.min(tiles, self.sms), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently

@@ -14,6 +14,7 @@ from .device.limits import (
     is_own,
     refuse_heads_on_grid,
     refuse_long_heads,
+    refuse_policies,
     refuse_unless_gqa,
     scratch_shapes,
     sums_of_dq,
@@ -40,13 +41,14 @@ UNDIVIDED = Parts()
 
 def refuse_forward(problem: Problem) -> str | None:
     """Why k6 refuses the problem, or None."""
-    return refuse_unless_gqa(problem)
+    return refuse_unless_gqa(problem) or refuse_policies(problem)
 
 
 def refuse_backward(problem: Problem) -> str | None:
     """Why bwd4 and bwd4_det refuse the problem, or None."""
     return (
         refuse_unless_gqa(problem, "bwd")
+        or refuse_policies(problem)
         or refuse_long_heads(problem, COLUMN_BYTES[tile_dim(problem)])
         or refuse_heads_on_grid(problem)
     )

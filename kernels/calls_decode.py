@@ -6,7 +6,7 @@ from typing import Any
 
 from .contract import Compiled, Problem, Scratch
 from .device.constants import ROWS_MAX
-from .device.limits import HEAD_DIMS
+from .device.limits import HEAD_DIMS, refuse_policies
 
 WARPS = 8  # of a CTA, that compute
 CHUNK_BYTES = 16384  # of K, and of V: what one stage of the ring takes
@@ -24,6 +24,8 @@ def refuse_decode(problem: Problem) -> str | None:
         return f"takes head_dim 64, 128 or 256, not {problem.head_dim}"
     if problem.top_left:
         return "aligns a causal mask at the bottom right"
+    if reason := refuse_policies(problem):
+        return reason
     if problem.batch * problem.heads * problem.seqlen_q > ROWS_MAX:
         return f"takes at most {ROWS_MAX} rows (batch·heads·queries), its row index being 32-bit"
     chunks = math.ceil(max(1, problem.seqlen_kv) * problem.head_dim / CHUNK_BYTES)  # of the largest, e4m3's

@@ -9,7 +9,7 @@ import torch
 from .contract import Compiled, Problem, Scratch, Tensors
 from .device.constants import GRID_YZ_MAX, SMS
 from .device.fp8 import quantized_shapes
-from .device.limits import HEAD_DIMS, refuse_unless_gqa
+from .device.limits import HEAD_DIMS, refuse_policies, refuse_unless_gqa
 
 CONSUMERS = {64: 3, 128: 2, 256: 2}  # warpgroups of 64 queries of a CTA of k7, by head_dim
 QUERIES = 64
@@ -24,12 +24,12 @@ def quantize_options(parts: str, rotate: bool, rope: bool) -> dict[str, object]:
 
 def refuse_fp8(problem: Problem) -> str | None:
     """Why k7 refuses the problem, or None."""
-    return refuse_unless_gqa(problem, "fp8")
+    return refuse_unless_gqa(problem, "fp8") or refuse_policies(problem)
 
 
 def refuse_fp8_rows(problem: Problem) -> str | None:
     """Why k7_rows refuses the problem, or None."""
-    refused = refuse_unless_gqa(problem, "fp8_rows")
+    refused = refuse_unless_gqa(problem, "fp8_rows") or refuse_policies(problem)
     if refused is None and max(problem.batch, problem.kv_heads) > GRID_YZ_MAX:
         return f"takes at most {GRID_YZ_MAX} batches and key heads: they are grid dimensions y and z"
     return refused
@@ -37,7 +37,9 @@ def refuse_fp8_rows(problem: Problem) -> str | None:
 
 def refuse_fp8_cast(problem: Problem) -> str | None:
     """Why k8 refuses the problem, or None."""
-    return refuse_unless_gqa(problem, "fp8_cast") or refuse_quantize("qkv", problem)
+    return (
+        refuse_unless_gqa(problem, "fp8_cast") or refuse_policies(problem) or refuse_quantize("qkv", problem)
+    )
 
 
 def refuse_quantize(parts: str, problem: Problem) -> str | None:

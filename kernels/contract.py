@@ -3,8 +3,11 @@
 This module imports nothing of the project, and the kernel files nothing but it and `device/`.
 """
 
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +22,9 @@ class Problem:
 
     A causal mask is aligned at the bottom right: query i sees keys up to i + seqlen_kv − seqlen_q. With
     `top_left` it is aligned there: query i sees keys up to i. At equal lengths the two are the same mask.
+
+    A window, a soft cap, a sink, packed sequences: whether a kernel has each is compiled in, and what it is,
+    is given at the launch, as the softmax's scale then is too.
     """
 
     batch: int
@@ -35,6 +41,16 @@ class Problem:
     top_left: bool = False
     scaled: bool = False  # scores are multiplied by a factor given at the launch, not by 1/√head_dim
     lse_grad: bool = False  # of a scaled backward problem: the LSE has a gradient too
+    # (left, right), aligned at the bottom right: query i sees the keys from i + offset − left to i + offset +
+    # right, offset = seqlen_kv − seqlen_q; −1 is no bound on that side. A causal window is (left, 0).
+    window: tuple[int, int] | None = None
+    softcap: float = 0.0  # scaled scores s become softcap·tanh(s/softcap), before the mask; 0: they stay
+    # Each query head has a logit that takes part in its rows' denominators, and so in their LSE, and has no
+    # value.
+    sink: bool = False
+    # (queries, keys) of each sequence, one behind the other in tensors whose batch is 1; the mask is aligned
+    # in each. seqlen_q and seqlen_kv are the tensors', where more rows may lie, between sequences or behind.
+    sequences: tuple[tuple[int, int], ...] | None = None
     value_dim: int | None = None  # of V and O, where it is not head_dim
 
     def __post_init__(self) -> None:
@@ -46,6 +62,49 @@ class Problem:
             raise ValueError("kernels for a gradient of the LSE are backward ones that are given their scale")
         if self.value_dim == self.head_dim:
             raise ValueError(f"a value_dim that is head_dim is none: {self.head_dim}")
+        self._check_policies()
+
+    def _check_policies(self) -> None:
+        """Of window, softcap, sink and sequences; any of them comes with a scale."""
+        if self.window is not None:
+            if not _are_integers(self.window, 2, -1):
+                raise ValueError(f"window must be two integers (left, right) from −1 on, not {self.window!r}")
+            if self.window == (-1, -1):
+                raise ValueError("a window without bounds is none: window must be None")
+            if self.causal:
+                raise ValueError("a causal window is (left, 0): causal must be False beside a window")
+        if not isinstance(self.softcap, Real) or not 0.0 <= self.softcap < math.inf:
+            raise ValueError(f"softcap must be a finite number, 0 for none, not {self.softcap!r}")
+        if not isinstance(self.sink, bool):
+            raise TypeError(f"sink must be True or False, not {self.sink!r}")
+        if self.sequences is not None:
+            if not all(_are_integers(lengths, 2, 0) for lengths in self.sequences):
+                raise ValueError("sequences must be pairs (queries, keys) of integers from 0 on")
+            if self.batch != 1:
+                raise ValueError(f"packed sequences lie in tensors of batch 1, not {self.batch}")
+            for name, tensor, own in zip(("queries", "keys"), (self.seqlen_q, self.seqlen_kv), self.totals):
+                if own > tensor:
+                    raise ValueError(f"the sequences have {own} {name}, more than the {tensor} of the tensor")
+        if self.policies:
+            object.__setattr__(self, "scaled", True)
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Which of the fields there are that no plain kernel takes."""
+        names = ("window", "softcap", "sink", "sequences")
+        return tuple(name for name in names if getattr(self, name) not in (None, False, 0.0))
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Queries and keys of all sequences of a packed problem."""
+        return sum(q for q, _ in self.sequences or ()), sum(kv for _, kv in self.sequences or ())
+
+    @property
+    def alone(self) -> Iterator[tuple["Problem", int]]:
+        """A packed problem's sequences as problems of their own, those of the same lengths once, and how
+        often each is there."""
+        for (queries, keys), often in Counter(self.sequences).items():
+            yield self.with_(seqlen_q=queries, seqlen_kv=keys, sequences=None), often
 
     @staticmethod
     def square(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool, **rest: Any) -> "Problem":
@@ -68,37 +127,64 @@ class Problem:
 
     @property
     def not_blind(self) -> tuple[int, int]:
-        """How many queries see a key, and how many keys a query sees: at unequal lengths a causal mask may
-        leave some out."""
-        both = min(self.seqlen_q, self.seqlen_kv)
+        """How many queries see a key, and how many keys a query sees: a window, or at unequal lengths a
+        causal mask, may leave some out."""
+        if self.sequences is not None:
+            seen = [(*one.not_blind, often) for one, often in self.alone]
+            return sum(q * often for q, _, often in seen), sum(kv * often for _, kv, often in seen)
+        q, kv = self.seqlen_q, self.seqlen_kv
+        if self.window is not None:
+            left, right = self._bounds
+            offset = kv - q
+            queries = min(q, kv + left - offset) - max(0, -offset - right)
+            keys = min(kv, q + offset + right) - max(0, offset - left)
+            return (max(0, queries), max(0, keys)) if q and kv else (0, 0)
+        both = min(q, kv)
         if not self.causal:
-            return self.seqlen_q, self.seqlen_kv
-        return (self.seqlen_q, both) if self.top_left else (both, self.seqlen_kv)
+            return q, kv
+        return (q, both) if self.top_left else (both, kv)
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        """The window, a bound that is not there so far away that it hides nothing."""
+        return tuple(self.seqlen_q + self.seqlen_kv if bound == -1 else bound for bound in self.window)
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of a query and a key that it sees, of one head of one batch; of a causal mask, by
+        FlashAttention's convention, what lies on its side of the diagonal, which at equal lengths is half."""
+        if self.sequences is not None:
+            return sum(one.pairs * often for one, often in self.alone)
+        if self.window is not None:
+            (left, right), offset = self._bounds, self.seqlen_kv - self.seqlen_q
+            below = lambda ahead: _pairs_up_to(ahead, self.seqlen_q, self.seqlen_kv)
+            return below(offset + right) - below(offset - left - 1)
+        queries, keys = self.not_blind
+        return queries * keys - (min(queries, keys) ** 2 / 2 if self.causal else 0)
 
     @property
     def flops(self) -> float:
-        """4·B·H·Nq·Nkv·d, of a causal mask only what lies on its side of the diagonal, which at equal lengths
-        is half; × 2.5 for the backward pass (FlashAttention's convention). With values of other width 2·d of
-        a pair are Q·Kᵀ's, dK's and dQ's each, 2·value_dim those of P·V, dP and dV."""
-        queries, keys = self.not_blind
-        pairs = queries * keys - (min(queries, keys) ** 2 / 2 if self.causal else 0)
+        """4·B·H·d for each of `pairs`; × 2.5 for the backward pass (FlashAttention's convention). Of a pair
+        2·d are Q·Kᵀ's, dK's and dQ's each, and 2·value_dim those of P·V, dP and dV."""
         of_keys, of_values = self.dims
         columns = 3 * of_keys + 2 * of_values if self.direction == "bwd" else of_keys + of_values
-        return 2.0 * self.batch * self.heads * pairs * columns
+        return 2.0 * self.batch * self.heads * self.pairs * columns
 
     @property
     def min_bytes(self) -> int:
         """Bytes of device memory that must move: every input that counts read once, every output written
         once."""
         queries, keys = self.not_blind
+        all_queries, all_keys = self.totals if self.sequences is not None else (self.seqlen_q, self.seqlen_kv)
         element = 1 if self.reads_codes else BYTES_PER_ELEMENT
         of_keys, of_values = (columns * self.batch for columns in self.dims)
-        q, kv = self.heads * of_keys * element, self.kv_heads * (of_keys + of_values) * element  # of a position
+        q = self.heads * of_keys * element  # of a position
+        kv = self.kv_heads * (of_keys + of_values) * element
         o = self.heads * of_values * BYTES_PER_ELEMENT
         lse = 4 * self.batch * self.heads
         if self.direction == "bwd":  # read q, o, dO, lse, k, v; write dq, dk, dv
-            return queries * (q + 2 * o + lse) + keys * kv + self.seqlen_q * q + self.seqlen_kv * kv
-        return queries * q + keys * kv + self.seqlen_q * (o + lse)
+            return queries * (q + 2 * o + lse) + keys * kv + all_queries * q + all_keys * kv
+        return queries * q + keys * kv + all_queries * (o + lse)
 
     def with_(self, **changes: Any) -> "Problem":
         return replace(self, **changes)
@@ -107,9 +193,28 @@ class Problem:
         causal = ("causal top-left" if self.top_left else "causal") if self.causal else "full"
         heads = f"h{self.heads}" if self.heads == self.kv_heads else f"h{self.heads}:{self.kv_heads}"
         n = f"n{self.seqlen_q}" if self.seqlen_q == self.seqlen_kv else f"n{self.seqlen_q}:{self.seqlen_kv}"
-        more = " scaled" * self.scaled + " lse_grad" * self.lse_grad
+        if self.window is not None:
+            causal = f"window {self.window[0]}:{self.window[1]}"
+        more = " scaled" * (self.scaled and not self.policies) + " lse_grad" * self.lse_grad
+        more += f" softcap {self.softcap:g}" * bool(self.softcap) + " sink" * self.sink
+        if self.sequences is not None:
+            n = f"{len(self.sequences)} sequences {n}"
         d = f"d{self.head_dim}" + (f":{self.value_dim}" if self.value_dim is not None else "")
         return f"b{self.batch} {heads} {n} {d} {causal} {self.dtype}{more}"
+
+
+def _are_integers(given: object, count: int, least: int) -> bool:
+    """Whether `given` is a tuple of so many integers from `least` on."""
+    return (
+        isinstance(given, tuple) and len(given) == count and all(type(x) is int and x >= least for x in given)
+    )
+
+
+def _pairs_up_to(ahead: int, queries: int, keys: int) -> int:
+    """How many pairs (i, j) of so many queries and keys have j ≤ i + ahead."""
+    up_to = lambda n: n * (n + 1) // 2 if n > 0 else 0  # 1 + 2 + … + n
+    without_end = lambda first: up_to(queries - 1 + first) - up_to(first - 1)  # query 0 has `first` keys
+    return without_end(ahead + 1) - without_end(ahead + 1 - keys)
 
 
 @dataclass
@@ -122,6 +227,9 @@ class Tensors:
     `device.fp8` has Vt8, and `scales` are fp32. A forward stage writes o and lse. A backward stage reads
     them, and do, and writes dq, dk, dv; a row that sees no key comes with o = 0 and lse = −∞ and has gradient
     zero.
+
+    Of packed sequences q, o, do, dq are (1, H, total_q, d), k, v, dk, dv (1, Hkv, total_kv, d), lse (1, H,
+    total_q); rows that belong to no sequence are neither read nor written.
     """
 
     q: torch.Tensor
@@ -138,11 +246,20 @@ class Tensors:
     softmax_scale: float | None = None  # of a scaled problem
     scales: tuple[torch.Tensor, ...] = ()  # of q, k and v: (B, heads, 1), or (B, heads, blocks of 64 rows)
     signs: torch.Tensor | None = None  # ±1 in fp32 (d,): of an "fp8_cast" problem
+    window: tuple[int, int] | None = None  # of a problem with one, −1 for a bound that is not there
+    softcap: float | None = None  # of a problem with one
+    sink: torch.Tensor | None = None  # fp32 (H,), in natural logarithms: of a problem with one
+    dsink: torch.Tensor | None = None  # fp32 (H,): its gradient, which a backward stage writes
+    # Of packed sequences, int32 on the GPU and never read on the host: where each begins among queries and
+    # among keys, and the last ends (n + 1,); how many of its rows count, None where all do (n,).
+    cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None = None
+    seqused: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
 
     @property
     def outputs(self) -> dict[str, torch.Tensor]:
-        """What the kernel writes, by name: o and lse, or dq, dk and dv."""
+        """What the kernel writes, by name: o and lse, or dq, dk, dv, and dsink where there is a sink."""
         names = ("o", "lse") if self.do is None else ("dq", "dk", "dv")
+        names += ("dsink",) if self.dsink is not None else ()
         return {name: getattr(self, name) for name in names}
 
 
@@ -241,8 +358,9 @@ class KernelFile(Protocol):
         """Scratch that the caller allocates; two launches at once must not share it."""
 
     def compile_kernel(self, problem: Problem, **options: Any) -> Compiled:
-        """Needs no tensors and no GPU. Head_dim, mask and dtype are compiled in; batch, heads and lengths
-        stay dynamic."""
+        """Needs no tensors and no GPU. Head_dim, mask and dtype are compiled in, and of a window, a soft cap,
+        a sink and packed sequences whether there are any; batch, heads, lengths and the rest stay
+        dynamic."""
 
     def work(self, problem: Problem, **options: Any) -> list[Work]:
         """What the launch does, kernel by kernel."""

@@ -9,10 +9,10 @@ What changes      against k6_2: persistent CTAs and a tile counter; a tile's las
                   first Q·Kᵀ, up to head_dim 128; hidden keys in a loop of their own; lazy rescaling; O by
                   TMA; a tile shape by head_dim; fp16, GQA, unequal lengths, head_dim 256; no more turns.
 What does not     rings, warp specialisation, the half-tile lag of P·V behind Q·Kᵀ.
-Supports          bf16 and fp16; head_dim a multiple of 8 up to 256, 64, 128 and 256 compiled in and others
-                  in wider tiles (limits.tile_dims), V's its own; lengths ≥ 1; GQA and MQA. Under a causal mask query i
-                  sees keys up to i + seqlen_kv − seqlen_q (aligned at the bottom right), or with top_left up
-                  to i; one that sees none gives O = 0 and LSE = −∞.
+Supports          bf16 and fp16; head_dim 64, 128, 256, and multiples of 8 between in wider tiles, V's and
+                  O's its own (notes/head_dims.md); lengths ≥ 1; GQA and MQA. Under a causal mask query i sees
+                  keys up to i + seqlen_kv − seqlen_q (aligned at the bottom right), or with top_left up to i;
+                  one that sees none gives O = 0 and LSE = −∞.
 Note              notes/k6.md: the schedule drawn, what each idea is worth, what lost.
 """
 

@@ -153,7 +153,8 @@ class Postprocess:
             mDQ.element_type, mDQ.element_type, OperandMajorMode.K, OperandMajorMode.K, Float32,
             (1, self.columns, 1), (BLOCK, BLOCK), warpgroup.OperandSource.SMEM,
         )  # fmt: skip
-        self.postprocess(mma, *store_atom(mDQ, BLOCK, self.head_dim), mDQ_sum, mZeroed, seqlen_kv, scale, parts).launch(
+        store_dQ = store_atom(mDQ, BLOCK, self.head_dim)
+        self.postprocess(mma, *store_dQ, mDQ_sum, mZeroed, seqlen_kv, scale, parts).launch(
             grid=(cute.ceil_div(seqlen, BLOCK), heads, batch),
             block=(self.threads, 1, 1),
             use_pdl=True,

@@ -11,9 +11,11 @@ HEAD_DIMS = (64, 128, 256)  # of the production kernels; compiled in
 TILE_DIMS = {"fwd": (64, 96, 128, 192, 256), "bwd": (64, 96, 128, 256)}
 NARROW_VALUES = (192, 128)  # columns of Q and K, and of V and O, in tiles of their own
 BLOCK = 64  # query rows of a block of scratch, and columns of a column block: M and N of dQ's product
-TILE_Q = {64: 128, 96: 64, 128: 64, 256: 128}  # queries in a tile of bwd4, by head_dim, to which scratch is padded
-TILE_KV = {64: 128, 96: 128, 128: 128, 256: 64}  # keys in a tile of bwd4, by head_dim
-COLUMN_BYTES = {64: 8, 96: 8, 128: 8, 256: 4}  # of a query's column in Q and dO, up to head_dim 128 in dQ_sum too
+# By `tile_dim`, of bwd4: queries in a tile, to which scratch is padded; keys in one; bytes of a query's column
+# in Q and dO, up to head_dim 128 in dQ_sum too.
+TILE_Q = {64: 128, 96: 64, 128: 64, 256: 128}
+TILE_KV = {64: 128, 96: 128, 128: 128, 256: 64}
+COLUMN_BYTES = {64: 8, 96: 8, 128: 8, 256: 4}
 SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked on together and stay in L2
 FINAL_SECTIONS = 4  # of them, at the end, worked on as one: what is fetched last is then short
 SECTION_BYTES_MAX = 2**31 - 1  # what `key_tiles.Tiles.section` can count
@@ -106,8 +108,25 @@ def refuse_unless_gqa(problem: Problem, direction: str = "fwd") -> str | None:
     return None
 
 
+POLICIES = {
+    "window": "a window",
+    "softcap": "a soft cap",
+    "sink": "a sink",
+    "sequences": "packed sequences",
+}
+
+
+def refuse_policies(problem: Problem, takes: tuple[str, ...] = ()) -> str | None:
+    """Why a stage refuses a window, a soft cap, a sink or packed sequences, but those it takes, or None."""
+    if refused := [POLICIES[name] for name in problem.policies if name not in takes]:
+        return f"does not take {' or '.join(refused)}"
+    return None
+
+
 def refuse_options(problem: Problem) -> str | None:
     """Why a stage without options of the softmax refuses `problem`, or None."""
+    if reason := refuse_policies(problem):
+        return reason
     if problem.lse_grad:
         return "takes no gradient of the LSE"
     if problem.scaled:
