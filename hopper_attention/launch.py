@@ -100,7 +100,8 @@ def reachable(stage_id: str) -> list[Problem]:
         for dtype in DTYPES:
             for mask in ({"causal": False}, {"causal": True}, {"causal": True, "top_left": True}):
                 for more in ({}, {"scaled": True}, *([{"scaled": True, "lse_grad": True}] * backward)):
-                    least = Problem(1, 1, 1, 1, 1, **dims | mask | more, dtype=dtype, direction=stage.direction)
+                    kind = dims | mask | more | {"dtype": dtype, "direction": stage.direction}
+                    least = Problem(1, 1, 1, 1, 1, **kind)
                     if file.supports(least) is None and (what := compiled_for(stage_id, least)) not in found:
                         found.append(what)
     return found

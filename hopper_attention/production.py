@@ -319,8 +319,8 @@ def _dense(shape: torch.Size, dtype: torch.dtype) -> Dense:
 
 
 def _dense_like(x: torch.Tensor, columns: int | None = None) -> Dense:
-    """As `torch.empty_like` allocates it, its dimensions in memory in the order of those of x; of rows of x or
-    of so many columns."""
+    """As `torch.empty_like` allocates it, its dimensions in memory in the order of those of x; but for the
+    last, if `columns` are given."""
     shape = *x.shape[:3], x.shape[3] if columns is None else columns
     like = torch.empty_strided(shape, x.stride(), dtype=x.dtype, device="meta")
     return shape, torch.empty_like(like).stride(), x.dtype

@@ -224,7 +224,7 @@ def fragments(
         mma_kv.make_fragment_B(thr_kv.partition_B(exchanged(sX))) for sX in (shared.Q, shared.dO)
     ]  # (MMA, 1, tile_q/16, stage)
     # dS and K once more, as tiles of 64 columns, which is how the swizzle lays them out: dQ is divided by
-    # those columns between the consumers. Of 96, which come 32 by 32, the 64 of one overlap those of the other.
+    # those columns between the consumers. Of 96, which come 32 by 32, the 64 of one overlap the other's.
     blocks = config.blocks * CONSUMERS * 2
     sdS = cute.make_tensor(shared.dS.iterator, swizzled_tiles(dtype, ROWS, 64, blocks).outer)
     tQdS = mma_q.make_fragment_A(thr_q.partition_A(exchanged(sdS)))  # (MMA, 1, 64/16, block + …)

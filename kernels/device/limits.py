@@ -11,8 +11,8 @@ HEAD_DIMS = (64, 128, 256)  # of the production kernels; compiled in
 TILE_DIMS = {"fwd": (64, 96, 128, 192, 256), "bwd": (64, 96, 128, 256)}
 NARROW_VALUES = (192, 128)  # columns of Q and K, and of V and O, in tiles of their own
 BLOCK = 64  # query rows of a block of scratch, and columns of a column block: M and N of dQ's product
-# By `tile_dim`, of bwd4: queries in a tile, to which scratch is padded; keys in one; bytes of a query's column
-# in Q and dO, up to head_dim 128 in dQ_sum too.
+# By `tile_dim`, of bwd4: queries in a tile, to which scratch is padded; keys in one; bytes of a query's
+# column in Q and dO, up to head_dim 128 in dQ_sum too.
 TILE_Q = {64: 128, 96: 64, 128: 64, 256: 128}
 TILE_KV = {64: 128, 96: 128, 128: 128, 256: 64}
 COLUMN_BYTES = {64: 8, 96: 8, 128: 8, 256: 4}
