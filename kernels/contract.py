@@ -221,11 +221,11 @@ def _pairs_up_to(ahead: int, queries: int, keys: int) -> int:
 class Tensors:
     """What `run_kernel` reads and writes.
 
-    q, o, do, dq are (B, H, Nq, d), k, v, dk, dv (B, Hkv, Nkv, d), all of one 16-bit type, o, do,
-    v and dv with value_dim for d if a problem has one; lse is fp32 (B, H, Nq), natural logarithms. Of a problem that reads codes q, k and v are e4m3 instead, of an "fp8" one v as
-    `device.fp8` has Vt8, and `scales` are fp32. A forward stage writes o and lse. A backward stage reads
-    them, and do, and writes dq, dk, dv; a row that sees no key comes with o = 0 and lse = −∞ and has gradient
-    zero.
+    q, o, do, dq are (B, H, Nq, d), k, v, dk, dv (B, Hkv, Nkv, d), all of one 16-bit type, o, do, v and dv
+    with value_dim for d if a problem has one; lse is fp32 (B, H, Nq), natural logarithms. Of a problem that
+    reads codes q, k and v are e4m3 instead, of an "fp8" one v as `device.fp8` has Vt8, and `scales` are fp32.
+    A forward stage writes o and lse. A backward stage reads them, and do, and writes dq, dk, dv; a row that
+    sees no key comes with o = 0 and lse = −∞ and has gradient zero.
 
     Of packed sequences q, o, do, dq are (1, H, total_q, d), k, v, dk, dv (1, Hkv, total_kv, d), lse (1, H,
     total_q); rows that belong to no sequence are neither read nor written.

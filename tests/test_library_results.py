@@ -129,7 +129,7 @@ def test_forward_passes_that_others_divide_are_left(shape: tuple[int, ...], left
 
 def test_tiles_are_the_kernels_own() -> None:
     """Stated once more where no kernel file, and with it the compiler, is imported."""
-    keys = {64: bwd4_operands.TILE_KV, 128: bwd4_operands.TILE_KV, 256: key_tiles.ROWS}
+    keys = dict.fromkeys(bwd4_operands.CONFIGS, bwd4_operands.TILE_KV) | {256: key_tiles.ROWS}
     assert keys == limits.TILE_KV
     queries = {d: config.tile_q for d, config in bwd4_operands.CONFIGS.items()} | {256: key_tiles.ROWS}
     assert queries == division.STEP_Q

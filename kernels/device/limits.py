@@ -88,7 +88,7 @@ def _refuse_dims(problem: Problem) -> str | None:
         return _refuse_other_values(problem)
     for name, columns in zip(("head_dim", "value_dim"), problem.dims):
         if columns % VECTOR or not 0 < columns <= HEAD_DIMS[-1]:
-            return f"takes a {name} that is a multiple of {VECTOR} up to {HEAD_DIMS[-1]}, not {columns}"
+            return f"takes {name} in multiples of {VECTOR} up to {HEAD_DIMS[-1]}, not {columns}"
     return None
 
 
