@@ -39,8 +39,9 @@ from .bwd4_operands import (
     Consumer,
     Fragments,
     allocate,
-    columns_apart,
+    dq_columns,
     fragments,
+    k_block,
     make_rings,
     shared_bytes,
     tiled_mmas,
@@ -142,9 +143,8 @@ class Backward(LoadingTiles):
     ):  # fmt: skip
         super().__init__(head_dim, mask, dtype, deterministic, config.tile_q, TILE_KV, divides, sms)
         self.config = config
-        self.columns = head_dim // columns_apart(head_dim)  # blocks of columns: what the swizzle permutes
-        # Columns of dQ that both consumers compute: with 96, the first has 0 to 63 and the second 32 to 95.
-        self.overlap = CONSUMERS * 64 - head_dim if self.blocks < CONSUMERS else 0
+        self.columns = head_dim // dq_columns(head_dim)  # tiles beside each other as dQ's product takes K
+        self.part = ROWS * dq_columns(head_dim)
 
     @property
     def smem_bytes(self) -> int:
@@ -158,8 +158,11 @@ class Backward(LoadingTiles):
         """Divided, dK and dV are left in mParts, and mDK and mDV are not there."""
         batch, kv_heads, seqlen_kv, _ = mK.shape
         tma = []
-        for mX, rows in ((mQ, self.tile_q), (mDO, self.tile_q), (mK, ROWS), (mV, ROWS)):
-            tma += load_atom(mX, rows, self.head_dim)
+        of_K = k_block(self.head_dim)
+        for mX, rows, block in (
+            (mQ, self.tile_q, None), (mDO, self.tile_q, None), (mK, ROWS, of_K), (mV, ROWS, None),
+        ):  # fmt: skip
+            tma += load_atom(mX, rows, self.head_dim, block)
         if const_expr(self.divides):
             key_parts, value_parts = halves(mParts)
             tma += [None, key_parts, None, value_parts]
@@ -314,8 +317,15 @@ class Backward(LoadingTiles):
                     shared.dQ[None, None, None, consumer].iterator, layout.inner, self.dtype
                 )
                 sdK = cute.make_tensor(own_sdQ, layout.outer)  # (key, head_dim, 1)
+                sdV = shared.K
+                if const_expr(k_block(self.head_dim) is not None):  # the same place, as the TMA stores from it
+                    layout = swizzled_tiles(
+                        self.dtype, ROWS, self.head_dim, CONSUMERS * self.config.k_stages
+                    )
+                    at_K = cute.recast_ptr(shared.K.iterator, layout.inner, self.dtype)
+                    sdV = cute.make_tensor(at_K, layout.outer)  # (key, head_dim, consumer + 2 · stage)
                 for rX, sX, stage, factor in (
-                    (f.dV.acc, shared.K, at, 1.0),
+                    (f.dV.acc, sdV, at, 1.0),
                     (f.dK.acc, sdK, 0, self.scale),
                 ):
                     rX16 = cute.make_rmem_tensor(rX.layout, self.dtype)  # ((2, 2, d/8), 1, 1)
@@ -326,7 +336,7 @@ class Backward(LoadingTiles):
                 cute.arch.mbarrier_arrive(own + consumer)
                 if is_first_warp:
                     cute.arch.mbarrier_wait(own + consumer, own_phase)
-                    for store, mX, sX, stage in ((store_dV, mDV, shared.K, at), (store_dK, mDK, sdK, 0)):
+                    for store, mX, sX, stage in ((store_dV, mDV, sdV, at), (store_dK, mDK, sdK, 0)):
                         tXgX, tXsX = partition_tma(store, mX[None, None, kv_head, batch], sX)
                         cute.copy(store, tXsX[None, stage], tXgX[None, kv_block * CONSUMERS + consumer])
                     cute.arch.cp_async_bulk_commit_group()
@@ -399,7 +409,7 @@ class Backward(LoadingTiles):
         rings.q.consumer_release(q_get)
         rings.do.consumer_release(q_get)
         self.sync(Barrier.DQ_EMPTY, x.index, AND_ADDER)
-        for quad in range(8):
+        for quad in range(cute.size(f.dQ.acc) // 4):
             registers = cute.make_tensor(f.dQ.acc.iterator + 4 * quad, cute.make_layout(4))
             cute.autovec_copy(registers, shared.dQ[None, x.thread, quad, x.index])
         cute.arch.fence_view_async_shared()  # written by threads, read by the bulk reduction

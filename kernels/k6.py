@@ -58,9 +58,9 @@ CONFIGS = {  # by columns of a tile, `limits.tile_dims`; registers of a producer
     64: Config(consumers=4, tile_kv=64, stages=8, registers=(24, 112), parts=2),
     96: Config(consumers=3, tile_kv=96, stages=3, registers=(32, 160)),
     128: Config(consumers=3, tile_kv=64, stages=4, registers=(32, 160)),
-    192: Config(consumers=2, tile_kv=64, stages=3, registers=(24, 240)),
+    192: Config(consumers=2, tile_kv=80, stages=2, registers=(24, 240)),
     256: Config(consumers=2, tile_kv=64, stages=2, registers=(24, 240)),
-    NARROW_VALUES: Config(consumers=2, tile_kv=128, stages=2, registers=(24, 240)),
+    NARROW_VALUES: Config(consumers=2, tile_kv=96, stages=2, registers=(24, 240)),
 }
 END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
 # How far a row's maximum may rise before O is rescaled. A term 2^(s − max) that has become a maximum is 1 and

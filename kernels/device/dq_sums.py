@@ -31,6 +31,8 @@ class SummedTiles(Tiles):
     mZeroed (key head), how many shares of its sums are zero; mOrder (head, q_tile · sums), whose turn it is.
     """
 
+    part: int  # elements of it that a consumer's dQ of a step is, one behind the other
+
     # ---- additions ----------------------------------------------------------------------------------------
 
     @cute.jit
@@ -78,11 +80,8 @@ class SummedTiles(Tiles):
                         for c in range_constexpr(CONSUMERS):
                             self.sync(full, CONSUMERS * mine + c, AND_ADDER)
                             gDQ_sum = mDQ_sum[head_index * self.sums + at, i * self.blocks, 0, None].iterator
-                            source, size = sdQ[None, None, None, c].iterator, PART * 4
-                            if const_expr(c > 0 and self.overlap > 0):  # which the other adds
-                                source += PART * self.overlap // 64
-                                size -= size * self.overlap // 64
-                            add_to_sum(gDQ_sum + c * PART, source, size, turn)
+                            source = sdQ[None, None, None, c].iterator
+                            add_to_sum(gDQ_sum + c * self.part, source, self.part * 4, turn)
                             self.sync(empty, c, AND_ADDER, arrive=True)
                         if const_expr(self.deterministic):
                             pass_turn(order, turn, final)
