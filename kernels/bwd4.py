@@ -11,14 +11,13 @@ What changes      against bwd3: persistent CTAs and a tile counter; a warp that 
                   head_dim 256, with two kernels of its own. `bwd4_det` adds to dQ in one order, whatever
                   order the CTAs arrive in.
 What does not     preprocess and postprocess, who owns what, which products take registers.
-Supports          bf16 and fp16; head_dim 64, 128 and 256; seqlen_q and seqlen_kv ≥ 1; GQA and MQA. A causal
+Supports          bf16 and fp16; head_dims as k6, 96 in tiles of its own; seqlens ≥ 1; GQA and MQA. A causal
                   mask is aligned at the bottom right or, with top_left, there, as k6's; a query that sees no
                   key, and a key that no query sees, gives and gets no gradient.
 Where to read     The schedule, drawn: notes/bwd4.md, "The schedule". Here are the roles of the warps and the
-                  main loop of head_dim 64 and 128; in bwd4_operands.py shared memory, registers and operands
-                  with their shapes; in bwd4_dkv.py and bwd4_dq.py the kernels of head_dim 256; in
-                  bwd4_passes.py what else a call launches; in device/key_tiles.py which tiles see which, and
-                  the mask; in device/dq_sums.py dQ's way to its sum.
+                  main loop up to head_dim 128; in bwd4_operands.py shared memory, registers, operands; in
+                  bwd4_dkv.py and bwd4_dq.py the kernels of head_dim 256; in bwd4_passes.py what else a call
+                  launches; in device/key_tiles.py which tiles see which; in device/dq_sums.py dQ's sums.
 """
 
 from enum import IntEnum
@@ -58,7 +57,7 @@ from .device.limits import tile_dim
 from .device.masks import Mask, mask_of
 from .device.rings import CONSUMER
 from .device.tile_order import hear
-from .device.tma import load_atom, partition_tma, store_atom, swizzled_tiles
+from .device.tma import load_atom, partition_tma, store_atom, tiles_at
 from .device.wgmma import round_fragment
 
 STAGES = (
@@ -158,10 +157,8 @@ class Backward(LoadingTiles):
         """Divided, dK and dV are left in mParts, and mDK and mDV are not there."""
         batch, kv_heads, seqlen_kv, _ = mK.shape
         tma = []
-        of_K = k_block(self.head_dim)
-        for mX, rows, block in (
-            (mQ, self.tile_q, None), (mDO, self.tile_q, None), (mK, ROWS, of_K), (mV, ROWS, None),
-        ):  # fmt: skip
+        q, of_K = self.tile_q, k_block(self.head_dim)
+        for mX, rows, block in ((mQ, q, None), (mDO, q, None), (mK, ROWS, of_K), (mV, ROWS, None)):
             tma += load_atom(mX, rows, self.head_dim, block)
         if const_expr(self.divides):
             key_parts, value_parts = halves(mParts)
@@ -312,18 +309,11 @@ class Backward(LoadingTiles):
                 self.sync(Barrier.DQ_EMPTY, consumer, AND_ADDER)
                 self.sync(Barrier.K_READ, 0, BOTH)  # the other's dQ is done with this tile
                 at = k_get.index * CONSUMERS + consumer
-                layout = swizzled_tiles(self.dtype, ROWS, self.head_dim, 1)
-                own_sdQ = cute.recast_ptr(
-                    shared.dQ[None, None, None, consumer].iterator, layout.inner, self.dtype
-                )
-                sdK = cute.make_tensor(own_sdQ, layout.outer)  # (key, head_dim, 1)
+                kind = self.dtype, ROWS, self.head_dim
+                sdK = tiles_at(shared.dQ[None, None, None, consumer].iterator, *kind, 1)  # (key, head_dim, 1)
                 sdV = shared.K
-                if const_expr(k_block(self.head_dim) is not None):  # the same place, as the TMA stores from it
-                    layout = swizzled_tiles(
-                        self.dtype, ROWS, self.head_dim, CONSUMERS * self.config.k_stages
-                    )
-                    at_K = cute.recast_ptr(shared.K.iterator, layout.inner, self.dtype)
-                    sdV = cute.make_tensor(at_K, layout.outer)  # (key, head_dim, consumer + 2 · stage)
+                if const_expr(k_block(self.head_dim) is not None):  # as the TMA stores it
+                    sdV = tiles_at(shared.K.iterator, *kind, CONSUMERS * self.config.k_stages)
                 for rX, sX, stage, factor in (
                     (f.dV.acc, sdV, at, 1.0),
                     (f.dK.acc, sdK, 0, self.scale),

@@ -40,6 +40,12 @@ def allocate_tiles(
     return smem.allocate_tensor(dtype, layout.outer, SWIZZLE_BYTES, layout.inner)
 
 
+def tiles_at(place: cute.Pointer, dtype: object, rows: int, head_dim: int, stages: int) -> cute.Tensor:
+    """`allocate_tiles`, where shared memory has been allocated for something else."""
+    layout = swizzled_tiles(dtype, rows, head_dim, stages)
+    return cute.make_tensor(cute.recast_ptr(place, layout.inner, dtype), layout.outer)
+
+
 def row_slices(sX: cute.Tensor, count: int) -> cute.Tensor:
     """(row, column, tile) of shared memory as (row, column, slice), each slice `count` rows of a tile."""
     rows, columns, tiles = (cute.size(sX, mode=[i]) for i in range(3))
