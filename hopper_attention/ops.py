@@ -86,7 +86,7 @@ library.impl("decode_append", run_decode_append, "CompositeExplicitAutograd")
 
 @register_fake("hopper_attention::forward", lib=library)
 def fake_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
-    o = torch.empty_strided((*q.shape[:3], v.shape[3]), q.stride(), dtype=q.dtype, device=q.device)
+    o = torch.empty_strided((*q.shape[:-1], v.shape[-1]), q.stride(), dtype=q.dtype, device=q.device)
     return torch.empty_like(o), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 

@@ -112,7 +112,7 @@ def test_what_is_left_to_pytorch(call, called: Called, monkeypatch: pytest.Monke
     hopper_attention.enable()
     hopper_attention.enable()  # twice is as good as once
     both(call, inputs(), dropout_p=0.1)
-    both(call, inputs(head_dim=32))
+    both(call, inputs(head_dim=36))
     assert called == own * 2
     called.clear()
     monkeypatch.setattr(production, "_reasons", {})
