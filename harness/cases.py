@@ -24,7 +24,7 @@ from hopper_attention.checks import problem_of
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import LazyMaximum, Problem, Tensors
 from hopper_attention.kernels.device.fp8 import BLOCK
-from hopper_attention.launch import BACKWARD, compile_stage, reachable
+from hopper_attention.launch import BACKWARD, LIBRARY, compile_stage, reachable
 
 LENGTHS = (1, 3, 63, 64, 65, 113, 127, 128, 129, 203, 255, 257, 1023, 1025, 4097)
 NEEDLE_LENGTHS = (16, 64, 65, 257, 1024, 4097)
@@ -36,7 +36,8 @@ Outputs = dict[str, torch.Tensor]  # o and lse, or dq, dk and dv
 
 
 def case(direction: str | None = None) -> Callable:
-    """Register a case: for stages of one direction, FP8's being forward ones, or of all."""
+    """Register a case: for stages of one direction, FP8's being forward ones, for those that `attention` and
+    its backward pass may run ("library"), or for all."""
 
     def register(function: Callable) -> Callable:
         CASES[function.__name__.replace("_", " ")] = direction, function
@@ -831,8 +832,8 @@ class Outcome:
 def chosen(stage_id: str, only: str | None = None) -> list[str]:
     """The cases of a stage's direction, by name; with `only` those whose name contains it."""
     direction = ladder.load(stage_id)[0].direction
-    kind = "bwd" if direction == "bwd" else "fwd"
-    return [name for name, (of, _) in CASES.items() if of in (None, kind) and (only or "") in name]
+    kinds = None, "bwd" if direction == "bwd" else "fwd", "library" if stage_id in LIBRARY else None
+    return [name for name, (of, _) in CASES.items() if of in kinds and (only or "") in name]
 
 
 def run_cases(stage_id: str, args: object) -> Iterator[Outcome]:

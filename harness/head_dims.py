@@ -46,12 +46,10 @@ def surrounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return wide, wide[..., BESIDE:-BESIDE]
 
 
-@case()
+@case("library")
 def head_dims_between(stage_id, args):
     """Every multiple of 8 up to 256, in rows of wider tensors: computed correctly, or refused by name."""
     stage, module = ladder.load(stage_id)
-    if stage.direction not in ("fwd", "bwd"):
-        return
     for problem in problems(stage.direction):
         q, k, v, *do = random_inputs(problem)
         expected = reference.Expected(q, k, v, problem.causal, *do)
@@ -77,17 +75,17 @@ def head_dims_between(stage_id, args):
                 yield f"{problem}: wrote beside its own columns"
 
 
-@case()
+@case("library")
 def needles_of_head_dims_between(stage_id, args):
     stage, module = ladder.load(stage_id)
     for head_dim in NEEDLES:
         for causal in (False, True):
             problem = Problem.square(1, 2, 1025, head_dim, causal, direction=stage.direction)
-            if stage.direction in ("fwd", "bwd") and module.supports(problem) is None:
+            if module.supports(problem) is None:
                 yield from needle_in(stage_id, problem)
 
 
-@case()
+@case("library")
 def other_head_dims_are_refused(stage_id, args):
     stage, _ = ladder.load(stage_id)
     make = lambda *columns: torch.randn(1, 2, 16, *columns, device="cuda", dtype=torch.bfloat16)

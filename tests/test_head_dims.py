@@ -6,6 +6,7 @@ import torch
 from hopper_attention import launch, production
 from hopper_attention.checks import problem_of
 from hopper_attention.kernels import bwd4, calls, k6, k6_rows
+from hopper_attention.kernels.bwd4_operands import CONSUMERS, dq_columns, k_block
 from hopper_attention.kernels.contract import Problem, Tensors
 from hopper_attention.kernels.device import limits
 from hopper_attention.kernels.device.constants import SMEM_MAX
@@ -94,17 +95,15 @@ def test_tiles_fit_into_shared_memory(columns: int, of_values: int) -> None:
             assert of_values <= columns, "O takes a place of Q"
 
 
-def test_consumers_share_the_columns_of_dq() -> None:
-    """Each has 64, and what both compute one of them adds."""
-    for head_dim in (64, 96, 128):
-        kernel = bwd4.kernel_for(problem(head_dim, direction="bwd")).main
-        apart = head_dim // kernel.columns  # of two columns of K's operand that dQ's product can begin at
-        if kernel.blocks == 2:  # a block of 64 queries each
-            assert (head_dim, kernel.overlap) == (64, 0)
-            continue
-        begin = apart  # of the second consumer
-        assert begin + 64 == head_dim and begin + kernel.overlap == 64
-        assert kernel.overlap % 8 == 0  # whole groups of the accumulator's columns
+@pytest.mark.parametrize(("head_dim", "columns"), [(64, 64), (96, 48), (128, 64)])
+def test_consumers_share_the_columns_of_dq(head_dim: int, columns: int) -> None:
+    """Between them they have all columns of a tile's queries, whole blocks of what K's swizzle permutes."""
+    kernel = bwd4.kernel_for(problem(head_dim, direction="bwd")).main
+    assert dq_columns(head_dim) == columns and kernel.part == 64 * columns
+    assert CONSUMERS * columns == head_dim * kernel.blocks
+    assert kernel.columns * columns == head_dim
+    assert columns * 2 % (k_block(head_dim) or 128) == 0
+    assert kernel.smem_bytes <= SMEM_MAX
 
 
 @pytest.mark.parametrize("given", [None, 0.3])
