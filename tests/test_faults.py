@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from harness import cases, reference
+from harness import cases, head_dims, reference
 from harness.inputs import random_inputs
 from hopper_attention.kernels.contract import Problem
 
@@ -60,6 +60,9 @@ BOTH = {
     "repeats",
     "beside memory traffic",
     "sanitizer",
+    "head dims between",
+    "needles of head dims between",
+    "other head dims are refused",
 }
 FORWARD = BOTH | {
     "needle",
@@ -87,11 +90,13 @@ def test_no_case_is_left_out(stage_id: str, expected: set[str]) -> None:
 
 
 def test_every_case_is_registered() -> None:
-    def is_case(function: object) -> bool:
-        own = inspect.isfunction(function) and function.__module__ == cases.__name__
+    def is_case(function: object, module: object) -> bool:
+        own = inspect.isfunction(function) and function.__module__ == module.__name__
         return own and [*inspect.signature(function).parameters] == ["stage_id", "args"]
 
-    written = {function for function in vars(cases).values() if is_case(function)} - {cases.run_cases}
+    files = cases, head_dims
+    written = {function for file in files for function in vars(file).values() if is_case(function, file)}
+    written -= {cases.run_cases}
     assert written == {function for _, function in cases.CASES.values()}
     assert {function.__name__.replace("_", " ") for function in written} == FORWARD | BACKWARD
     assert all(inspect.isgeneratorfunction(function) for function in written)
