@@ -6,6 +6,7 @@
     python bench.py k7 k7_rows k8         stages in FP8, beside the peers that have it, in a run of their own
     python bench.py decode                a few queries to a cache, with rows of its own (harness/decoding.py)
     python bench.py k6 --suite models     the library on models' shapes (harness/suite.py), beside the peers
+    python bench.py k6 bwd4 --suite packed    packed sequences, or `window`: harness/policy_suite.py
     CHECK=1 SEQLEN=512 HEADDIM=64 CAUSAL=0 python bench.py k1
     python bench.py k1 --check --seqlen 512 --head-dim 64 --causal 0
 
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from harness import cases, decoding, machine_code, peers, results, suite, suites, timing
+from harness import cases, decoding, machine_code, peers, policy_suite, results, suite, suites, timing
 from harness.command import Parser, Usage, run
 from harness.inputs import hopper_gpu
 from harness.measuring import Bench, Contender, Saved, stages_for
@@ -65,7 +66,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--save", nargs="?", const=REPO / "results", type=Path, help="write results/<gpu>/<stage>.json"
     )
-    parser.add_argument("--suite", choices=suites.SUITES, help="models' shapes instead of the sweep")
+    parser.add_argument(
+        "--suite", choices=[*suites.SUITES, *policy_suite.SUITES], help="instead of the sweep"
+    )
     args = parser.parse_args(arguments)
     # What is committed is checked row by row: a fault may show at one length only.
     args.check = args.check or truth(env("CHECK", "0"), "CHECK") or args.save is not None
@@ -246,7 +249,8 @@ def command(arguments: list[str] | None) -> bool:
             args.seqlen in (None, str(problem.seqlen_q)) and problem.causal in args.causals
             and args.head_dim in (None, str(problem.head_dim))
         )  # fmt: skip
-        return suite.run(args.suite, args.stages, args.save, args.peers, wanted)
+        run_suite = policy_suite.run if args.suite in policy_suite.SUITES else suite.run
+        return run_suite(args.suite, args.stages, args.save, args.peers, wanted)
     if hopper_gpu():
         return gpu_bench(args, console)
     if args.save:

@@ -30,17 +30,19 @@ LENGTHS = (1, 3, 63, 64, 65, 113, 127, 128, 129, 203, 255, 257, 1023, 1025, 4097
 NEEDLE_LENGTHS = (16, 64, 65, 257, 1024, 4097)
 LONG = 8257  # twice as many keys as in any other case
 UNEQUAL = 257, 1025
-CASES: dict[str, tuple[str | None, Callable[[str, object], Iterator[str]]]] = {}
+# By name: of which direction it is, what it does, whether it is for stages that take `Problem.policies` only.
+CASES: dict[str, tuple[str | None, Callable[[str, object], Iterator[str]], bool]] = {}
 worst_seen: dict[str, float] = {}
 Outputs = dict[str, torch.Tensor]  # o and lse, or dq, dk and dv
 
 
-def case(direction: str | None = None) -> Callable:
+def case(direction: str | None = None, policies: bool = False) -> Callable:
     """Register a case: for stages of one direction, FP8's being forward ones, for those that `attention` and
-    its backward pass may run ("library"), or for all."""
+    its backward pass may run ("library"), or for all; or for those that take windows, soft caps, sinks and
+    packed sequences."""
 
     def register(function: Callable) -> Callable:
-        CASES[function.__name__.replace("_", " ")] = direction, function
+        CASES[function.__name__.replace("_", " ")] = direction, function, policies
         return function
 
     return register
@@ -831,9 +833,15 @@ class Outcome:
 
 def chosen(stage_id: str, only: str | None = None) -> list[str]:
     """The cases of a stage's direction, by name; with `only` those whose name contains it."""
-    direction = ladder.load(stage_id)[0].direction
-    kinds = None, "bwd" if direction == "bwd" else "fwd", "library" if stage_id in LIBRARY else None
-    return [name for name, (of, _) in CASES.items() if of in kinds and (only or "") in name]
+    stage, module = ladder.load(stage_id)
+    kinds = None, "bwd" if stage.direction == "bwd" else "fwd", "library" if stage_id in LIBRARY else None
+    square = Problem.square(1, 1, 1, 64, False, direction=stage.direction, sequences=((1, 1),))
+    takes = module.supports(square) is None
+    return [
+        name
+        for name, (of, _, policies) in CASES.items()
+        if of in kinds and (takes or not policies) and (only or "") in name
+    ]
 
 
 def run_cases(stage_id: str, args: object) -> Iterator[Outcome]:
@@ -847,7 +855,7 @@ def run_cases(stage_id: str, args: object) -> Iterator[Outcome]:
         yield Outcome(name, failures, time.perf_counter() - begin)
 
 
-from harness import head_dims  # noqa: E402, F401  more cases, which register themselves here
+from harness import head_dims, policy_cases  # noqa: E402, F401  register their cases, for which they need these
 
 if __name__ == "__main__":
     one_launch(sys.argv[1])

@@ -32,6 +32,7 @@ LSE_TOLERANCE = 1e-5
 LSE_OF_CODES, LSE_OF_SUMS = 0.065, 2e-3
 SUM_BITS = 13  # that the tensor cores keep behind the leading one of a sum of 8-bit products, and truncate
 CANCELLATION = 2.0**-18  # of dP against D, relative to what they are sums of: some units of fp32 round-off
+SINK_TOLERANCE = 1e-5  # of a sink's gradient, relative to the magnitudes it is a sum of
 NUDGE = 2.0**-17  # of P and dS before they are rounded, relative to what they come from (`gradients_of`)
 CHUNK_ELEMENTS = 2**27  # scores held at once
 
@@ -39,6 +40,24 @@ CHUNK_ELEMENTS = 2**27  # scores held at once
 # ---- the reference and the yardstick -----------------------------------------------------------------------
 
 
+class Policies(NamedTuple):
+    """What attention may have beside a mask, as `Problem` has it; the sink is a logit per head (H,)."""
+
+    window: tuple[int, int] | None = None
+    softcap: float = 0.0
+    sink: torch.Tensor | None = None
+
+    def seen(self, rows: torch.Tensor, keys: int, offset: int) -> slice:
+        """The keys among which are all that these rows, in order, see."""
+        left, right = self.window or (-1, -1)
+        if not len(rows):
+            return slice(0, keys)
+        begin = 0 if left < 0 else min(keys, max(0, int(rows[0]) + offset - left))
+        end = keys if right < 0 else max(begin, min(keys, int(rows[-1]) + offset + right + 1))
+        return slice(begin, end)
+
+
+PLAIN = Policies()
 Rounding = bool | LazyMaximum
 """How P is rounded before P·V: not at all, relative to its row's maximum, or relative to a lazy one; what a
 tile's P is rounded relative to is then the maximum at the tile's end."""
@@ -92,35 +111,52 @@ def diagonal_offset(seqlen_q: int, seqlen_kv: int, top_left: bool) -> int:
     return 0 if top_left else seqlen_kv - seqlen_q
 
 
-def _scores(queries, keys, rows: torch.Tensor, columns: torch.Tensor, offset: int, causal: bool, scale):
-    """scale·Q·Kᵀ (heads, rows, keys), 1/√d without one; −∞ where a causal mask of this `diagonal_offset`
-    hides."""
+def _scores(
+    queries, keys, rows: torch.Tensor, columns: torch.Tensor, offset: int, causal: bool, scale,
+    policies: Policies = PLAIN,
+):  # fmt: skip
+    """scale·Q·Kᵀ (heads, rows, keys), 1/√d without one, capped; −∞ where a causal mask of this
+    `diagonal_offset`, or a window, hides."""
     scores = queries @ keys.transpose(-1, -2)
     scores = scores.div_(math.sqrt(queries.shape[-1])) if scale is None else scores.mul_(scale)
-    return scores.masked_fill_(columns > rows[:, None] + offset, -math.inf) if causal else scores
+    if policies.softcap:
+        scores.div_(policies.softcap).tanh_().mul_(policies.softcap)
+    own = rows[:, None] + offset  # the key at a row's own place
+    left, right = policies.window or (-1, -1)
+    if causal or right >= 0:
+        scores.masked_fill_(columns > own + max(0, right), -math.inf)
+    if left >= 0:
+        scores.masked_fill_(columns < own - left, -math.inf)
+    return scores
 
 
 def _attention(
     q, k, v, causal: bool, rows: torch.Tensor | None, dtype: torch.dtype, rounds_p: Rounding, top_left: bool,
-    scale: float | None, exponents: torch.Tensor | None = None,
+    scale: float | None, exponents: torch.Tensor | None = None, policies: Policies = PLAIN,
 ):  # fmt: skip
     """(O, LSE) of q, k, v (B, H, N, d) computed in `dtype`; `rows` selects query rows (all by default). Of P
     in e4m3 `exponents` (B, Hkv, Nkv) are what P is multiplied by before it is rounded, powers of two.
 
-    A query that sees no key has O = 0 and LSE = −∞.
+    A query that sees no key has O = 0 and LSE = −∞, or with a sink its logit. Where keys are hidden from the
+    left P is rounded relative to the row's own maximum: what a lazy one starts at, the kernel alone knows.
     """
     batch, heads, seqlen_q, head_dim = q.shape
     seqlen_kv, group = k.shape[2], heads // max(1, k.shape[1])
     rows = torch.arange(seqlen_q, device=q.device) if rows is None else rows
     offset = diagonal_offset(seqlen_q, seqlen_kv, top_left)
-    o = torch.empty(batch, heads, len(rows), v.shape[3], dtype=dtype, device=q.device)
-    lse = torch.empty(batch, heads, len(rows), dtype=dtype, device=q.device)
-    columns = torch.arange(seqlen_kv, device=q.device)
+    if policies.window is not None and isinstance(rounds_p, LazyMaximum):
+        rounds_p = True
+    o = torch.zeros(batch, heads, len(rows), v.shape[3], dtype=dtype, device=q.device)
+    lse = torch.full((batch, heads, len(rows)), -math.inf, dtype=dtype, device=q.device)
     for b, some_heads, piece in _chunks(batch, heads, len(rows), seqlen_kv):
         kv_heads = torch.arange(some_heads.start, some_heads.stop, device=q.device) // group
-        keys, values = k[b, kv_heads].to(dtype), v[b, kv_heads].to(dtype)
+        seen = policies.seen(rows[piece], seqlen_kv, offset)
+        if seen.start == seen.stop:
+            continue
+        columns = torch.arange(seen.start, seen.stop, device=q.device)
+        keys, values = k[b, kv_heads][:, seen].to(dtype), v[b, kv_heads][:, seen].to(dtype)
         queries = q[b, some_heads][:, rows[piece]].to(dtype)
-        scores = _scores(queries, keys, rows[piece], columns, offset, causal, scale)
+        scores = _scores(queries, keys, rows[piece], columns, offset, causal, scale, policies)
         if isinstance(rounds_p, LazyMaximum) and rounds_p.e4m3 is not None:
             scores += _truncation(scores, head_dim)
         maximum = scores.amax(-1, keepdim=True)
@@ -149,6 +185,9 @@ def _attention(
         seen = total.clamp(min=1e-30)  # at least 1 where the maximum is a score
         o[b, some_heads, piece] = (p @ values) / seen
         lse[b, some_heads, piece] = (maximum + total.log()).squeeze(-1)
+    if policies.sink is not None:
+        without, lse = lse, torch.logaddexp(lse, policies.sink[:, None].to(lse))
+        o *= (without - lse).exp().nan_to_num(0.0)[..., None]  # 0 where there is nothing, not even a sink
     return o, lse
 
 
@@ -160,10 +199,11 @@ def reference(
     rows: torch.Tensor | None = None,
     top_left: bool = False,
     scale: float | None = None,
+    policies: Policies = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in float64 from the rounded inputs, never downcast: O (B, H, rows, d) and LSE (B, H,
     rows)."""
-    return _attention(q, k, v, causal, rows, torch.float64, False, top_left, scale)
+    return _attention(q, k, v, causal, rows, torch.float64, False, top_left, scale, policies=policies)
 
 
 def rounding_of(stage: object, module: object, problem: Problem, **options: object) -> Rounding:
@@ -175,20 +215,22 @@ def rounding_of(stage: object, module: object, problem: Problem, **options: obje
 
 def yardstick(
     q, k, v, causal: bool, rounds_p: Rounding, rows: torch.Tensor | None = None, top_left: bool = False,
-    scale: float | None = None,
+    scale: float | None = None, policies: Policies = PLAIN,
 ) -> torch.Tensor:  # fmt: skip
     """Attention with the kernel's roundings and no others: fp32 scores, softmax and sums, output to q's type,
     and P to q's type where the kernel's P·V multiplies rounded P (`rounding_of`)."""
-    return yardstick_of(q, k, v, causal, rounds_p, rows, top_left, scale)[0]
+    return yardstick_of(q, k, v, causal, rounds_p, rows, top_left, scale, policies=policies)[0]
 
 
 def yardstick_of(
     q, k, v, causal: bool, rounds_p: Rounding, rows: torch.Tensor | None = None, top_left: bool = False,
     scale: float | None = None, exponents: torch.Tensor | None = None, dtype: torch.dtype | None = None,
+    policies: Policies = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`yardstick`'s O, in `dtype` if that is not q's, and its LSE in fp32; `exponents` as `_attention` has
     them."""
-    o, lse = _attention(q, k, v, causal, rows, torch.float32, rounds_p, top_left, scale, exponents)
+    inputs = q, k, v, causal, rows
+    o, lse = _attention(*inputs, torch.float32, rounds_p, top_left, scale, exponents, policies)
     return o.to(dtype or q.dtype), lse
 
 
@@ -221,11 +263,12 @@ def gradients_of(
     scale=None,
     dlse=None,
     nudge=0.0,
+    policies=PLAIN,
 ) -> Gradients:
     """(dQ, dK, dV) computed in `dtype` by the formulas every kernel uses, from the O and LSE given:
 
     P = e^(S − LSE), D = rowsum(dO∘O) − dLSE, dS = P∘(dO·Vᵀ − D); dQ = scale·dS·K, dK = scale·dSᵀ·Q,
-    dV = Pᵀ·dO.
+    dV = Pᵀ·dO. Of a score that a cap has made s, dS is (1 − (s/cap)²) of that.
     `rows` and `columns` select queries and keys (all by default): the gradients are of those selected, and
     what the others add to them is left out.
 
@@ -250,7 +293,11 @@ def gradients_of(
         queries, out, d_out = (x[b, some_heads][:, rows[piece]].to(dtype) for x in (q, o, do))
         shift = lse[b, some_heads][:, rows[piece], None].to(dtype)
         shift = shift.masked_fill(shift == -math.inf, 0.0)  # a row that sees no key: P = e^(−∞ − 0) = 0
-        p = _scores(queries, keys, rows[piece], columns, offset, causal, scale).sub_(shift).exp_()
+        scores = _scores(queries, keys, rows[piece], columns, offset, causal, scale, policies)
+        slope = 1.0
+        if policies.softcap:  # of a hidden score any: its P is zero
+            slope = 1.0 - (scores / policies.softcap).clamp(min=-1.0).square_()
+        p = scores.sub_(shift).exp_()
         ds = d_out @ values.transpose(-1, -2)
         row_dot = (d_out * out).sum(-1, keepdim=True)
         if dlse is not None:
@@ -260,7 +307,7 @@ def gradients_of(
             size = d_out.norm(dim=-1, keepdim=True) * values.norm(dim=-1)[..., None, :] / math.sqrt(head_dim)
             ds.add_(ds.sign().mul_(size.add_(ds.abs())), alpha=nudge)
             p *= 1 + nudge
-        ds.mul_(p)
+        ds.mul_(p).mul_(slope)
         p, ds = rounded(p), rounded(ds)
         dq[b, some_heads, piece] = ds @ keys * factor
         dk[b].index_add_(0, kv_heads, ds.transpose(-1, -2) @ queries * factor)
@@ -281,6 +328,32 @@ def yardstick_gradients(q, k, v, o, lse, do, causal: bool, rounds_p: bool, **opt
     """
     found = gradients_of(q, k, v, o, lse, do, causal, torch.float32, rounds_p, **options)
     return tuple(x.to(q.dtype) for x in found)
+
+
+def sink_gradient(o, lse, do, sink, dlse=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each head's sink in float64 the gradient, and what it is a sum of, in magnitudes: (H,) each. From
+    the O and LSE given, of which the LSE has the sink in it.
+
+    The sink's share of a row is e^(sink − LSE) and its value is zero, so its gradient is the share times
+    0 − D: −Σ e^(sink − LSE)·(rowsum(dO∘O) − dLSE).
+    """
+    o, lse, do, sink = (x.double() for x in (o, lse, do, sink))
+    share = (sink[:, None] - lse).exp()  # (B, H, Nq)
+    dlse = torch.zeros_like(lse) if dlse is None else dlse.double()
+    gradient = -(share * ((do * o).sum(-1) - dlse)).sum((0, 2))
+    return gradient, (share * ((do * o).abs().sum(-1) + dlse.abs())).sum((0, 2))
+
+
+def judge_sink(dsink: torch.Tensor, exact: torch.Tensor, size: torch.Tensor) -> list[str]:
+    """What is wrong with a sink's gradient, held to `sink_gradient` of what the kernel read."""
+    error = (dsink.double() - exact).abs() / size.clamp(min=1e-30)
+    if bool((error <= SINK_TOLERANCE).all()):
+        return []
+    head = int(error.nan_to_num(math.inf).argmax())
+    return [
+        f"dsink off by {error[head]:.3g} of what it is a sum of in head {head}: kernel {dsink[head]:.6g}, "
+        f"reference {exact[head]:.6g}"
+    ]
 
 
 # ---- the pass rule -----------------------------------------------------------------------------------------
@@ -491,11 +564,11 @@ class Expected:
 
     def __init__(
         self, q, k, v, causal: bool, do: torch.Tensor | None = None, top_left: bool = False,
-        softmax_scale: float | None = None, dlse: torch.Tensor | None = None,
+        softmax_scale: float | None = None, dlse: torch.Tensor | None = None, policies: Policies = PLAIN,
     ):  # fmt: skip
         self.q, self.k, self.v, self.do, self.causal = q, k, v, do, causal
-        self.softmax_scale, self.dlse = softmax_scale, dlse
-        self.options = {"top_left": top_left, "scale": softmax_scale}
+        self.softmax_scale, self.dlse, self.policies = softmax_scale, dlse, policies
+        self.options = {"top_left": top_left, "scale": softmax_scale, "policies": policies}
         self._yardsticks: dict[tuple[str, Rounding], torch.Tensor | Gradients] = {}
         self._quantized: dict[str, Quantized] = {}
 

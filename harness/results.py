@@ -305,11 +305,15 @@ def load_all(folder: Path | None = None) -> dict[str, dict[str, Results]]:
 
 
 def save_library(
-    name: str, rows: list[dict[str, Any]], environment: dict[str, Any], folder: Path | None = None
+    name: str,
+    rows: list[dict[str, Any]],
+    environment: dict[str, Any],
+    folder: Path | None = None,
+    place: str = "library",
 ) -> Path:
-    """Write results/<gpu>/library/<name>.json, a row a line; `harness.library` reads it. `folder` stands for
-    results/."""
-    path = _library_path(folder, name, environment)
+    """Write results/<gpu>/<place>/<name>.json, a row a line; `harness.library` reads those of "library".
+    `folder` stands for results/."""
+    path = _library_path(folder, name, environment, place)
     write = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
     lines = ",\n  ".join(map(write, rows))
     text = f'{{"environment": {write(environment)},\n"rows": [\n  {lines}\n]}}\n'
@@ -317,10 +321,12 @@ def save_library(
     return path
 
 
-def library_rows(folder: Path | None, name: str, environment: dict[str, Any]) -> list[dict[str, Any]]:
+def library_rows(
+    folder: Path | None, name: str, environment: dict[str, Any], place: str = "library"
+) -> list[dict[str, Any]]:
     """The rows that `save_library` wrote there, which new ones may join. Raises ValueError where they were
     measured in another environment."""
-    path = _library_path(folder, name, environment)
+    path = _library_path(folder, name, environment, place)
     if not path.exists():
         return []
     data = json.loads(path.read_text(encoding="utf-8"))
@@ -334,8 +340,8 @@ def library_rows(folder: Path | None, name: str, environment: dict[str, Any]) ->
     return data["rows"]
 
 
-def _library_path(folder: Path | None, name: str, environment: dict[str, Any]) -> Path:
-    return (folder or results_dir()) / gpu_folder(environment["gpu"]) / "library" / f"{name}.json"
+def _library_path(folder: Path | None, name: str, environment: dict[str, Any], place: str) -> Path:
+    return (folder or results_dir()) / gpu_folder(environment["gpu"]) / place / f"{name}.json"
 
 
 def probe(path: Path) -> None:

@@ -72,7 +72,7 @@ def allocate(
         q, k, v, scales = quantized.operands(q, k, v, in_rows=problem.direction == "fp8_rows")
     elif problem.in_fp8:
         signs = production_fp8.signs(problem.head_dim).to(q.device)
-    scratch = _scratch(module, problem, q.device, options)
+    scratch = scratch_of(module, problem, q.device, options)
     return Tensors(q, k, v, o, lse, scratch, scales=scales, signs=signs)
 
 
@@ -92,12 +92,13 @@ def allocate_backward(
     The scratch and `options` are as `allocate`'s."""
     if out is None:
         out = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return Tensors(q, k, v, o, lse, _scratch(module, problem, q.device, options), do, *out)
+    return Tensors(q, k, v, o, lse, scratch_of(module, problem, q.device, options), do, *out)
 
 
-def _scratch(
+def scratch_of(
     module: object, problem: Problem, device: torch.device, options: dict[str, object]
 ) -> dict[str, torch.Tensor]:
+    """A stage's scratch, as `allocate` says."""
     return {
         name: (torch.zeros if starts_at_zero(name, dtype) else torch.empty)(
             shape, dtype=getattr(torch, dtype), device=device

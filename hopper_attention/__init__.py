@@ -4,12 +4,18 @@ from hopper_attention import attention
 o = attention(q, k, v, causal=True)     # (batch, heads, seqlen, head_dim)
 
 or behind the calls that a model makes already: `enable()` for scaled_dot_product_attention,
-`flash_attn_func`, `flash_attn_with_kvcache` for decoding, `integrations.huggingface.register()`. For
-inference in FP8: `attention_fp8`, `quantize`.
+`flash_attn_func`, `flash_attn_varlen_func` for packed sequences, `flash_attn_with_kvcache` for decoding,
+`integrations.huggingface.register()`. For inference in FP8: `attention_fp8`, `quantize`.
 """
 
 from .fp8 import attention_fp8, quantize
-from .functional import attention, attention_backward, flash_attn_func, flash_attn_with_kvcache
+from .functional import (
+    attention,
+    attention_backward,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 from .integrations.sdpa import disable, enable, enabled, explain
 
 __all__ = [
@@ -21,6 +27,7 @@ __all__ = [
     "enabled",
     "explain",
     "flash_attn_func",
+    "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "quantize",
 ]

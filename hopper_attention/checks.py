@@ -89,6 +89,95 @@ def gradient_problem_of(
     return problem
 
 
+# ---- with a window, a sink, or packed ---------------------------------------------------------------------
+
+
+def general_problem_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, top_left: bool, packed: bool
+) -> Problem:
+    """`problem_of`, or of packed tensors (total, heads, head_dim)."""
+    if not packed:
+        return problem_of(q, k, v, causal, top_left)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        if x.dim() != 3:
+            raise ValueError(
+                f"{name} of packed sequences must have 3 dimensions (total, heads, head_dim), not {x.dim()}"
+            )
+    return problem_of(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), causal, top_left)
+
+
+def check_window(window: tuple[int, int], causal: bool, top_left: bool) -> None:
+    """Raise unless `window` is (left, right) from −1 on, and no causal mask beside it."""
+    left, right = window
+    for bound in window:
+        if not isinstance(bound, int) or isinstance(bound, bool):
+            raise TypeError(f"window_size must be two integers (left, right), not {window!r}")
+        if bound < -1:
+            raise ValueError(f"window_size must be from −1, no bound, on, not {window!r}")
+    if (left, right) != (-1, -1) and (causal or top_left):
+        raise ValueError(f"a causal window is (left, 0): window_size is {window!r} beside a causal mask")
+
+
+def check_sink(sink: object, q: torch.Tensor, heads: int) -> None:
+    """Raise unless there is a logit for each query head."""
+    check_tensor("learnable_sink", sink)
+    if sink.dtype != torch.float32:
+        raise TypeError(f"learnable_sink must be float32, not {name_of(sink.dtype)}")
+    if (tuple(sink.shape), sink.device) != ((heads,), q.device):
+        raise ValueError(
+            f"learnable_sink must be (heads,) = ({heads},) on {q.device}, not {tuple(sink.shape)} on "
+            f"{sink.device}"
+        )
+    check_unit_stride("learnable_sink", sink)
+
+
+def check_packing(q: torch.Tensor, cu_q: object, cu_kv: object, used_q: object, used_kv: object) -> int:
+    """How many sequences are packed. Raises unless their integers are where q is, and as many as belong
+    together. What they say is device data, and not looked at."""
+    named = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_kv, "seqused_q": used_q, "seqused_k": used_kv}
+    for name, x in named.items():
+        if x is None and name.startswith("seqused"):
+            continue
+        check_tensor(name, x)
+        if x.dtype != torch.int32:
+            raise TypeError(f"{name} must be int32, not {name_of(x.dtype)}")
+        if x.dim() != 1 or x.device != q.device:
+            raise ValueError(
+                f"{name} must have one dimension and be on {q.device}, not {tuple(x.shape)} on {x.device}"
+            )
+        check_unit_stride(name, x)
+    sequences = cu_q.shape[0] - 1
+    if sequences < 0:
+        raise ValueError("cu_seqlens_q must have an element for each sequence, and one more: it is empty")
+    for name, x in named.items():
+        wanted = sequences + name.startswith("cu")
+        if x is not None and x.shape[0] != wanted:
+            raise ValueError(
+                f"{name} must have {wanted} elements, as cu_seqlens_q has {sequences + 1}, not {x.shape[0]}"
+            )
+    return sequences
+
+
+def check_gradients(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    packed: bool,
+) -> None:
+    """Raise unless o, lse and their gradients are as `attention` gives them of q and v."""
+    like = like_o(q, v)
+    check_like("o", o, "q", like)
+    check_like("do", do, "q", like)
+    rows = q.transpose(0, 1) if packed else q
+    check_lse("lse", lse, rows)
+    if dlse is not None:
+        check_lse("dlse", dlse, rows)
+
+
 # ---- in 8 bits --------------------------------------------------------------------------------------------
 
 
@@ -205,7 +294,7 @@ def check_output(dtype: torch.dtype) -> None:
 
 def like_o(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q, or where values are of another width something else of O's shape, dtype and device."""
-    return q if q.shape[3] == v.shape[3] else q[..., :1].expand(*q.shape[:3], v.shape[3])
+    return q if q.shape[-1] == v.shape[-1] else q[..., :1].expand(*q.shape[:-1], v.shape[-1])
 
 
 # ---- of tensors -------------------------------------------------------------------------------------------
@@ -248,15 +337,25 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float | None:
     return None if softmax_scale in (head_dim**-0.5, 1 / math.sqrt(head_dim)) else float(softmax_scale)
 
 
+def check_softcap(softcap: object) -> float:
+    """`softcap` as a float. Raises unless it is a finite number from 0 on."""
+    if not isinstance(softcap, Real) or isinstance(softcap, bool):
+        raise TypeError(f"softcap must be a number, not {type(softcap).__name__}")
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite, or 0 for none, not {softcap}")
+    return float(softcap)
+
+
 def check_lse(name: str, lse: object, q: torch.Tensor) -> None:
-    """Raise unless `lse` has a number for each row of `q`: fp32 (batch, heads, seqlen_q), contiguous if it
-    is the lse itself."""
+    """Raise unless `lse` has a number for each row of `q`: fp32 (batch, heads, seqlen_q), or of packed
+    sequences (heads, total), contiguous if it is the lse itself."""
     check_tensor(name, lse)
     if lse.dtype != torch.float32:
         raise TypeError(f"{name} must be float32, not {name_of(lse.dtype)}")
-    if (lse.shape, lse.device) != (q.shape[:3], q.device):
+    if (lse.shape, lse.device) != (q.shape[:-1], q.device):
+        dimensions = "batch, heads, seqlen_q" if q.dim() == 4 else "heads, total"
         raise ValueError(
-            f"{name} must be (batch, heads, seqlen_q) = {tuple(q.shape[:3])} on {q.device}, "
+            f"{name} must be ({dimensions}) = {tuple(q.shape[:-1])} on {q.device}, "
             f"not {tuple(lse.shape)} on {lse.device}"
         )
     if name == "lse" and not lse.is_contiguous():

@@ -1,11 +1,41 @@
-"""`attention(q, k, v)`, `attention_backward(do, q, k, v, o, lse)`, and FlashAttention's `flash_attn_func` and
-`flash_attn_with_kvcache`."""
+"""`attention(q, k, v)`, `attention_backward(do, q, k, v, o, lse)`, and FlashAttention's `flash_attn_func`,
+`flash_attn_varlen_func` and `flash_attn_with_kvcache`."""
 
 import torch
 
-from . import ops
-from .checks import E4M3, check_tensor, name_of
+from . import ops, ops_policies
+from .checks import E4M3, check_tensor, check_window, name_of
 from .fp8 import Descale, attention_fp8, descale_of
+
+Window = tuple[int | None, int | None]
+NO_WINDOW = (-1, -1)
+
+
+def mask_of(causal: bool, top_left: bool, window_size: Window) -> tuple[bool, tuple[int, int]]:
+    """A causal mask, or a window: with `causal` a window ends at a query's own place, and one without another
+    bound is the causal mask. Raises TypeError or ValueError for what is no window."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size must be (left, right), not {window_size!r}")
+    left, right = (-1 if x is None else x for x in window_size)
+    if (left, right) == NO_WINDOW:
+        return causal, NO_WINDOW
+    check_window((left, right), False, False)
+    if top_left:
+        raise ValueError("window_size is aligned at the bottom right: top_left is for masks without a window")
+    right = 0 if causal else right
+    return (True, NO_WINDOW) if (left, right) == (-1, 0) else (False, (left, right))
+
+
+def sink_of(learnable_sink: torch.Tensor | None) -> torch.Tensor | None:
+    """A sink as operators take it, in fp32, from fp32 or 16 bits."""
+    if learnable_sink is None:
+        return None
+    check_tensor("learnable_sink", learnable_sink)
+    if learnable_sink.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"learnable_sink must be float32, bfloat16 or float16, not {name_of(learnable_sink.dtype)}"
+        )
+    return learnable_sink.float()
 
 
 def attention(
@@ -16,6 +46,9 @@ def attention(
     causal: bool = False,
     top_left: bool = False,
     softmax_scale: float | None = None,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    learnable_sink: torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -32,6 +65,12 @@ def attention(
     lse = −∞. With `top_left` besides it sees keys up to i, as PyTorch's `is_causal` means it. At equal
     lengths the two are one mask.
 
+    With window_size (left, right) query i sees the keys from i + offset − left to i + offset + right, offset
+    = seqlen_kv − seqlen_q; −1 or None is no bound, and with `causal` right is 0. With a `softcap` c scaled
+    scores s become c·tanh(s/c). `learnable_sink`, (heads,), is a logit of each query head that takes part in
+    its rows' denominators, and in their lse, and has no value; it can be differentiated too. A row that sees
+    no key then has o = 0 and the sink for its lse.
+
     With `deterministic`, or under `torch.use_deterministic_algorithms`, gradients have the same bits in every
     run. Under autocast q, k and v are cast to its type. Raises TypeError or ValueError before anything is
     launched, also when called from a compiled graph.
@@ -41,7 +80,15 @@ def attention(
             check_tensor(name, x)
         if not torch.compiler.is_compiling():
             ops.know_subclass(q)  # under inference_mode no Autograd kernel does it
-    o, lse = ops.call_forward(q, k, v, softmax_scale, causal, top_left, deterministic)
+    window = NO_WINDOW
+    if window_size != NO_WINDOW:
+        causal, window = mask_of(causal, top_left, window_size)
+    if window == NO_WINDOW and softcap == 0.0 and learnable_sink is None:
+        o, lse = ops.call_forward(q, k, v, softmax_scale, causal, top_left, deterministic)
+    else:
+        tensors = sink_of(learnable_sink), None, None, None, None
+        options = softmax_scale, causal, top_left, *window, softcap, deterministic
+        o, lse = ops_policies.call_forward(q, k, v, tensors, options)
     return (o, lse) if return_lse else o
 
 
@@ -57,6 +104,8 @@ def attention_backward(
     causal: bool = False,
     top_left: bool = False,
     softmax_scale: float | None = None,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `attention` on PyTorch's current stream: dq, dk, dv, each like its input, dense, its
@@ -64,12 +113,16 @@ def attention_backward(
 
     do and dlse are the gradients of o and lse; q, k, v, o, lse are what `attention` took and, with
     `return_lse`, gave: those of a larger problem are as good, of which k and v are a part. The rest as there;
-    lse must be contiguous.
+    lse must be contiguous. A sink's part in them is in the lse; its own gradient comes with autograd.
     """
     tensors = ("do", do), ("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse)
     for name, x in tensors if dlse is None else (*tensors, ("dlse", dlse)):
         check_tensor(name, x)
-    return ops.call_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
+    causal, window = mask_of(causal, top_left, window_size)
+    if window == NO_WINDOW and softcap == 0.0:
+        return ops.call_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
+    options = softmax_scale, causal, top_left, *window, softcap, deterministic
+    return ops_policies.backward(do, q, k, v, o, lse, dlse, *(None,) * 5, *options)[:3]
 
 
 def flash_attn_func(
@@ -83,7 +136,7 @@ def flash_attn_func(
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -104,22 +157,17 @@ def flash_attn_func(
     e4m3 tensors go to `attention_fp8`, with the descales, as in FlashAttention-3: fp32 (batch, kv_heads), or
     one number, or None for 1; the result is bf16.
 
-    Raises NotImplementedError, with the argument's name, for windows, chunks, soft caps, sinks, qv, splits,
-    margins and dropout; ValueError for a descale beside 16-bit tensors.
+    Raises NotImplementedError, with the argument's name, for chunks, qv, splits, margins and dropout, and of
+    e4m3 tensors for windows, soft caps and sinks; ValueError for a descale beside 16-bit tensors.
     """
-    window = tuple(-1 if x is None else x for x in window_size)
-    for name, given, asked in (
+    refuse_by_name(
+        "flash_attn_func",
         ("qv", "a tensor", qv is not None),
-        ("window_size", window, window not in ((-1, -1), (-1, 0) if causal else (-1, -1))),
         ("attention_chunk", attention_chunk, attention_chunk != 0),
-        ("softcap", softcap, softcap != 0.0),
         ("num_splits", num_splits, num_splits not in (0, 1)),
-        ("learnable_sink", learnable_sink, learnable_sink is not None),
         ("sm_margin", sm_margin, sm_margin != 0),
         ("dropout_p", dropout_p, dropout_p != 0.0),
-    ):
-        if asked:
-            raise NotImplementedError(f"flash_attn_func does not take {name} = {given!r}")
+    )
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
         if x.dim() != 4:
@@ -127,13 +175,92 @@ def flash_attn_func(
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     rows = [x.transpose(1, 2) for x in (q, k, v)]
     if q.dtype == E4M3:
+        causal, window = mask_of(causal, False, window_size)
+        refuse_by_name(
+            "flash_attn_func of e4m3 tensors",
+            ("window_size", window, window != NO_WINDOW),
+            ("softcap", softcap, softcap != 0.0),
+            ("learnable_sink", "a tensor", learnable_sink is not None),
+        )
         o, lse = attention_fp8(*rows, **descales, causal=causal, softmax_scale=softmax_scale, return_lse=True)
     else:
         if given := [name for name, x in descales.items() if x is not None]:
             raise ValueError(f"{given[0]} belongs to e4m3 tensors, and q is {name_of(q.dtype)}")
         options = {"causal": causal, "softmax_scale": softmax_scale, "deterministic": deterministic}
+        options |= {"window_size": window_size, "softcap": softcap, "learnable_sink": learnable_sink}
         o, lse = attention(*rows, **options, return_lse=True)
     o = o.transpose(1, 2)
+    return (o, lse) if return_lse or return_attn_probs else o
+
+
+def refuse_by_name(call: str, *arguments: tuple[str, object, bool]) -> None:
+    """Raise NotImplementedError for the first argument (name, value, whether it asks for something) that
+    does."""
+    for name, given, asked in arguments:
+        if asked:
+            raise NotImplementedError(f"{call} does not take {name} = {given!r}")
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | torch.Tensor | None = None,
+    max_seqlen_k: int | torch.Tensor | None = None,
+    *,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    learnable_sink: torch.Tensor | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_lse: bool = False,
+    dropout_p: float = 0.0,
+    return_attn_probs: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`attention` of each of n sequences packed behind one another, without padding: q (total queries, heads,
+    head_dim), k and v (total keys, kv heads, head_dim); the result is like q, and the LSE fp32 (heads, total
+    queries).
+
+    cu_seqlens_q and cu_seqlens_k, int32 (n + 1,) on the GPU, say where each sequence begins, and where the
+    last ends; seqused_q and seqused_k, int32 (n,), how many rows of each count, if not all up to the next.
+    They are never read on the host, and `max_seqlen_q` and `max_seqlen_k`, which other kernels need, not at
+    all: neither makes the call wait. Any length may be 0. Causal masks and windows are aligned at each
+    sequence's bottom right. What rows of no sequence hold does not matter, infinities neither; in the result
+    and in gradients they are zero where there is a `seqused`, and may hold anything behind the last
+    sequence.
+
+    The rest as in `flash_attn_func`. Raises NotImplementedError, with the argument's name, for pages, chunks,
+    qv, splits, margins and dropout.
+    """
+    refuse_by_name(
+        "flash_attn_varlen_func",
+        ("block_table", "a tensor", block_table is not None),
+        ("page_table", "a tensor", page_table is not None),
+        ("qv", "a tensor", qv is not None),
+        ("attention_chunk", attention_chunk, attention_chunk != 0),
+        ("num_splits", num_splits, num_splits not in (0, 1)),
+        ("sm_margin", sm_margin, sm_margin != 0),
+        ("dropout_p", dropout_p, dropout_p != 0.0),
+    )
+    named = ("q", q), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)
+    for name, x in named:
+        check_tensor(name, x)
+    causal, window = mask_of(causal, False, window_size)
+    tensors = sink_of(learnable_sink), cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    options = softmax_scale, causal, False, *window, softcap, deterministic
+    o, lse = ops_policies.call_forward(q, k, v, tensors, options)
     return (o, lse) if return_lse or return_attn_probs else o
 
 

@@ -263,7 +263,10 @@ def backward_stage(
     by default those that `division` chooses."""
     # Where a query's gradient comes from one tile of keys, nobody waits for a turn, and no zeros are needed.
     columns = tile_dim(problem)
-    deterministic |= columns < 256 and problem.seqlen_kv <= TILE_KV[columns]
+    alone = problem.sequences is None and problem.seqlen_kv <= TILE_KV[columns]
+    deterministic |= columns < 256 and alone
+    if problem.policies:  # which the stages in parts do not take
+        parts = UNDIVIDED
     if parts is None:
         one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
         parts = division.parts_of(problem, gpu.sms) if one_launch else UNDIVIDED
@@ -321,7 +324,7 @@ def _dense(shape: torch.Size, dtype: torch.dtype) -> Dense:
 def _dense_like(x: torch.Tensor, columns: int | None = None) -> Dense:
     """As `torch.empty_like` allocates it, its dimensions in memory in the order of those of x; but for the
     last, if `columns` are given."""
-    shape = *x.shape[:3], x.shape[3] if columns is None else columns
+    shape = *x.shape[:-1], x.shape[-1] if columns is None else columns
     like = torch.empty_strided(shape, x.stride(), dtype=x.dtype, device="meta")
     return shape, torch.empty_like(like).stride(), x.dtype
 

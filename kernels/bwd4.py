@@ -20,6 +20,7 @@ Where to read     The schedule, drawn: notes/bwd4.md, "The schedule". Here are t
                   launches; in device/key_tiles.py which tiles see which; in device/dq_sums.py dQ's sums.
 """
 
+from dataclasses import replace
 from enum import IntEnum
 
 import cutlass
@@ -49,14 +50,14 @@ from .bwd4_passes import FlashAttentionBackward, WideFlashAttentionBackward, com
 from .calls import DETERMINISTIC, backward_scratch, refuse_backward, run_backward
 from .contract import Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS
-from .device.constants import LOG2_E, SMS, WARP, WARPGROUP
+from .device.constants import SMS, WARP, WARPGROUP
 from .device.dq_sums import AND_ADDER
 from .device.key_parts import halves, leave_part
 from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS
 from .device.limits import tile_dim
 from .device.masks import Mask, mask_of
 from .device.rings import CONSUMER
-from .device.tile_order import hear
+from .device.tile_order import hear_place
 from .device.tma import load_atom, partition_tma, store_atom, tiles_at
 from .device.wgmma import round_fragment
 
@@ -138,24 +139,27 @@ class Backward(LoadingTiles):
 
     def __init__(
         self, head_dim: int, mask: Mask, dtype: type, deterministic: bool, config: Config,
-        divides: bool = False, sms: int = SMS,
+        divides: bool = False, sms: int = SMS, **policies: bool,
     ):  # fmt: skip
-        super().__init__(head_dim, mask, dtype, deterministic, config.tile_q, TILE_KV, divides, sms)
+        options = divides, sms
+        super().__init__(head_dim, mask, dtype, deterministic, config.tile_q, TILE_KV, *options, **policies)
         self.config = config
         self.columns = head_dim // dq_columns(head_dim)  # tiles beside each other as dQ's product takes K
         self.part = ROWS * dq_columns(head_dim)
 
     @property
     def smem_bytes(self) -> int:
-        return shared_bytes(self.config, self.head_dim, self.divides)
+        return shared_bytes(self.config, self.head_dim, self.divides, self.batch.words)
 
     @cute.jit
     def launch(
-        self, mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream, scale,
-        mTiled=None, mParts=None,
+        self, mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream, numbers,
+        mTiled=None, mParts=None, mList=None,
     ):  # fmt: skip
-        """Divided, dK and dV are left in mParts, and mDK and mDV are not there."""
+        """`numbers` are `policies.Given`'s. Divided, dK and dV are left in mParts, and mDK and mDV are
+        not there."""
         batch, kv_heads, seqlen_kv, _ = mK.shape
+        mQ, mDO, mK, mV, mDK, mDV = [self.batch.view(mX) for mX in (mQ, mDO, mK, mV, mDK, mDV)]
         tma = []
         q, of_K = self.tile_q, k_block(self.head_dim)
         for mX, rows, block in ((mQ, q, None), (mDO, q, None), (mK, ROWS, of_K), (mV, ROWS, None)):
@@ -170,7 +174,9 @@ class Backward(LoadingTiles):
         mmas = tiled_mmas(self.config, self.head_dim, self.dtype)
         kv_blocks = cute.ceil_div(seqlen_kv, TILE_KV)
         tiles = kv_blocks * kv_heads * batch
-        self.kernel(*mmas, *tma, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles, scale, mTiled).launch(
+        if const_expr(self.packed):
+            tiles = (mList.shape[0] - 1) * kv_heads  # at most
+        self.kernel(*mmas, *tma, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles, numbers, mTiled, mList).launch(
             grid=(self.ctas(tiles, kv_blocks), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
@@ -181,13 +187,13 @@ class Backward(LoadingTiles):
     @cute.kernel
     def kernel(
         self, mma_s, mma_p, mma_kv, mma_q, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV,
-        store_dK, mDK, store_dV, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles, scale, mTiled,
+        store_dK, mDK, store_dV, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles, numbers, mTiled,
+        mList,
     ):  # fmt: skip
         """mQ, mDO, mK, mV, mDK, mDV are (seqlen, head_dim, heads, batch), as TMA descriptors see them;
         divided, mDK and mDV are mParts' halves. mTiled and mParts: `key_parts`."""
         # 1. shared memory, rings, and who is who
-        if const_expr(scale is not None):
-            self.scale, self.scale_log2 = scale, scale * LOG2_E
+        self.take(numbers)
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
@@ -195,9 +201,9 @@ class Backward(LoadingTiles):
             mTiled = mK
         lengths = seqlen_q, seqlen_kv, mQ.shape[2] // mTiled.shape[2]  # the last: query heads of a key head
         smem = SmemAllocator()
-        shared = allocate(smem, self.config, self.head_dim, self.dtype, self.divides)
+        shared = allocate(smem, self.config, self.head_dim, self.dtype, self.divides, self.batch.words)
         # All but the producer hear of tiles, and where the first stores nobody writes zeros.
-        listeners = THREADS - (2 if self.deterministic else 1) * WARP
+        listeners = THREADS - (1 if self.zeroes_ahead else 2) * WARP
         rings = make_rings(smem, self.config, self.head_dim, listeners)
         if tidx == 0:
             for c in range_constexpr(CONSUMERS):
@@ -209,12 +215,12 @@ class Backward(LoadingTiles):
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp_idx == CONSUMER_WARPS:
                 loads = load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV
-                self.produce(rings, shared, loads, mStats, mCounter, tiles, lengths, mTiled)
+                self.produce(rings, shared, loads, mStats, mCounter, tiles, lengths, mTiled, mList)
             elif warp_idx <= CONSUMER_WARPS + CONSUMERS:
                 sums = mDQ_sum, mZeroed, mOrder
                 barriers = Barrier.DQ_FULL, Barrier.DQ_EMPTY
                 self.add_gradients(warp_idx, rings.tile, shared, mQ, mTiled, *sums, lengths, *barriers)
-            elif const_expr(not self.deterministic):
+            elif const_expr(self.zeroes_ahead):
                 self.write_zeros(rings.tile, shared.tile, mQ, mTiled, mDQ_sum, mZeroed)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
@@ -234,7 +240,7 @@ class Backward(LoadingTiles):
         """
         # 2. a consumer's prologue
         store_dK, mDK, store_dV, mDV = stores
-        seqlen_q, seqlen_kv, group = lengths
+        *extents, group = lengths
         q_ring, k_ring, v_ring, tile_ring, own = rings.q, rings.k, rings.v, rings.tile, rings.own
         consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         other, thread = consumer ^ 1, tidx % WARPGROUP
@@ -243,7 +249,7 @@ class Backward(LoadingTiles):
         k_get = pipeline.make_pipeline_state(CONSUMER, self.config.k_stages)
         v_get, tile_get = [pipeline.make_pipeline_state(CONSUMER, 1) for _ in range(2)]
         f = fragments(self.config, mmas, shared, self.dtype, consumer, thread)
-        x = Consumer(consumer, other, thread, seqlen_q, seqlen_kv, shared, rings)
+        x = Consumer(consumer, other, thread, shared, rings)
         is_first_warp = cute.arch.make_warp_uniform(tidx // WARP) == WARPGROUP // WARP * consumer
         parity, stored = Int32(0), cutlass.Boolean(False)
         own_phase = Int32(0)
@@ -252,13 +258,14 @@ class Backward(LoadingTiles):
         if consumer == 1:
             self.sync(Barrier.TURN, 0, BOTH, arrive=True)  # the first turn
 
-        valid, block, kv_head, batch = hear(tile_ring, tile_get, shared.tile)
+        valid, place = hear_place(tile_ring, tile_get, shared.tile)
         tile_get.advance()
         while valid != 0:
-            kv_block, first, masked, last = self.work_on(block, mTiled, seqlen_q, seqlen_kv)
+            seqlens = self.batch.lengths(place, extents)
+            kv_block, first, masked, whole, last = self.work_on(place[0], mTiled, *seqlens)
             if const_expr(self.divides):
                 cute.arch.sync_warp()  # that of the tile before has been read
-                shared.places[tidx // WARP] = self.place_of_part(block, kv_head, batch, mTiled, seqlen_kv)
+                shared.places[tidx // WARP] = self.place_of_part(place, mTiled, seqlens[1])
             f.dK.acc.fill(0.0)
             f.dV.acc.fill(0.0)
             k_ring.consumer_wait(k_get)
@@ -268,8 +275,8 @@ class Backward(LoadingTiles):
                 k_ring.consumer_release(k_left)
                 k_left.advance()
 
-            # 3. main loop: tiles of queries with a hidden pair, then the others. The last one is apart, since
-            # no Sᵀ follows it, and masked in any case.
+            # 3. main loop: tiles of queries with a hidden pair, then the others, with a window again some
+            # with a hidden pair. The last one is apart, since no Sᵀ follows it, and masked in any case.
             heads = group if first < last else 0
             for _ in range(heads, unroll=1):
                 q_ring.consumer_wait(q_get)
@@ -279,18 +286,15 @@ class Backward(LoadingTiles):
                 if const_expr(self.config.keep_V):
                     tVsV = f.copy_V.partition_S(shared.V)[None, None, None, consumer]  # (CPY, CPY_M, CPY_K)
                     cute.copy(f.copy_V, tVsV, f.copy_V.retile(f.dP.A))
-                split = cutlass.min(masked, last - 1)
-                for i in range(first, split, unroll=1):
-                    self.step(x, f, k_get, q_get, q_next, parity, kv_block, i, masked=True, final=False)
-                    parity ^= 1
-                    q_get.advance()
-                    q_next.advance()
-                for i in range(cutlass.max(first, split), last - 1, unroll=1):
-                    self.step(x, f, k_get, q_get, q_next, parity, kv_block, i, masked=False, final=False)
-                    parity ^= 1
-                    q_get.advance()
-                    q_next.advance()
-                self.step(x, f, k_get, q_get, q_next, parity, kv_block, last - 1, masked=True, final=True)
+                for begin, end, hides in self.runs(first, masked, whole, last):
+                    for i in range(begin, end, unroll=1):
+                        where = kv_block, i, seqlens
+                        self.step(x, f, k_get, q_get, q_next, parity, *where, masked=hides, final=False)
+                        parity ^= 1
+                        q_get.advance()
+                        q_next.advance()
+                where = kv_block, last - 1, seqlens
+                self.step(x, f, k_get, q_get, q_next, parity, *where, masked=True, final=True)
                 parity ^= 1
                 q_get.advance()
                 q_next.advance()
@@ -301,9 +305,9 @@ class Backward(LoadingTiles):
 
             # 4. epilogue: dV through the consumer's tile of K, dK through its part of dQ
             if const_expr(self.divides):
-                place = shared.places[tidx // WARP]  # each lane wrote it
+                part = shared.places[tidx // WARP]  # each lane wrote it
                 for rX, mX in ((f.dV.acc, mDV), (f.dK.acc, mDK)):
-                    leave_part(rX, mX[place, kv_block * CONSUMERS + consumer, None, None], thread)
+                    leave_part(rX, mX[part, kv_block * CONSUMERS + consumer, None, None], thread)
                 k_ring.consumer_release(k_get)
             else:
                 self.sync(Barrier.DQ_EMPTY, consumer, AND_ADDER)
@@ -327,14 +331,14 @@ class Backward(LoadingTiles):
                 if is_first_warp:
                     cute.arch.mbarrier_wait(own + consumer, own_phase)
                     for store, mX, sX, stage in ((store_dV, mDV, sdV, at), (store_dK, mDK, sdK, 0)):
-                        tXgX, tXsX = partition_tma(store, mX[None, None, kv_head, batch], sX)
+                        tXgX, tXsX = partition_tma(store, self.batch.keys(mX, place[1], place), sX)
                         cute.copy(store, tXsX[None, stage], tXgX[None, kv_block * CONSUMERS + consumer])
                     cute.arch.cp_async_bulk_commit_group()
                 else:
                     k_ring.consumer_release(k_get)  # which is not free until the storing warp says so too
                 stored, own_phase = is_first_warp, own_phase ^ 1
             k_get.advance()
-            valid, block, kv_head, batch = hear(tile_ring, tile_get, shared.tile)
+            valid, place = hear_place(tile_ring, tile_get, shared.tile)
             tile_get.advance()
 
         # 5. the last arrivals at a barrier must not stay behind
@@ -349,7 +353,7 @@ class Backward(LoadingTiles):
         """Issue Sᵀ = K·Qᵀ of a tile of queries."""
         f.S.of(k_get.index * CONSUMERS + x.index, q_get.index).issue(False)
 
-    def step(self, x: Consumer, f: Fragments, k_get, q_get, q_next, parity, kv_block, q_tile, masked, final):
+    def step(self, x: Consumer, f: Fragments, k_get, q_get, q_next, parity, kv_block, q_tile, seqlens, masked, final):
         """A tile of queries; its Sᵀ is there already. `masked` and `final` are Python's.
 
             issue dPᵀ                 P = exp2(Sᵀ·c − LSE), rounded
@@ -368,11 +372,14 @@ class Backward(LoadingTiles):
         stage, shared, rings = q_get.index, x.shared, x.rings
         dV = f.dV.of(None, stage)  # here: traced behind the wait, LLVM orders the step differently
         rings.do.consumer_wait(q_get)
-        f.dP.of(None, stage).issue(False)
+        if not self.config.late_dP:
+            f.dP.of(None, stage).issue(False)
         first_key, first_query = kv_block * TILE_KV + x.index * ROWS, q_tile * self.tile_q
-        hides = f.places, first_key, first_query, x.seqlen_q, x.seqlen_kv
-        self.exponentials(f.scores, shared.stats[None, 0, None, stage], *hides, masked)
-        round_fragment(f.S.acc, f.words_P, self.dtype)
+        hides = f.places, first_key, first_query, *seqlens
+        self.exponentials(f.scores, f.words_P, shared.stats[None, 0, None, stage], *hides, masked)
+        self.round_P(f.S.acc, f.words_P)
+        if self.config.late_dP:
+            f.dP.of(None, stage).issue(False)
         if self.config.early_dV:
             dV.issue(True)
         warpgroup.wait_group(1 if self.config.early_dV else 0)  # dP
@@ -428,10 +435,15 @@ def kernel_for(
     """The kernels of the problem's head_dim, mask and type."""
     columns = tile_dim(problem)
     options = columns, mask_of(problem), ELEMENTS[problem.dtype]
+    policies = {"sms": sms, "capped": problem.softcap > 0, "packed": problem.sequences is not None}
     if columns == 256:
-        return WideFlashAttentionBackward(KeyGradients(*options, sms=sms), QueryGradient(*options, sms=sms))
+        main, queries = KeyGradients(*options, **policies), QueryGradient(*options, **policies)
+        return WideFlashAttentionBackward(main, queries, problem)
     config = config or CONFIGS[columns]
-    return FlashAttentionBackward(Backward(*options, deterministic, config, sms=sms))
+    if problem.window is not None or problem.softcap > 0:  # which need the registers
+        config = replace(config, keep_V=False)
+    main = Backward(*options, deterministic, config, **policies)
+    return FlashAttentionBackward(main, problem)
 
 
 supports = refuse_backward
@@ -447,4 +459,4 @@ def work(problem: Problem, **options: object) -> list[Work]:
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:
-    return compile_backward(kernel_for(problem, **options), problem)
+    return compile_backward(kernel_for(problem, **options))

@@ -23,13 +23,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from .device.constants import LOG2_E, SMS, WARP, WARPGROUP
+from .device.constants import SMS, WARP, WARPGROUP
 from .device.fragments import Coordinates, Product, coordinates
 from .device.key_parts import halves, leave_part
 from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS, Rings, Tiles
 from .device.masks import Mask
 from .device.rings import CONSUMER, PRODUCER, put, tma_rings
-from .device.tile_order import fetch, hear, message_ring, tell
+from .device.tile_order import fetch, hear_place, message_ring, tell
 from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
 from .device.wgmma import by_row, exchanged, operand_a, round_fragment
 
@@ -55,7 +55,7 @@ class Shared:
     dO: cute.Tensor  # (query, head_dim, stage)
     P: cute.Tensor  # (register, thread, quad, stage) fp32: as the threads of both consumers hold it
     stats: cute.Tensor  # (query, LSE or D, block of 64 queries: 1, stage) fp32
-    tile: cute.Tensor  # (4,) int32: valid, kv_block, kv_head, batch
+    tile: cute.Tensor  # (4,) int32: valid, and the place of a tile of keys; of packed ones (8,)
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,6 @@ class Consumer:
     ring: pipeline.PipelineTmaAsync  # of first.B
     other_ring: pipeline.PipelineTmaAsync  # of gradient.B
     thread: Int32
-    seqlen_q: Int32
-    seqlen_kv: Int32
     shared: Shared
 
 
@@ -106,9 +104,12 @@ class KeyGradients(Tiles):
     before OWN a gradient's way from threads to the TMA.
     """
 
-    def __init__(self, head_dim: int, mask: Mask, dtype: type, divides: bool = False, sms: int = SMS):
+    def __init__(
+        self, head_dim: int, mask: Mask, dtype: type, divides: bool = False, sms: int = SMS,
+        **policies: bool,
+    ):  # fmt: skip
         # Not `deterministic`: that is taking turns at dQ's sums, of which there are none.
-        super().__init__(head_dim, mask, dtype, False, ROWS, ROWS, divides, sms)
+        super().__init__(head_dim, mask, dtype, False, ROWS, ROWS, divides, sms, **policies)
 
     @property
     def smem_bytes(self) -> int:
@@ -116,14 +117,17 @@ class KeyGradients(Tiles):
         p = STAGES * ROWS * ROWS * 4
         stats = STAGES * 2 * ROWS * 4
         barriers = 2 * (2 * STAGES + 3) * 8
-        return tiles + p + stats + 16 + barriers
+        return tiles + p + stats + 4 * (1 + self.batch.words) + barriers
 
     @cute.jit
     def launch(
-        self, mQ, mK, mV, mDO, mDK, mDV, mStats, mCounter, stream, scale, mTiled=None, mParts=None
+        self, mQ, mK, mV, mDO, mDK, mDV, mStats, mCounter, stream, numbers, mTiled=None, mParts=None,
+        mList=None,
     ):  # fmt: skip
-        """Divided, dK and dV are left in mParts, and mDK and mDV are not there."""
+        """`numbers` are `policies.Given`'s. Divided, dK and dV are left in mParts, and mDK and mDV are
+        not there."""
         batch, kv_heads, seqlen_kv, _ = mK.shape
+        mQ, mDO, mK, mV, mDK, mDV = [self.batch.view(mX) for mX in (mQ, mDO, mK, mV, mDK, mDV)]
         tma = []
         for mX in (mQ, mDO, mK, mV):
             tma += load_atom(mX, ROWS, self.head_dim)
@@ -143,7 +147,9 @@ class KeyGradients(Tiles):
             )
         ]
         tiles = cute.ceil_div(seqlen_kv, ROWS) * kv_heads * batch
-        self.kernel(mma_s, mma_kv, *tma, mStats, mCounter, tiles, scale, mTiled).launch(
+        if const_expr(self.packed):
+            tiles = (mList.shape[0] - 1) * kv_heads  # at most
+        self.kernel(mma_s, mma_kv, *tma, mStats, mCounter, tiles, numbers, mTiled, mList).launch(
             grid=(cutlass.min(tiles, self.sms), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
@@ -154,13 +160,12 @@ class KeyGradients(Tiles):
     @cute.kernel
     def kernel(
         self, mma_s, mma_kv, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV, store_dK, mDK, store_dV, mDV,
-        mStats, mCounter, tiles, scale, mTiled,
+        mStats, mCounter, tiles, numbers, mTiled, mList,
     ):  # fmt: skip
         """mQ, mDO, mK, mV, mDK, mDV are (seqlen, head_dim, heads, batch), as TMA descriptors see them;
         divided, mDK and mDV are mParts' halves. mTiled and mParts: `key_parts`."""
         # 1. shared memory, rings, and who is who
-        if const_expr(scale is not None):
-            self.scale, self.scale_log2 = scale, scale * LOG2_E
+        self.take(numbers)
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
@@ -173,7 +178,7 @@ class KeyGradients(Tiles):
         sQ, sdO = [allocate_tiles(smem, self.dtype, ROWS, d, STAGES) for _ in range(2)]
         sP = smem.allocate_tensor(Float32, cute.make_layout((4, WARPGROUP, 8, STAGES)), 128)
         sStats = smem.allocate_tensor(Float32, cute.make_layout((ROWS, 2, 1, STAGES)), 128)
-        sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
+        sTile = smem.allocate_tensor(Int32, cute.make_layout(1 + self.batch.words), 16)
         shared = Shared(sK, sV, sQ, sdO, sP, sStats, sTile)
         tile_bytes = ROWS * d * 2
         load_rings = tma_rings(
@@ -191,14 +196,14 @@ class KeyGradients(Tiles):
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp_idx == CONSUMER_WARPS:
                 loads = load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV
-                self.produce(rings, shared, loads, mStats, mCounter, tiles, lengths, mTiled)
+                self.produce(rings, shared, loads, mStats, mCounter, tiles, lengths, mTiled, mList)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             stores = store_dK, mDK, store_dV, mDV
             self.consume(rings, shared, mma_s, mma_kv, stores, tidx, lengths, mTiled)
 
     @cute.jit
-    def produce(self, rings, shared, loads, mStats, mCounter, tiles, lengths, mTiled):
+    def produce(self, rings, shared, loads, mStats, mCounter, tiles, lengths, mTiled, mList):
         """2. The producer warp, to the end:
 
         while there is a tile of keys that nobody has taken:
@@ -211,36 +216,42 @@ class KeyGradients(Tiles):
         tell them that there is none
         """
         load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV = loads
-        seqlen_q, seqlen_kv, group = lengths
+        *extents, group = lengths
         q_ring, do_ring, k_ring, v_ring, tile_ring = rings.q, rings.do, rings.k, rings.v, rings.tile
         q_put = pipeline.make_pipeline_state(PRODUCER, STAGES)
         kv_put, tile_put = [pipeline.make_pipeline_state(PRODUCER, 1) for _ in range(2)]
         tile, _, _ = cute.arch.block_idx()
         waited = cutlass.Boolean(False)
+        if const_expr(self.packed):
+            cute.arch.griddepcontrol_wait()  # for the list, too
+            cute.arch.griddepcontrol_launch_dependents()
+            tiles, waited = mList[0, 0] * mTiled.shape[2], cutlass.Boolean(True)
         while tile < tiles:
-            block, kv_head, batch = self.locate(tile, mQ, mTiled)
-            tell(tile_ring, tile_put, shared.tile, (1, block, kv_head, batch))
+            place = self.place_of(tile, mQ, mTiled, mList)
+            tell(tile_ring, tile_put, shared.tile, (1, *place))
             tile_put.advance()
-            kv_block, first, _, last = self.work_on(block, mTiled, seqlen_q, seqlen_kv)
+            kv_head = place[1]
+            kv_block, first, _, _, last = self.work_on(place[0], mTiled, *self.batch.lengths(place, extents))
+            mOwnStats = self.batch.scratch(mStats, place)
             # (TMA, tile of keys) and (TMA, 1)
             own_head = kv_head
             if const_expr(self.divides):
                 own_head = kv_head // (mTiled.shape[2] // mK.shape[2])
-            tKgK, tKsK = partition_tma(load_K, mK[None, None, own_head, batch], shared.K)
-            tVgV, tVsV = partition_tma(load_V, mV[None, None, own_head, batch], shared.V)
+            tKgK, tKsK = partition_tma(load_K, self.batch.keys(mK, own_head, place), shared.K)
+            tVgV, tVsV = partition_tma(load_V, self.batch.keys(mV, own_head, place), shared.V)
             for g in range(group, unroll=1):
                 head = kv_head * group + g
                 # (TMA, tile of queries) and (TMA, stage)
-                tQgQ, tQsQ = partition_tma(load_Q, mQ[None, None, head, batch], shared.Q)
-                tOgO, tOsO = partition_tma(load_dO, mDO[None, None, head, batch], shared.dO)
+                tQgQ, tQsQ = partition_tma(load_Q, self.batch.queries(mQ, head, place), shared.Q)
+                tOgO, tOsO = partition_tma(load_dO, self.batch.queries(mDO, head, place), shared.dO)
                 for i in range(first, last, unroll=1):
                     put(q_ring, q_put, load_Q, tQgQ[None, i], tQsQ)
                     if not waited:
                         cute.arch.griddepcontrol_wait()
                         cute.arch.griddepcontrol_launch_dependents()
                         waited = cutlass.Boolean(True)
-                    head_index = batch * mQ.shape[2] + head
-                    self.put_stats(q_ring, q_put, mStats, shared.stats, head_index, i)
+                    head_index = self.batch.scratch_row(place, head, mQ.shape[2])
+                    self.put_stats(q_ring, q_put, mOwnStats, shared.stats, head_index, i)
                     put(do_ring, q_put, load_dO, tOgO[None, i], tOsO)
                     q_put.advance()
                     if g == 0 and i == first:
@@ -251,13 +262,12 @@ class KeyGradients(Tiles):
                 put(v_ring, kv_put, load_V, tVgV[None, kv_block], tVsV)
             kv_put.advance()
             tile = fetch(mCounter, tiles)
-        tell(tile_ring, tile_put, shared.tile, (0, 0, 0, 0))
+        tell(tile_ring, tile_put, shared.tile, [0] * (1 + self.batch.words))
 
     @cute.jit
     def consume(self, rings, shared, mma_s, mma_kv, stores, tidx, lengths, mTiled):
         """A consumer: its fragments, then `accumulate` to the end."""
         # 3. a consumer's prologue; both have the same registers, and each the operands of its role
-        seqlen_q, seqlen_kv, _ = lengths
         consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         thread = tidx % WARPGROUP
         q_get, q_next = [pipeline.make_pipeline_state(CONSUMER, STAGES) for _ in range(2)]
@@ -295,8 +305,6 @@ class KeyGradients(Tiles):
                     ring=(rings.q, rings.do)[role],
                     other_ring=(rings.do, rings.q)[role],
                     thread=thread,
-                    seqlen_q=seqlen_q,
-                    seqlen_kv=seqlen_kv,
                     shared=shared,
                 )
                 # The branch gives back the states that it advanced, in the order it advances them. Nobody
@@ -320,45 +328,42 @@ class KeyGradients(Tiles):
             the gradient through the place of K or V to global memory
         """
         store_dK, mDK, store_dV, mDV = stores
-        seqlen_q, seqlen_kv, group = lengths
+        *extents, group = lengths
         # What its gradient leaves through, which only this consumer reads
         own_ring, sX = ((rings.k, x.shared.K), (rings.v, x.shared.V))[role]
         store, mX = ((store_dV, mDV), (store_dK, mDK))[role]
         factor = (1.0, self.scale)[role]
         tile_ring, ring = rings.tile, x.ring
 
-        valid, block, kv_head, batch = hear(tile_ring, tile_get, x.shared.tile)
+        valid, place = hear_place(tile_ring, tile_get, x.shared.tile)
         tile_get.advance()
         while valid != 0:
-            kv_block, first, masked, last = self.work_on(block, mTiled, seqlen_q, seqlen_kv)
+            seqlens = self.batch.lengths(place, extents)
+            kv_block, first, masked, whole, last = self.work_on(place[0], mTiled, *seqlens)
             x.gradient.acc.fill(0.0)
             own_ring.consumer_wait(kv_get)
 
-            # 4. main loop: tiles of queries with a hidden pair, then the others. The last one is apart, since
-            # no product follows it, and masked in any case.
+            # 4. main loop: tiles of queries with a hidden pair, then the others, with a window again some
+            # with a hidden pair. The last one is apart, since no product follows it, and masked in any case.
             heads = group if first < last else 0
             for _ in range(heads, unroll=1):
                 ring.consumer_wait(q_get)
                 x.first.of(0, q_get.index).issue(False)
                 warpgroup.wait_group(0)
-                split = cutlass.min(masked, last - 1)
-                for i in range(first, split, unroll=1):
-                    self.step(x, role, q_get, q_next, kv_block, i, masked=True, final=False)
-                    q_get.advance()
-                    q_next.advance()
-                for i in range(cutlass.max(first, split), last - 1, unroll=1):
-                    self.step(x, role, q_get, q_next, kv_block, i, masked=False, final=False)
-                    q_get.advance()
-                    q_next.advance()
-                self.step(x, role, q_get, q_next, kv_block, last - 1, masked=True, final=True)
+                for begin, end, hides in self.runs(first, masked, whole, last):
+                    for i in range(begin, end, unroll=1):
+                        self.step(x, role, q_get, q_next, kv_block, i, seqlens, masked=hides, final=False)
+                        q_get.advance()
+                        q_next.advance()
+                self.step(x, role, q_get, q_next, kv_block, last - 1, seqlens, masked=True, final=True)
                 q_get.advance()
                 q_next.advance()
 
             # 5. epilogue: dV through the place of K, dK through that of V
             is_first_warp = cute.arch.make_warp_uniform(tidx // WARP) == WARPGROUP // WARP * role
             if const_expr(self.divides):
-                place = self.place_of_part(block, kv_head, batch, mTiled, seqlen_kv)
-                leave_part(x.gradient.acc, mX[place, kv_block, None, None], x.thread)
+                part = self.place_of_part(place, mTiled, seqlens[1])
+                leave_part(x.gradient.acc, mX[part, kv_block, None, None], x.thread)
                 self.sync(Barrier.OWN, role, WARPGROUP)  # K or V is the whole consumer's
                 if is_first_warp:
                     own_ring.consumer_release(kv_get)
@@ -369,17 +374,19 @@ class KeyGradients(Tiles):
                 cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
                 self.sync(Barrier.OWN, role, WARPGROUP)
                 if is_first_warp:
-                    tXgX, tXsX = partition_tma(store, mX[None, None, kv_head, batch], sX)
+                    tXgX, tXsX = partition_tma(store, self.batch.keys(mX, place[1], place), sX)
                     cute.copy(store, tXsX[None, 0], tXgX[None, kv_block])
                     cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     own_ring.consumer_release(kv_get)
             kv_get.advance()
-            valid, block, kv_head, batch = hear(tile_ring, tile_get, x.shared.tile)
+            valid, place = hear_place(tile_ring, tile_get, x.shared.tile)
             tile_get.advance()
         return tile_get, q_get, q_next, kv_get
 
-    def step(self, x: Consumer, role: int, q_get, q_next, kv_block, q_tile, masked: bool, final: bool):
+    def step(
+        self, x: Consumer, role: int, q_get, q_next, kv_block, q_tile, seqlens, masked: bool, final: bool
+    ):  # fmt: skip
         """A tile of queries; its Sᵀ or dPᵀ is there already. `role`, `masked` and `final` are Python's.
 
             OF_P                                       OF_DS
@@ -398,8 +405,8 @@ class KeyGradients(Tiles):
         # OF_P: for dO, with which P's buffer is free. OF_DS: for Q, with which D comes.
         x.other_ring.consumer_wait(q_get)
         if role == OF_P:
-            hides = x.places, kv_block * ROWS, q_tile * ROWS, x.seqlen_q, x.seqlen_kv
-            self.exponentials(x.scores, sStats[None, 0, None, stage], *hides, masked)
+            hides = x.places, kv_block * ROWS, q_tile * ROWS, *seqlens
+            self.exponentials(x.scores, x.words, sStats[None, 0, None, stage], *hides, masked)
             quads = cute.make_tensor(x.first.acc.iterator, cute.make_layout((4, 8)))  # (register, quad)
             for i in range(8):
                 cute.autovec_copy(quads[None, i], sP[None, x.thread, i, stage])
@@ -411,7 +418,10 @@ class KeyGradients(Tiles):
             for i in range(8):
                 cute.autovec_copy(sP[None, x.thread, i, stage], quads[None, i])
             self.gradients(by_row(rP), x.scores, sStats[None, 1, None, stage], x.places)
-        round_fragment(x.first.acc, x.words, self.dtype)
+        if role == OF_P:
+            self.round_P(x.first.acc, x.words)
+        else:
+            round_fragment(x.first.acc, x.words, self.dtype)
         x.gradient.of(None, stage).issue(True)
         if not final:
             x.ring.consumer_wait(q_next)

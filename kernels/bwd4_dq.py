@@ -25,11 +25,12 @@ from .contract import Problem
 from .device.constants import LOG2_E, SMS, WARP, WARPGROUP
 from .device.fragments import Coordinates, Product, coordinates
 from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, THREADS
-from .device.limits import SECTION_BYTES, TILE_Q
+from .device.limits import LISTED, SECTION_BYTES, TILE_Q
 from .device.masks import Mask
+from .device.policies import DenseScratch, PackedScratch, Scores
 from .device.query_tiles import QueryTiles
 from .device.rings import CONSUMER, PRODUCER, put, tma_rings
-from .device.tile_order import fetch, hear, message_ring, tell
+from .device.tile_order import fetch, hear_place, message_ring, tell
 from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
 from .device.wgmma import by_row, exchanged, operand_a, round_fragment
 
@@ -51,7 +52,7 @@ class Shared:
     dO: cute.Tensor  # (query, head_dim, consumer)
     K: cute.Tensor  # (key, head_dim, stage)
     V: cute.Tensor  # (key, head_dim, 1)
-    tile: cute.Tensor  # (4,) int32: valid, q_block, head, batch
+    tile: cute.Tensor  # (4,) int32: valid, and the place of a tile of queries; of packed ones (8,)
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,10 @@ class Consumer:
     places: Coordinates  # of the scores
     rLSE: cute.Tensor  # (2,) fp32: LSE·log₂e of the thread's two rows, +∞ past the end
     rD: cute.Tensor  # (2,) fp32
-    seqlen_q: Int32
-    seqlen_kv: Int32
     rings: Rings
 
 
-class QueryGradient(QueryTiles):
+class QueryGradient(QueryTiles, Scores):
     """dQ. The CTA: two consumers of 64 queries each, then a warp that loads; keys from right to left.
 
     mbarriers                   arrivals that complete a phase       who waits
@@ -104,9 +103,13 @@ class QueryGradient(QueryTiles):
 
     registers = (40, 232)  # of a producer's thread, of a consumer's; a causal producer spills with 24
 
-    def __init__(self, head_dim: int, mask: Mask, dtype: type, sms: int = SMS):
-        super().__init__(head_dim, mask, TILE_Q[head_dim], ROWS)
-        self.dtype, self.sms = dtype, sms
+    def __init__(
+        self, head_dim: int, mask: Mask, dtype: type, sms: int = SMS, capped: bool = False,
+        packed: bool = False,
+    ):  # fmt: skip
+        batch = PackedScratch() if packed else DenseScratch()
+        super().__init__(head_dim, mask, TILE_Q[head_dim], ROWS, batch)
+        self.dtype, self.sms, self.caps = dtype, sms, capped
         self.scale = 1.0 / math.sqrt(head_dim)
         self.scale_log2 = self.scale * LOG2_E
 
@@ -117,11 +120,12 @@ class QueryGradient(QueryTiles):
     def smem_bytes(self) -> int:
         tiles = (2 * CONSUMERS + STAGES + 1) * ROWS * self.head_dim * 2  # Q, dO, K and V
         barriers = 2 * (CONSUMERS + STAGES + 2) * 8
-        return tiles + 16 + barriers
+        return tiles + 4 * (1 + self.batch.words) + barriers
 
     @cute.jit
-    def launch(self, mQ, mK, mV, mDO, mDQ, mStats, mCounter, stream, scale):
+    def launch(self, mQ, mK, mV, mDO, mDQ, mStats, mCounter, stream, numbers, mList=None):
         batch, heads, seqlen_q, _ = mQ.shape
+        mQ, mDO, mK, mV, mDQ = [self.batch.view(mX) for mX in (mQ, mDO, mK, mV, mDQ)]
         tma = []
         for mX in (mQ, mDO, mK, mV):
             tma += load_atom(mX, ROWS, self.head_dim)
@@ -134,8 +138,10 @@ class QueryGradient(QueryTiles):
             )
         ]
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
-        tma += store_atom(mDQ, ROWS, self.head_dim)
-        self.kernel(mma_s, mma_q, *tma, mStats, mCounter, tiles, scale).launch(
+        if const_expr(self.packed):
+            tiles = (mList.shape[0] - 1) * heads  # at most
+        store = store_atom(mDQ, ROWS, self.head_dim)
+        self.kernel(mma_s, mma_q, *tma, *store, mStats, mCounter, tiles, numbers, mList).launch(
             grid=(cutlass.min(tiles, self.sms), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
@@ -146,12 +152,11 @@ class QueryGradient(QueryTiles):
     @cute.kernel
     def kernel(
         self, mma_s, mma_q, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV, store_dQ, mDQ, mStats, mCounter,
-        tiles, scale,
+        tiles, numbers, mList,
     ):  # fmt: skip
         """mQ, mDO, mK, mV, mDQ are (seqlen, head_dim, heads, batch), as TMA descriptors see them."""
         # 1. shared memory, rings, and who is who
-        if const_expr(scale is not None):
-            self.scale, self.scale_log2 = scale, scale * LOG2_E
+        self.take(numbers)
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         lengths = mQ.shape[0], mK.shape[0]
@@ -160,7 +165,7 @@ class QueryGradient(QueryTiles):
         sQ, sdO = [allocate_tiles(smem, self.dtype, ROWS, d, CONSUMERS) for _ in range(2)]
         sK = allocate_tiles(smem, self.dtype, ROWS, d, STAGES)
         sV = allocate_tiles(smem, self.dtype, ROWS, d, 1)
-        sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
+        sTile = smem.allocate_tensor(Int32, cute.make_layout(1 + self.batch.words), 16)
         shared = Shared(sQ, sdO, sK, sV, sTile)
         tile_bytes = ROWS * d * 2
         load_rings = tma_rings(
@@ -177,13 +182,13 @@ class QueryGradient(QueryTiles):
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp_idx == CONSUMER_WARPS:
                 loads = load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV
-                self.produce(rings, shared, loads, mCounter, tiles, lengths)
+                self.produce(rings, shared, loads, mCounter, tiles, lengths, mList)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             self.consume(rings, shared, mma_s, mma_q, store_dQ, mDQ, mStats, mQ, tidx, lengths)
 
     @cute.jit
-    def produce(self, rings, shared, loads, mCounter, tiles, lengths):
+    def produce(self, rings, shared, loads, mCounter, tiles, extents, mList):
         """2. The producer warp, to the end:
 
         while there is a tile of queries that nobody has taken:
@@ -194,23 +199,27 @@ class QueryGradient(QueryTiles):
         tell them that there is none
         """
         load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV = loads
-        seqlen_q, seqlen_kv = lengths
         q_ring, k_ring, v_ring, tile_ring = rings.q, rings.k, rings.v, rings.tile
         q_put = pipeline.make_pipeline_state(PRODUCER, CONSUMERS)
         k_put = pipeline.make_pipeline_state(PRODUCER, STAGES)
         v_put, tile_put = [pipeline.make_pipeline_state(PRODUCER, 1) for _ in range(2)]
         tile, _, _ = cute.arch.block_idx()
+        if const_expr(self.packed):
+            cute.arch.griddepcontrol_wait()  # for the list
+            tiles = mList[0, 0] * mQ.shape[2]
         while tile < tiles:
-            q_block, head, batch = self.locate(tile, mQ, mK)
-            tell(tile_ring, tile_put, shared.tile, (1, q_block, head, batch))
+            place = self.place_of(tile, mQ, mK, mList)
+            tell(tile_ring, tile_put, shared.tile, (1, *place))
             tile_put.advance()
+            q_block, head = place[0], place[1]
             kv_head = head // (mQ.shape[2] // mK.shape[2])
             # (TMA, block of 64 rows) and (TMA, consumer), (TMA, stage) or (TMA, 1)
-            tQgQ, tQsQ = partition_tma(load_Q, mQ[None, None, head, batch], shared.Q)
-            tOgO, tOsO = partition_tma(load_dO, mDO[None, None, head, batch], shared.dO)
-            tKgK, tKsK = partition_tma(load_K, mK[None, None, kv_head, batch], shared.K)
-            tVgV, tVsV = partition_tma(load_V, mV[None, None, kv_head, batch], shared.V)
-            last = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv) - 1
+            tQgQ, tQsQ = partition_tma(load_Q, self.batch.queries(mQ, head, place), shared.Q)
+            tOgO, tOsO = partition_tma(load_dO, self.batch.queries(mDO, head, place), shared.dO)
+            tKgK, tKsK = partition_tma(load_K, self.batch.keys(mK, kv_head, place), shared.K)
+            tVgV, tVsV = partition_tma(load_V, self.batch.keys(mV, kv_head, place), shared.V)
+            lengths = self.batch.lengths(place, extents)
+            last = self.kv_blocks(q_block * self.tile_q + self.tile_q, *lengths) - 1
             for i in range_constexpr(CONSUMERS):
                 at = q_block * CONSUMERS + i
                 put(q_ring, q_put, load_Q, tQgQ[None, at], tQsQ)
@@ -222,16 +231,19 @@ class QueryGradient(QueryTiles):
                     put(v_ring, v_put, load_V, tVgV[None, last], tVsV)
                     k_put.advance()
                     v_put.advance()
-            for i in range(last, unroll=1):
+            others = last
+            if const_expr(self.mask.hides_first):
+                others = last - self.first_of_tile(q_block, *lengths)
+            for i in range(others, unroll=1):
                 put(k_ring, k_put, load_K, tKgK[None, last - 1 - i], tKsK)
                 put(v_ring, v_put, load_V, tVgV[None, last - 1 - i], tVsV)
                 k_put.advance()
                 v_put.advance()
             tile = fetch(mCounter, tiles)
-        tell(tile_ring, tile_put, shared.tile, (0, 0, 0, 0))
+        tell(tile_ring, tile_put, shared.tile, [0] * (1 + self.batch.words))
 
     @cute.jit
-    def consume(self, rings, shared, mma_s, mma_q, store_dQ, mDQ, mStats, mQ, tidx, lengths):
+    def consume(self, rings, shared, mma_s, mma_q, store_dQ, mDQ, mStats, mQ, tidx, extents):
         """A consumer, to the end:
 
         while there is a tile of queries:
@@ -241,7 +253,6 @@ class QueryGradient(QueryTiles):
             dQ through the place of Q to global memory
         """
         # 3. a consumer's prologue
-        seqlen_q, seqlen_kv = lengths
         q_ring, k_ring, v_ring, tile_ring = rings.q, rings.k, rings.v, rings.tile
         consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         thread = tidx % WARPGROUP
@@ -249,21 +260,26 @@ class QueryGradient(QueryTiles):
         k_get, k_next = [pipeline.make_pipeline_state(CONSUMER, STAGES) for _ in range(2)]
         k_next.advance()
         v_get, tile_get = [pipeline.make_pipeline_state(CONSUMER, 1) for _ in range(2)]
-        x = self.fragments(rings, shared, mma_s, mma_q, consumer, thread, lengths)
+        x = self.fragments(rings, shared, mma_s, mma_q, consumer, thread)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         copy_dQ = cute.make_tiled_copy_C(stmatrix, mma_q).get_slice(thread)
         # Until KeyGradients has ended, which waited for the preprocess: LSE and D are there. Without it this
         # kernel could also end, and the stream go on, before dK and dV are there.
         cute.arch.griddepcontrol_wait()
 
-        valid, q_block, head, batch = hear(tile_ring, tile_get, shared.tile)
+        valid, place = hear_place(tile_ring, tile_get, shared.tile)
         tile_get.advance()
         while valid != 0:
+            q_block, lengths = place[0], self.batch.lengths(place, extents)
             # 4. what this consumer sees: its rows, LSE, D and the first S
             first_row = q_block * self.tile_q + consumer * ROWS
-            kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
+            kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, *lengths)
             # Tiles that only rows of the other consumer can see, or all of them past the last query.
-            own_blocks = self.own_blocks(first_row, seqlen_q, seqlen_kv)
+            own_blocks = self.own_blocks(first_row, *lengths)
+            first, left, edge = Int32(0), None, None
+            if const_expr(self.mask.hides_first):
+                span = first_row, kv_blocks, own_blocks, None
+                (_, _, own_blocks, _), (left, first, edge) = self.begin(span, q_block, *lengths)
             for _ in range(kv_blocks - own_blocks, unroll=1):
                 for ring, state in ((k_ring, k_get), (v_ring, v_get)):
                     ring.consumer_wait(state)
@@ -272,7 +288,9 @@ class QueryGradient(QueryTiles):
                 k_next.advance()
                 v_get.advance()
             # (LSE or D, query)
-            stats = mStats[batch * mQ.shape[2] + head, q_block * CONSUMERS + consumer, None, None]
+            scratch_row = self.batch.scratch_row(place, place[1], mQ.shape[2])
+            mOwnStats = self.batch.scratch(mStats, place)
+            stats = mOwnStats[scratch_row, q_block * CONSUMERS + consumer, None, None]
             for r in range_constexpr(2):
                 row = x.places.own[r, 0][0]
                 x.rLSE[r], x.rD[r] = stats[0, row], stats[1, row]
@@ -282,24 +300,28 @@ class QueryGradient(QueryTiles):
             x.S.of(None, k_get.index).issue(False)
             warpgroup.wait_group(0)
 
-            # 5. main loop: tiles of keys with a hidden pair, then the others. The last one is apart, since no
-            # S follows it, and masked in any case.
-            masked = own_blocks - self.visible_blocks(first_row, own_blocks, seqlen_q, seqlen_kv)
-            split = cutlass.min(masked, own_blocks - 1)
-            for i in range(0, split, unroll=1):
-                self.step(x, k_get, k_next, v_get, first_row, own_blocks - 1 - i, masked=True, final=False)
-                k_get.advance()
-                k_next.advance()
-                v_get.advance()
-            for i in range(split, own_blocks - 1, unroll=1):
-                self.step(x, k_get, k_next, v_get, first_row, own_blocks - 1 - i, masked=False, final=False)
-                k_get.advance()
-                k_next.advance()
-                v_get.advance()
-            self.step(x, k_get, k_next, v_get, first_row, Int32(0), masked=True, final=True)
+            # 5. main loop: tiles of keys with a hidden pair, then the others, with a window again some with a
+            # hidden pair. The last one is apart, since no S follows it, and masked in any case.
+            masked = own_blocks - self.visible_blocks(first_row, own_blocks, *lengths)
+            for begin, end, hides in self.runs(masked, own_blocks, first, edge):
+                for i in range(begin, end, unroll=1):
+                    where = first_row, own_blocks - 1 - i, lengths
+                    self.step(x, k_get, k_next, v_get, *where, masked=hides, final=False)
+                    k_get.advance()
+                    k_next.advance()
+                    v_get.advance()
+            self.step(x, k_get, k_next, v_get, first_row, first, lengths, masked=True, final=True)
             k_get.advance()
             k_next.advance()
             v_get.advance()
+            if const_expr(self.mask.hides_first):
+                for _ in range(left, unroll=1):  # which only the other consumer sees
+                    for ring, state in ((k_ring, k_get), (v_ring, v_get)):
+                        ring.consumer_wait(state)
+                        ring.consumer_release(state)
+                    k_get.advance()
+                    k_next.advance()
+                    v_get.advance()
 
             # 6. epilogue: dQ through its consumer's rows of Q
             rdQ16 = cute.make_rmem_tensor(x.dQ.acc.layout, self.dtype)  # ((2, 2, d/8), 1, 1)
@@ -309,17 +331,42 @@ class QueryGradient(QueryTiles):
             cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
             cute.arch.barrier(barrier_id=Barrier.OWN + consumer, number_of_threads=WARPGROUP)
             if cute.arch.make_warp_uniform(tidx // WARP) == WARPGROUP // WARP * consumer:  # its first warp
-                tQgQ, tQsQ = partition_tma(store_dQ, mDQ[None, None, head, batch], shared.Q)
+                tQgQ, tQsQ = partition_tma(store_dQ, self.batch.queries(mDQ, place[1], place), shared.Q)
                 cute.copy(store_dQ, tQsQ[None, consumer], tQgQ[None, q_block * CONSUMERS + consumer])
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             q_ring.consumer_release(q_get)
             for _ in range_constexpr(CONSUMERS):
                 q_get.advance()
-            valid, q_block, head, batch = hear(tile_ring, tile_get, shared.tile)
+            valid, place = hear_place(tile_ring, tile_get, shared.tile)
             tile_get.advance()
 
-    def fragments(self, rings, shared, mma_s, mma_q, consumer, thread, lengths) -> Consumer:
+    def runs(self, masked, own_blocks, first, edge):
+        """The loops over a consumer's tiles of keys, one after the other, from right to left, as (begin, end,
+        whether masked); the last tile, `first`, is apart. With a window those left of `edge` are masked too.
+        A generator, so that each bound is computed where its loop begins."""
+        if self.mask.hides_first:
+            last = own_blocks - 1 - first
+            split = cutlass.min(masked, last)
+            yield 0, split, True
+            end = cutlass.max(split, cutlass.min(last, own_blocks - edge))
+            yield split, end, False
+            yield end, last, True
+        else:
+            split = cutlass.min(masked, own_blocks - 1)
+            yield 0, split, True
+            yield split, own_blocks - 1, False
+
+    def locate_listed(self, tile, mQ, mList):
+        """(q_block, head, start_q, …): as `QueryTiles`, and where in scratch the sequence's queries are."""
+        heads = mQ.shape[2]
+        record = [mList[1 + tile // heads, i] for i in range(LISTED)]
+        first, q_blocks, start_q, seqlen_q, start_kv, seqlen_kv, place = record[1:]
+        section = self.section(cutlass.max(1, seqlen_kv))
+        q_block, head = self.order.locate(tile - first * heads, q_blocks, heads, section)
+        return q_block, head, start_q, seqlen_q, start_kv, seqlen_kv, place * CONSUMERS
+
+    def fragments(self, rings, shared, mma_s, mma_q, consumer, thread) -> Consumer:
         """What a consumer's thread holds, and its operands."""
         thr_s, thr_q = mma_s.get_slice(0), mma_q.get_slice(0)
         rS, rdP = [
@@ -351,12 +398,10 @@ class QueryGradient(QueryTiles):
             words=words,
             rLSE=rLSE,
             rD=rD,
-            seqlen_q=lengths[0],
-            seqlen_kv=lengths[1],
             rings=rings,
         )
 
-    def step(self, x: Consumer, k_get, k_next, v_get, first_row, kv_block, masked: bool, final: bool):
+    def step(self, x: Consumer, k_get, k_next, v_get, first_row, kv_block, lengths, masked, final):
         """A tile of keys; its S is there already. `masked` and `final` are Python's.
 
             products                  meanwhile, or with the result
@@ -375,8 +420,8 @@ class QueryGradient(QueryTiles):
         x.dP.of(None, 0).issue(False)
         self.exponentials(x.scores, x.rLSE)
         if masked:
-            hides = x.places.own, x.places.first, first_row, kv_block, x.seqlen_q, x.seqlen_kv
-            self.hide(x.scores, Float32(0.0), *hides)
+            hides = x.places.own, x.places.first, first_row, kv_block, *lengths
+            self.hide(x.scores, Float32(0.0), *hides, both_edges=self.mask.hides_first)
         warpgroup.wait_group(0)
         x.rings.v.consumer_release(v_get)
         for r in range(2):
@@ -392,10 +437,16 @@ class QueryGradient(QueryTiles):
 
     @cute.jit
     def exponentials(self, S, rLSE):
-        """S (query, key) becomes P = exp(S·scale − LSE); rLSE is LSE·log2 e, +∞ past the end."""
+        """S (query, key) becomes P = exp(S·scale − LSE); rLSE is LSE·log2 e, +∞ past the end. With a soft cap
+        it becomes P·(1 − tanh²), which dS is made of."""
         for r in range_constexpr(2):
-            p = S[r, None].load() * self.scale_log2 - rLSE[r]
-            S[r, None].store(cute.math.exp2(p, fastmath=True))
+            if const_expr(self.caps):
+                for c in range_constexpr(cute.size(S, mode=[1])):
+                    p, slope = self.capped(S[r, c], rLSE[r])
+                    S[r, c] = p * slope
+            else:
+                p = S[r, None].load() * self.scale_log2 - rLSE[r]
+                S[r, None].store(cute.math.exp2(p, fastmath=True))
 
     def trips(self, problem: Problem) -> tuple[int, float, float]:
         """How many tiles of queries there are, and how many of keys, masked and not, a consumer meets on

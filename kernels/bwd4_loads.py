@@ -18,7 +18,7 @@ class LoadingTiles(SummedTiles):
     config: Config
 
     @cute.jit
-    def produce(self, rings, shared, loads, mStats, mCounter, tiles, lengths, mTiled):
+    def produce(self, rings, shared, loads, mStats, mCounter, tiles, lengths, mTiled, mList):
         """The producer warp, to the end:
 
             while there is a tile of keys that nobody has taken:
@@ -35,30 +35,35 @@ class LoadingTiles(SummedTiles):
         tiles leave (notes/gotchas.md, "Fetched before").
         """
         load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV = loads
-        seqlen_q, seqlen_kv, group = lengths
+        *extents, group = lengths
         q_ring, do_ring, k_ring, v_ring, tile_ring = rings.q, rings.do, rings.k, rings.v, rings.tile
         q_put = pipeline.make_pipeline_state(PRODUCER, self.config.stages)
         k_put = pipeline.make_pipeline_state(PRODUCER, self.config.k_stages)
         v_put, tile_put = [pipeline.make_pipeline_state(PRODUCER, 1) for _ in range(2)]
+        if const_expr(self.packed):
+            cute.arch.griddepcontrol_wait()  # for the list, too
+            tiles = mList[0, 0] * mTiled.shape[2]
         tile = fetch(mCounter, tiles, own_first=False)
-        waited = cutlass.Boolean(False)
+        waited = cutlass.Boolean(self.packed)
         while tile < tiles:
-            block, kv_head, batch = self.locate(tile, mQ, mTiled)
-            tell(tile_ring, tile_put, shared.tile, (1, block, kv_head, batch))
+            place = self.place_of(tile, mQ, mTiled, mList)
+            tell(tile_ring, tile_put, shared.tile, (1, *place))
             tile_put.advance()
-            kv_block, first, _, last = self.work_on(block, mTiled, seqlen_q, seqlen_kv)
+            kv_head = place[1]
+            kv_block, first, _, _, last = self.work_on(place[0], mTiled, *self.batch.lengths(place, extents))
+            mOwnStats = self.batch.scratch(mStats, place)
             # (TMA, block of 64 keys) and (TMA, consumer + 2 · stage)
             own_head = kv_head
             if const_expr(self.divides):
                 own_head = kv_head // (mTiled.shape[2] // mK.shape[2])
-            tKgK, tKsK = partition_tma(load_K, mK[None, None, own_head, batch], shared.K)
-            tVgV, tVsV = partition_tma(load_V, mV[None, None, own_head, batch], shared.V)
+            tKgK, tKsK = partition_tma(load_K, self.batch.keys(mK, own_head, place), shared.K)
+            tVgV, tVsV = partition_tma(load_V, self.batch.keys(mV, own_head, place), shared.V)
             self.put_parts(k_ring, k_put, load_K, tKgK, tKsK, kv_block, self.config.k_stages)
             for g in range(group, unroll=1):
                 head = kv_head * group + g
                 # (TMA, tile of queries) and (TMA, stage)
-                tQgQ, tQsQ = partition_tma(load_Q, mQ[None, None, head, batch], shared.Q)
-                tOgO, tOsO = partition_tma(load_dO, mDO[None, None, head, batch], shared.dO)
+                tQgQ, tQsQ = partition_tma(load_Q, self.batch.queries(mQ, head, place), shared.Q)
+                tOgO, tOsO = partition_tma(load_dO, self.batch.queries(mDO, head, place), shared.dO)
                 for i in range(first, last, unroll=1):
                     put(q_ring, q_put, load_Q, tQgQ[None, i], tQsQ)
                     # Until here only what the caller gave is read, and the counter, which the call before
@@ -66,8 +71,8 @@ class LoadingTiles(SummedTiles):
                     if not waited:
                         cute.arch.griddepcontrol_wait()
                         waited = cutlass.Boolean(True)
-                    head_index = batch * mQ.shape[2] + head
-                    self.put_stats(q_ring, q_put, mStats, shared.stats, head_index, i)
+                    head_index = self.batch.scratch_row(place, head, mQ.shape[2])
+                    self.put_stats(q_ring, q_put, mOwnStats, shared.stats, head_index, i)
                     if g == 0 and i == first:
                         self.put_parts(v_ring, v_put, load_V, tVgV, tVsV, kv_block, 1)
                     put(do_ring, q_put, load_dO, tOgO[None, i], tOsO)
@@ -77,7 +82,7 @@ class LoadingTiles(SummedTiles):
             k_put.advance()
             v_put.advance()
             tile = fetch(mCounter, tiles, own_first=False)
-        tell(tile_ring, tile_put, shared.tile, (0, 0, 0, 0))
+        tell(tile_ring, tile_put, shared.tile, [0] * (1 + self.batch.words))
 
     @cute.jit
     def put_parts(self, ring, state, atom, tXgX, tXsX, kv_block, stages):

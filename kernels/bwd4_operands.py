@@ -40,6 +40,7 @@ class Config:
     tile_q: int
     early_dV: bool  # issue dV before dPᵀ is waited for, where registers allow, and not only with dK
     keep_V: bool  # V in registers, operand A of dPᵀ, where dV is not early: fewer reads of shared memory
+    late_dP: bool = False  # issue dPᵀ when P is there, and its registers are free until then
     stages: int = 2  # of Q and dO
     k_stages: int = 2  # so that the next tile's K is loaded while this one is worked on
 
@@ -77,12 +78,14 @@ class Shared:
     dS: cute.Tensor  # (key, query, consumer + 2 · parity of the step)
     dQ: cute.Tensor  # (register, thread, quad, consumer) fp32: as its accumulator holds it
     stats: cute.Tensor  # (query, LSE or D, block of 64 queries, stage) fp32
-    tile: cute.Tensor  # (4,) int32: valid, kv_block, kv_head, batch
+    tile: cute.Tensor  # (4,) int32: valid, and the place of a tile of keys; of packed ones (8,)
     places: cute.Tensor | None  # (consumer warp,) int32, where keys are in parts: the warp's `place_of_part`
 
 
-def allocate(smem: SmemAllocator, config: Config, head_dim: int, dtype: type, divides: bool) -> Shared:
-    """Shared memory but for the barriers, in the order of `Shared`."""
+def allocate(
+    smem: SmemAllocator, config: Config, head_dim: int, dtype: type, divides: bool, words: int
+) -> Shared:
+    """Shared memory but for the barriers, in the order of `Shared`; a tile's place has so many words."""
     quads = cute.make_layout((4, WARPGROUP, dq_columns(head_dim) // 8, CONSUMERS))
     stats = cute.make_layout((ROWS, 2, config.blocks, config.stages))
     return Shared(
@@ -93,19 +96,19 @@ def allocate(smem: SmemAllocator, config: Config, head_dim: int, dtype: type, di
         dS=allocate_tiles(smem, dtype, ROWS, config.tile_q, CONSUMERS * 2),
         dQ=smem.allocate_tensor(Float32, quads, 1024),
         stats=smem.allocate_tensor(Float32, stats, 128),
-        tile=smem.allocate_tensor(Int32, cute.make_layout(4), 16),
+        tile=smem.allocate_tensor(Int32, cute.make_layout(1 + words), 16),
         places=smem.allocate_tensor(Int32, cute.make_layout(CONSUMER_WARPS), 16) if divides else None,
     )
 
 
-def shared_bytes(config: Config, head_dim: int, divides: bool) -> int:
+def shared_bytes(config: Config, head_dim: int, divides: bool, words: int) -> int:
     """What `allocate` takes, and the barriers of the rings and of `own`."""
     rows = TILE_KV * (config.k_stages + 1) + 2 * config.stages * config.tile_q  # K, V, Q and dO
     ds = 2 * TILE_KV * config.tile_q * 2
     dq = TILE_KV * dq_columns(head_dim) * 4
     stats = 2 * config.stages * config.tile_q * 4
     barriers = 2 * (2 * config.stages + config.k_stages + 2) * 8 + CONSUMERS * 8
-    return rows * head_dim * 2 + ds + dq + stats + 16 + 4 * CONSUMER_WARPS * divides + barriers
+    return rows * head_dim * 2 + ds + dq + stats + 4 * (1 + words) + 4 * CONSUMER_WARPS * divides + barriers
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,6 @@ class Consumer:
     index: Int32
     other: Int32  # the other consumer
     thread: Int32  # in the consumer
-    seqlen_q: Int32
-    seqlen_kv: Int32
     shared: Shared
     rings: RingsAndOwn
 

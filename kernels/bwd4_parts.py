@@ -25,7 +25,7 @@ from .calls import DETERMINISTIC, UNDIVIDED, backward_scratch, refuse_backward, 
 from .contract import Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS
 from .device.constants import SMS
-from .device.limits import tile_dim
+from .device.limits import refuse_policies, tile_dim
 from .device.masks import mask_of
 from .division import divisions, parts_of
 
@@ -52,7 +52,11 @@ STAGES = (
     ),
 )
 
-supports = refuse_backward
+
+def supports(problem: Problem) -> str | None:
+    return refuse_backward(problem) or refuse_policies(problem)
+
+
 run_kernel = run_backward
 
 
@@ -64,9 +68,9 @@ def kernel_for(
     options = columns, mask_of(problem), ELEMENTS[problem.dtype]
     if columns == 256:
         main = KeyGradients(*options, divides=True, sms=sms)
-        return DividedWideFlashAttentionBackward(main, QueryGradient(*options, sms=sms))
+        return DividedWideFlashAttentionBackward(main, QueryGradient(*options, sms=sms), problem)
     main = Backward(*options, deterministic, CONFIGS[columns], divides=True, sms=sms)
-    return DividedFlashAttentionBackward(main)
+    return DividedFlashAttentionBackward(main, problem)
 
 
 def workspace(problem: Problem, deterministic: bool = False, sms: int = SMS) -> Scratch:
@@ -82,4 +86,4 @@ def work(problem: Problem, **options: object) -> list[Work]:
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:
-    return compile_backward(kernel_for(problem, **options), problem)
+    return compile_backward(kernel_for(problem, **options))

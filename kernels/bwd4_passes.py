@@ -2,86 +2,124 @@
 
 The main kernels are in bwd4.py (head_dim 64 and 128) and in bwd4_dkv.py and bwd4_dq.py (256); preprocess and
 postprocess in device/backward_ends.py. Tensors are (batch, heads, seqlen, head_dim), mLSE without the last;
-the scratch, from mStats on, has the shapes that `calls.backward_scratch` names.
+the scratch, from mStats on, has the shapes that `calls.backward_scratch` names; what follows is what
+`calls.given_of` names.
 """
 
+from typing import Any
+
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32
 from cutlass.cute.runtime import make_fake_tensor
 
+from .calls import given_names
 from .contract import Problem, Work
-from .device.backward_ends import Postprocess, Preprocess, fake_scratch
+from .device.backward_ends import Postprocess, Preprocess, SinkGradient, fake_scratch
 from .device.compiling import compile_for_torch, fake_fp32, fake_gqa_backward
 from .device.dq_sums import SummedTiles
+from .device.given import Given, fake_given, fake_heads, fake_list, take_given
 from .device.key_parts import PartSums, fake_parts, tiled_in_parts
-from .device.key_tiles import CONSUMERS, Tiles, work_of
+from .device.key_tiles import CONSUMERS, ROWS, Tiles, work_of
 from .device.limits import has_own_kernel
+from .device.packed import ListBoth
+from .device.policies import Numbers
 from .device.query_tiles import QueryTiles
 
 
-class FlashAttentionBackward:
+class Pass:
+    """A backward pass of a problem: what is called with its tensors, its scratch and what a launch gives."""
+
+    tensors = "mQ", "mK", "mV", "mO", "mDO", "mDQ", "mDK", "mDV", "mLSE"
+    floats: tuple[str, ...]  # scratch
+    counters: tuple[str, ...]
+
+    def __init__(self, problem: Problem):
+        self.problem, self.names = problem, given_names(problem)
+        self.packed = problem.sequences is not None
+        self.lists = ("mListQ", "mListKV") if self.packed else ()
+
+    @cute.jit
+    def __call__(self, *arguments):
+        """`tensors`, `calls.backward_scratch`, what a launch gives, and the stream."""
+        *rest, stream = arguments
+        named = self.tensors + self.floats + self.lists + self.counters
+        given = rest[len(named) :]
+        policies = take_given(given, self.names)
+        mDLSE = given.pop(0) if self.problem.lse_grad else None
+        mDsink = given.pop(0) if self.problem.sink else None
+        tensors = dict(zip(named, rest))
+        for name in self.lists:
+            tensors[name] = cute.recast_tensor(tensors[name], Int32)
+        self.launch(policies, mDLSE, mDsink, stream, **tensors)
+
+    def launch(self, given: Given, mDLSE: object, mDsink: object, stream: object, **tensors: Any) -> None:
+        """Traced: launch the kernels, in their order."""
+        raise NotImplementedError
+
+    def numbers(self, given: Given) -> Numbers:
+        return Numbers(given.scale, given.window, given.softcap)
+
+    def list_tiles(self, main: Tiles, rows: int, given: Given, stream, mQ, mK, mListQ, mListKV) -> None:
+        """Of packed sequences, before anything else: their tiles of `rows` queries and those of keys."""
+        if self.packed:
+            lists = ListBoth(rows, main.tile_kv)
+            lists(mListQ, mListKV, given.sequences, mQ.shape[2], mK.shape[2], stream)
+
+    def fake_workspace(self) -> tuple[object, ...]:
+        """Stand-ins for `calls.backward_scratch`'s."""
+        raise NotImplementedError
+
+    def fake_lists(self) -> tuple[object, ...]:
+        return (fake_list(), fake_list()) if self.packed else ()
+
+
+class FlashAttentionBackward(Pass):
     """head_dim 64 and 128: preprocess, `main` (bwd4.Backward), postprocess."""
 
-    def __init__(self, main: SummedTiles):
+    floats, counters = ("mStats", "mDQ_sum"), ("mZeroed", "mOrder", "mCounter")
+
+    def __init__(self, main: SummedTiles, problem: Problem):
+        super().__init__(problem)
         self.main = main
-        self.preprocess = Preprocess(main.head_dim)
-        self.postprocess = Postprocess(main.head_dim, main if main.deterministic else None)
+        self.preprocess = Preprocess(main.head_dim, main.tile_q if self.packed else None)
+        tiles = main if main.deterministic else None
+        self.postprocess = Postprocess(main.head_dim, tiles, packed=main.tile_q if self.packed else None)
 
-    @cute.jit
-    def __call__(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream
-    ):
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter
-        self.launch(*tensors, None, None, stream)
-
-    @cute.jit
-    def scaled(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter, scale,
-        stream,
-    ):  # fmt: skip
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter
-        self.launch(*tensors, scale, None, stream)
-
-    @cute.jit
-    def with_lse_grad(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter, scale,
-        mDLSE, stream,
-    ):  # fmt: skip
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter
-        self.launch(*tensors, scale, mDLSE, stream)
-
-    @cute.jit
     def launch(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter, scale,
-        mDLSE, stream, mParts=None,
+        self, given, mDLSE, mDsink, stream, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed,
+        mOrder, mCounter, mParts=None, mListQ=None, mListKV=None,
     ):  # fmt: skip
-        mTiled = None
-        if const_expr(mParts is not None):
+        mTiled, numbers = None, self.numbers(given)
+        self.list_tiles(self.main, self.main.tile_q, given, stream, mQ, mK, mListQ, mListKV)
+        if mParts is not None:
             mTiled = tiled_in_parts(mK, mParts, self.main.tile_kv)
-        if const_expr(self.main.deterministic):
-            self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, mDLSE)
+        if self.main.deterministic:
+            self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, mDLSE, mListQ)
+        elif self.packed:
+            self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, None, mDLSE, mListQ)
         else:
             as_tiles = [
                 cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0])) for x in (mQ, mK)
             ]
-            if const_expr(mParts is not None):
+            if mParts is not None:
                 as_tiles[1] = mTiled
             theirs = as_tiles[1].shape[2], *self.main.left_to_zero(*as_tiles)
             self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs, mDLSE)
-        sums = mDQ_sum, mZeroed, mOrder, mCounter
-        self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, *sums, stream, scale, mTiled, mParts)
-        if const_expr(self.main.deterministic):
-            self.postprocess(mDQ_sum, mDQ, stream, None, mK.shape[2], scale)
+        sums, inputs = (mDQ_sum, mZeroed, mOrder, mCounter), (mQ, mK, mV, mDO)
+        self.main.launch(*inputs, mDK, mDV, mStats, *sums, stream, numbers, mTiled, mParts, mListKV)
+        if self.main.deterministic:
+            self.postprocess(mDQ_sum, mDQ, stream, None, mK.shape[2], numbers, mList=mListQ)
         else:
-            self.postprocess(mDQ_sum, mDQ, stream, mZeroed, None, scale)
-        if const_expr(mParts is not None):
-            self.sum_parts(mParts, mDK, mDV, stream, scale)
+            mZeroed = None if self.packed else mZeroed
+            self.postprocess(mDQ_sum, mDQ, stream, mZeroed, None, numbers, mList=mListQ)
+        if mDsink is not None:
+            SinkGradient(self.main.blocks)(mStats, given.sink, mDsink, stream, mListQ)
 
     def fake_workspace(self) -> tuple[object, ...]:
-        """Stand-ins for `calls.backward_scratch`'s."""
         order = (cute.sym_int(), cute.sym_int())
         return (
             *fake_scratch(self.main.head_dim, self.main.sums),
+            *self.fake_lists(),
             make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),
             make_fake_tensor(Int32, order, (cute.sym_int64(), 1), assumed_align=4),
             make_fake_tensor(Int32, (1,), (1,), assumed_align=4),
@@ -95,82 +133,47 @@ class DividedFlashAttentionBackward(FlashAttentionBackward):
     """`FlashAttentionBackward` with what sees a tile of keys divided: `main` leaves dK and dV in parts, which
     are added."""
 
-    def __init__(self, main: SummedTiles):
-        super().__init__(main)
-        self.sum_parts = PartSums(main.head_dim)
+    floats = "mStats", "mDQ_sum", "mParts"
 
-    @cute.jit
-    def __call__(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mParts, mZeroed, mOrder, mCounter,
-        stream,
-    ):  # fmt: skip
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter
-        self.launch(*tensors, None, None, stream, mParts)
-
-    @cute.jit
-    def scaled(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mParts, mZeroed, mOrder, mCounter,
-        scale, stream,
-    ):  # fmt: skip
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter
-        self.launch(*tensors, scale, None, stream, mParts)
-
-    @cute.jit
-    def with_lse_grad(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mParts, mZeroed, mOrder, mCounter,
-        scale, mDLSE, stream,
-    ):  # fmt: skip
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed, mOrder, mCounter
-        self.launch(*tensors, scale, mDLSE, stream, mParts)
+    def launch(self, given, mDLSE, mDsink, stream, mDK, mDV, mParts, **tensors):
+        super().launch(given, mDLSE, mDsink, stream, mDK=mDK, mDV=mDV, mParts=mParts, **tensors)
+        PartSums(self.main.head_dim)(mParts, mDK, mDV, stream, self.numbers(given))
 
     def fake_workspace(self) -> tuple[object, ...]:
-        """Stand-ins for `calls.backward_scratch`'s."""
         stats, sums, *counters = super().fake_workspace()
         return stats, sums, fake_parts(self.main.head_dim), *counters
 
 
-class WideFlashAttentionBackward:
+class WideFlashAttentionBackward(Pass):
     """head_dim 256: preprocess, `main` (bwd4_dkv.KeyGradients), `queries` (bwd4_dq.QueryGradient).
     Deterministic."""
 
-    def __init__(self, main: Tiles, queries: QueryTiles):
-        self.preprocess = Preprocess(main.head_dim)
+    floats, counters = ("mStats",), ("mCounter",)
+
+    def __init__(self, main: Tiles, queries: QueryTiles, problem: Problem):
+        super().__init__(problem)
+        self.preprocess = Preprocess(main.head_dim, queries.tile_q if self.packed else None)
         self.main, self.queries = main, queries
 
-    @cute.jit
-    def __call__(self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter, stream):
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter
-        self.launch(*tensors, None, None, stream)
-
-    @cute.jit
-    def scaled(self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter, scale, stream):
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter
-        self.launch(*tensors, scale, None, stream)
-
-    @cute.jit
-    def with_lse_grad(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter, scale, mDLSE, stream
-    ):  # fmt: skip
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter
-        self.launch(*tensors, scale, mDLSE, stream)
-
-    @cute.jit
     def launch(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter, scale, mDLSE, stream, mParts=None
+        self, given, mDLSE, mDsink, stream, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter,
+        mParts=None, mListQ=None, mListKV=None,
     ):  # fmt: skip
-        mTiled = None
-        if const_expr(mParts is not None):
+        mTiled, numbers = None, self.numbers(given)
+        self.list_tiles(self.main, self.queries.tile_q, given, stream, mQ, mK, mListQ, mListKV)
+        if mParts is not None:
             mTiled = tiled_in_parts(mK, mParts, self.main.tile_kv)
-        self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, mDLSE)
+        self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, mDLSE, mListQ)
         counters = [cute.make_tensor(mCounter.iterator + i, cute.make_layout(1)) for i in range(2)]
-        self.main.launch(mQ, mK, mV, mDO, mDK, mDV, mStats, counters[0], stream, scale, mTiled, mParts)
-        self.queries.launch(mQ, mK, mV, mDO, mDQ, mStats, counters[1], stream, scale)
-        if const_expr(mParts is not None):
-            self.sum_parts(mParts, mDK, mDV, stream, scale)
+        inputs, more = (mQ, mK, mV, mDO), (mTiled, mParts, mListKV)
+        self.main.launch(*inputs, mDK, mDV, mStats, counters[0], stream, numbers, *more)
+        self.queries.launch(*inputs, mDQ, mStats, counters[1], stream, numbers, mListQ)
+        if mDsink is not None:
+            SinkGradient(self.queries.tile_q // ROWS)(mStats, given.sink, mDsink, stream, mListQ)
 
     def fake_workspace(self) -> tuple[object, ...]:
-        """Stand-ins for `calls.backward_scratch`'s."""
-        return fake_scratch(self.main.head_dim)[0], make_fake_tensor(Int32, (2,), (1,), assumed_align=4)
+        counters = make_fake_tensor(Int32, (2,), (1,), assumed_align=4)
+        return fake_scratch(self.main.head_dim)[0], *self.fake_lists(), counters
 
     def work(self, problem: Problem) -> list[Work]:
         unit = "64 keys of a query head, one consumer's half"
@@ -184,40 +187,21 @@ class DividedWideFlashAttentionBackward(WideFlashAttentionBackward):
     """`WideFlashAttentionBackward` with what sees a tile of keys divided, as
     `DividedFlashAttentionBackward`."""
 
-    def __init__(self, main: Tiles, queries: QueryTiles):
-        super().__init__(main, queries)
-        self.sum_parts = PartSums(main.head_dim)
+    floats = "mStats", "mParts"
 
-    @cute.jit
-    def __call__(self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mParts, mCounter, stream):
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter
-        self.launch(*tensors, None, None, stream, mParts)
-
-    @cute.jit
-    def scaled(self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mParts, mCounter, scale, stream):
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter
-        self.launch(*tensors, scale, None, stream, mParts)
-
-    @cute.jit
-    def with_lse_grad(
-        self, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mParts, mCounter, scale, mDLSE, stream
-    ):  # fmt: skip
-        tensors = mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter
-        self.launch(*tensors, scale, mDLSE, stream, mParts)
+    def launch(self, given, mDLSE, mDsink, stream, mDK, mDV, mParts, **tensors):
+        super().launch(given, mDLSE, mDsink, stream, mDK=mDK, mDV=mDV, mParts=mParts, **tensors)
+        PartSums(self.main.head_dim)(mParts, mDK, mDV, stream, self.numbers(given))
 
     def fake_workspace(self) -> tuple[object, ...]:
-        """Stand-ins for `calls.backward_scratch`'s."""
-        stats, counter = super().fake_workspace()
-        return stats, fake_parts(self.main.head_dim), counter
+        stats, *counters = super().fake_workspace()
+        return stats, fake_parts(self.main.head_dim), *counters
 
 
-def compile_backward(kernel: FlashAttentionBackward | WideFlashAttentionBackward, problem: Problem) -> object:
-    """The call of a backward pass, with the arguments that the problem's options add."""
-    own = has_own_kernel(problem)
-    q, *rest = fake_gqa_backward(problem.head_dim if own else None, problem.dtype)
-    tensors = q, *rest, fake_fp32(q), *kernel.fake_workspace()
-    if problem.lse_grad:
-        return compile_for_torch(kernel.with_lse_grad, *tensors, Float32(1.0), fake_fp32(q))
-    if problem.scaled or not own:
-        return compile_for_torch(kernel.scaled, *tensors, Float32(1.0))
-    return compile_for_torch(kernel, *tensors)
+def compile_backward(kernel: Pass) -> object:
+    """The call of a backward pass, with the arguments that its problem's options add."""
+    problem = kernel.problem
+    q, *rest = fake_gqa_backward(problem.head_dim if has_own_kernel(problem) else None, problem.dtype)
+    given = fake_given(q.shape[1], kernel.names)
+    given += [fake_fp32(q)] * problem.lse_grad + [fake_heads(q.shape[1])] * problem.sink
+    return compile_for_torch(kernel, q, *rest, fake_fp32(q), *kernel.fake_workspace(), *given)

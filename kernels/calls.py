@@ -8,10 +8,16 @@ from .contract import Compiled, Problem, Scratch, Tensors
 from .device.limits import (
     BLOCK,
     COLUMN_BYTES,
+    FORWARD_ROWS,
+    POLICIES,
     TILE_KV,
     TILE_Q,
+    bounds,
     column_blocks,
+    has_own_kernel,
     is_own,
+    list_shape,
+    listed_tiles,
     refuse_heads_on_grid,
     refuse_long_heads,
     refuse_policies,
@@ -41,21 +47,32 @@ UNDIVIDED = Parts()
 
 def refuse_forward(problem: Problem) -> str | None:
     """Why k6 refuses the problem, or None."""
-    return refuse_unless_gqa(problem) or refuse_policies(problem)
+    return refuse_unless_gqa(problem)
 
 
 def refuse_backward(problem: Problem) -> str | None:
     """Why bwd4 and bwd4_det refuse the problem, or None."""
     return (
         refuse_unless_gqa(problem, "bwd")
-        or refuse_policies(problem)
+        or refuse_policies(problem, takes=tuple(POLICIES))
         or refuse_long_heads(problem, COLUMN_BYTES[tile_dim(problem)])
         or refuse_heads_on_grid(problem)
     )
 
 
-def forward_scratch(problem: Problem) -> Scratch:
-    return {"counter": ((1,), "int32")}  # of tiles taken, 0 again after each launch; not for two at once
+def forward_scratch(problem: Problem, rows: int | None = None) -> Scratch:
+    """For tiles of `rows` queries, by default k6's."""
+    counter = {"counter": ((1,), "int32")}  # of tiles taken, 0 again after each launch; not for two at once
+    if problem.sequences is None:
+        return counter
+    rows = rows or FORWARD_ROWS[tile_dim(problem)]
+    # Integers, which a launch leaves as they come: as floats they need not be zero.
+    return {"tiles": (list_shape(problem.seqlen_q, len(problem.sequences), rows), "float32"), **counter}
+
+
+def given_names(problem: Problem) -> tuple[str, ...]:
+    """What a launch is given beside tensors and scratch: `device.given`."""
+    return ("scale",) * (problem.scaled or not has_own_kernel(problem)) + problem.policies
 
 
 def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None = None) -> Scratch:
@@ -68,14 +85,22 @@ def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None 
         blocks = math.ceil(problem.seqlen_kv / tile_kv) * tile_kv // BLOCK
         shape = 2, key_heads, parts.queries, blocks, column_blocks(columns), BLOCK * BLOCK
         of_keys = {"parts": (shape, "float32")}
+    lists, tiles = {}, math.ceil(problem.seqlen_q / tile_q)
+    if problem.sequences is not None:  # as `forward_scratch`'s
+        totals, rows = (problem.seqlen_q, problem.seqlen_kv), (tile_q, tile_kv)
+        shapes = [list_shape(total, len(problem.sequences), of) for total, of in zip(totals, rows)]
+        lists = {"tiles_q": (shapes[0], "float32"), "tiles_kv": (shapes[1], "float32")}
+        tiles = listed_tiles(problem.seqlen_q, len(problem.sequences), tile_q)
     if columns == 256:
         # of tiles taken, a kernel each
-        return {"stats": scratch_shapes(problem, tile_q)["stats"], **of_keys, "counter": ((2,), "int32")}
-    sums = sums_of_dq(deterministic, problem.causal)
-    heads, tiles = problem.batch * problem.heads, math.ceil(problem.seqlen_q / tile_q)
+        stats = scratch_shapes(problem, tile_q)["stats"]
+        return {"stats": stats, **of_keys, **lists, "counter": ((2,), "int32")}
+    sums = sums_of_dq(deterministic, problem.causal or problem.window is not None)
+    heads = problem.batch * problem.heads
     return (
         scratch_shapes(problem, tile_q, sums)
         | of_keys
+        | lists
         | {
             "zeroed": ((key_heads,), "int32"),  # how many shares of a key head's dQ_sum are zero
             "order": ((heads, tiles * sums), "int32"),  # whose turn it is to add to dQ_sum
@@ -85,7 +110,7 @@ def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None 
 
 
 def launch_forward(compiled: Compiled, q, k, v, o, lse, scratch, given) -> None:
-    """`scratch` as `forward_scratch` lists it; `given` of a scaled problem: its softmax_scale."""
+    """`scratch` as `forward_scratch` lists it; `given` as `given_of` does."""
     compiled(q, k, v, o, lse, *scratch, *given)
 
 
@@ -101,8 +126,12 @@ def run_forward(compiled: Compiled, t: Tensors) -> None:
 
 
 def run_backward(compiled: Compiled, t: Tensors) -> None:
-    if t.dq.numel() or t.dk.numel():
-        gradients = t.do, t.dq, t.dk, t.dv
+    gradients = t.do, t.dq, t.dk, t.dv
+    if not (t.dq.numel() and t.dk.numel()):  # no pair of a query and a key
+        for x in (*gradients[1:], t.dsink):
+            if x is not None and x.numel():
+                x.zero_()
+    else:
         launch_backward(compiled, t.q, t.k, t.v, t.o, t.lse, *gradients, t.workspace.values(), _given(t))
 
 
@@ -110,4 +139,16 @@ def _given(t: Tensors) -> list[object]:
     scale, head_dim = t.softmax_scale, t.q.shape[3]
     if scale is None and not is_own(head_dim, t.v.shape[3]):
         scale = head_dim**-0.5
-    return [x for x in (scale, t.dlse) if x is not None]
+    window = bounds(t.window) if t.window is not None else ()
+    alone = (scale, *window, t.softcap, t.sink, *_sequences(t), t.dlse, t.dsink)
+    return [x for x in alone if x is not None]
+
+
+def _sequences(t: Tensors) -> tuple[object, ...]:
+    """Cumulative lengths, used ones, and a bit for each of these that is there; in the place of one that is
+    not, its cumulative lengths."""
+    if t.cu_seqlens is None:
+        return ()
+    used = t.seqused or (None, None)
+    which = sum(1 << i for i, x in enumerate(used) if x is not None)
+    return (*t.cu_seqlens, *(cu if x is None else x for cu, x in zip(t.cu_seqlens, used)), which)

@@ -27,17 +27,20 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from .calls import forward_scratch, refuse_forward, run_forward
-from .contract import LazyMaximum, Problem, Stage, Work
+from .calls import forward_scratch, given_names, refuse_forward, run_forward
+from .contract import LazyMaximum, Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
-from .device.lazy import raise_maximum
+from .device.given import fake_given, fake_list, take_given
+from .device.lazy import exponentiate, first_room, first_softmax, follow_maximum, raise_maximum, subtract
 from .device.limits import NARROW_VALUES, has_own_kernel, tile_dims
-from .device.masks import Mask, mask_of
+from .device.masks import Mask, Window, mask_of
+from .device.packed import DENSE, ListTiles, Packed
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
 from .device.query_tiles import ROWS, Config, QueryTiles, work_on_query_tiles
-from .device.rings import CONSUMER, PRODUCER, OwnStages, put, skip, tma_rings
-from .device.rows import OWN_ROWS, finite, largest_of_row, sum_of_row
+from .device.rings import CONSUMER, PRODUCER, OwnStages, await_next, leave_hidden, put, skip, tma_rings
+from .device.rows import OWN_ROWS, sum_of_row, with_sink
+from .device.softcap import SoftCap
 from .device.stores import WARP_ROWS, WARPS, WarpStores, await_stores, rounded, store_of_rows, store_warp_rows
 from .device.tile_order import fetch, hear, message_ring, tell
 from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
@@ -63,6 +66,7 @@ CONFIGS = {  # by columns of a tile, `limits.tile_dims`; registers of a producer
     NARROW_VALUES: Config(consumers=2, tile_kv=96, stages=2, registers=(24, 240)),
 }
 END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
+NOWHERE = 2**20  # a tile of queries behind those of any sequence
 # How far a row's maximum may rise before O is rescaled. A term 2^(s − max) that has become a maximum is 1 and
 # exact; one above 1 is rounded, and its row with it if it makes up much of the row's sum.
 GROWTH = 8.0  # in powers of two; at most
@@ -92,15 +96,18 @@ class FlashAttentionForward(QueryTiles):
 
     def __init__(
         self, head_dim: int, mask: Mask, dtype: str, config: Config | None = None, sms: int = SMS,
-        share: float = SHARE, exact: bool = False, value_dim: int | None = None,
+        share: float = SHARE, exact: bool = False, has: tuple[str, ...] = (), cap: str = "polynomial",
+        value_dim: int | None = None,
     ):  # fmt: skip
         """`share` 0 leaves GROWTH alone to decide; `exact` follows the maximum in every tile, as an eager
-        softmax does."""
+        softmax does. `has` names what a launch is given: `calls.given_of`; `cap` is SoftCap's way."""
         assert share >= 0.0, "a share of a sum"
         self.share, self.growth = (0.0, 0.0) if exact else (share, GROWTH)
         self.value_dim = value_dim or head_dim  # columns of V and O
         config = config or CONFIGS[head_dim]
-        super().__init__(head_dim, mask, ROWS * config.consumers, config.tile_kv)
+        self.has, self.cap_way, self.cap = has, cap, None
+        batch = Packed() if "sequences" in has else DENSE
+        super().__init__(head_dim, mask, ROWS * config.consumers, config.tile_kv, batch)
         self.dtype, self.config, self.sms = ELEMENTS[dtype], config, sms
         self.consumers, self.stages = config.consumers, config.stages
         self.threads = WARPGROUP * (self.consumers + 1)
@@ -111,6 +118,10 @@ class FlashAttentionForward(QueryTiles):
         self.q_stages, self.o_over_q = min(self.q_and_o, 2), self.q_and_o < 3
         # The tiles that only other consumers see must fit beside one stage of V: see `leave_hidden`.
         assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
+
+        self.plain = not (self.packed or self.mask.hides_first)  # a CTA has a tile, and begins at key 0
+        # A place behind the last tile: one without rows
+        self.nowhere = [0 if self.plain else NOWHERE] + [0] * (self.batch.words - 1)
 
     def section_bytes(self, seqlen_kv):
         return cutlass.min(seqlen_kv, 2048) * 4096  # the same heads up to 2048 keys, then 8 MiB
@@ -124,40 +135,51 @@ class FlashAttentionForward(QueryTiles):
         barriers = 2 * (self.q_stages * self.consumers + 2 * self.stages + 1)
         return self.tile_bytes(self.q_and_o) + 16 + barriers * 8
 
-    @cute.jit
-    def __call__(self, mQ, mK, mV, mO, mLSE, mCounter, stream):
-        self.launch(mQ, mK, mV, mO, mLSE, mCounter, None, stream)
+    def taken_apart(self, rest):
+        *rest, stream = rest
+        mList, rest = (rest[0], rest[1:]) if self.packed else (None, rest)
+        return mList, rest[0], take_given(rest[1:], self.has), stream
 
     @cute.jit
-    def scaled(self, mQ, mK, mV, mO, mLSE, mCounter, scale, stream):
-        self.launch(mQ, mK, mV, mO, mLSE, mCounter, scale, stream)
-
-    @cute.jit
-    def launch(self, mQ, mK, mV, mO, mLSE, mCounter, scale, stream):
+    def __call__(self, mQ, mK, mV, mO, mLSE, *rest):
+        """`rest` is `calls.forward_scratch`, what `calls.given_of` names, and the stream."""
+        mList, mCounter, given, stream = self.taken_apart(rest)
         batch, heads, seqlen_q, _ = mQ.shape
+        tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
+        if const_expr(self.packed):
+            mList = cute.recast_tensor(mList, Int32)
+            ListTiles(self.tile_q)(mList, *given.sequences, seqlen_q, mK.shape[2], stream)
+            tiles = (mList.shape[0] - 1) * heads  # at most
+        mQ, mK, mV, mO = [self.batch.view(mX) for mX in (mQ, mK, mV, mO)]
         columns, of_values = self.head_dim, self.value_dim
         loads = *load_atom(mQ, ROWS, columns), *load_atom(mK, self.tile_kv, columns)
         loads = *loads, *load_atom(mV, self.tile_kv, of_values)
         store_O = store_atom(mO, WARP_ROWS, of_values)
         mmas = attention_mmas(self.dtype, self.tile_kv, of_values)
-        tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
-        self.kernel(*mmas, *loads, *store_O, mLSE, mCounter, tiles, scale).launch(
+        self.kernel(*mmas, *loads, *store_O, mLSE, mCounter, tiles, mList, *given[:4]).launch(
             grid=(cutlass.min(tiles, self.sms * self.config.ctas), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas,  # without it the compiler drops setmaxnreg, silently
             preferred_smem_carveout=None if self.config.ctas == 1 else 100,  # or the compiler asks the driver
+            use_pdl=self.packed,
             stream=stream,
         )
 
     @cute.kernel
     def kernel(
-        self, mma_qk, mma_pv, load_Q, mQ, load_K, mK, load_V, mV, store_O, mO, mLSE, mCounter, tiles, scale,
+        self, mma_qk, mma_pv, load_Q, mQ, load_K, mK, load_V, mV, store_O, mO, mLSE, mCounter, tiles, mList,
+        scale, window, softcap, mSink,
     ):  # fmt: skip
         if const_expr(scale is not None):
             self.scale_log2 = scale * LOG2_E
+        if const_expr(window is not None):
+            self.mask = Window(*window)
+        if const_expr(softcap is not None):
+            self.cap = SoftCap(scale, softcap, self.cap_way)
+            self.scale_log2 = self.cap.outer
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
-        seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
+        extents = mQ.shape[0], mK.shape[0]
         consumer_warps = WARPS * self.consumers
 
         smem = SmemAllocator()
@@ -172,7 +194,8 @@ class FlashAttentionForward(QueryTiles):
             for columns in (self.head_dim, self.value_dim)
         ]
         sVt = exchanged(sV)  # (head_dim, key, stage): the same bytes, as operand B of P·V takes them
-        sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # announced, q_block, head, batch
+        # announced, and a place of `self.batch`
+        sTile = smem.allocate_tensor(Int32, cute.make_layout(1 + self.batch.words), 16)
         own_bytes = ROWS * self.head_dim * 2
         k_bytes, v_bytes = (self.tile_kv * columns * 2 for columns in (self.head_dim, self.value_dim))
         q_ring, k_ring, v_ring = tma_rings(
@@ -199,30 +222,45 @@ class FlashAttentionForward(QueryTiles):
                 tile_put = pipeline.make_pipeline_state(PRODUCER, 1)
                 tile, _, _ = cute.arch.block_idx()
                 announced = Int32(FIRST)
+                if const_expr(self.packed):
+                    cute.arch.griddepcontrol_wait()  # for the list
+                    tiles = mList[0, 0] * mQ.shape[2]
+                    listed = self.locate_listed(tile, mQ, mList)
                 while tile < tiles:
-                    q_block, head, batch = self.locate(tile, mQ, mK)
-                    tell(tile_ring, tile_put, sTile, (announced, q_block, head, batch))
+                    place = listed if const_expr(self.packed) else self.locate(tile, mQ, mK)
+                    tell(tile_ring, tile_put, sTile, (announced, *place))
                     tile_put.advance()
+                    q_block, head = place[0], place[1]
                     kv_head = head // (mQ.shape[2] // mK.shape[2])
                     # (TMA, block of rows) in global memory, (TMA, place or stage) in shared
-                    tQgQ, tQsQ = partition_tma(load_Q, mQ[None, None, head, batch], sQ)
-                    tKgK, tKsK = partition_tma(load_K, mK[None, None, kv_head, batch], sK)
-                    tVgV, tVsV = partition_tma(load_V, mV[None, None, kv_head, batch], sV)
+                    tQgQ, tQsQ = partition_tma(load_Q, self.batch.queries(mQ, head, place), sQ)
+                    tKgK, tKsK = partition_tma(load_K, self.batch.keys(mK, kv_head, place), sK)
+                    tVgV, tVsV = partition_tma(load_V, self.batch.keys(mV, kv_head, place), sV)
+                    lengths = self.batch.lengths(place, extents)
+                    first = self.first_of_tile(q_block, *lengths)
                     for i in range_constexpr(self.consumers):
                         put(q_ring, q_put, load_Q, tQgQ[None, q_block * self.consumers + i], tQsQ)
                         q_put.advance()
                         if const_expr(i == 0):
-                            put(k_ring, kv_put, load_K, tKgK[None, 0], tKsK)
-                    put(v_ring, kv_put, load_V, tVgV[None, 0], tVsV)
+                            put(k_ring, kv_put, load_K, tKgK[None, first], tKsK)
+                    put(v_ring, kv_put, load_V, tVgV[None, first], tVsV)
                     kv_put.advance()
-                    kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
-                    for block in range(1, kv_blocks, unroll=1):
+                    kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, *lengths)
+                    last = cutlass.max(first + 1, kv_blocks - 1) if const_expr(self.packed) else kv_blocks
+                    for block in range(first + 1, last, unroll=1):
                         put(k_ring, kv_put, load_K, tKgK[None, block], tKsK)
                         put(v_ring, kv_put, load_V, tVgV[None, block], tVsV)
                         kv_put.advance()
                     tile = fetch(mCounter, tiles)
+                    if const_expr(self.packed):
+                        # What the list says of the next tile is on its way while the last stage is waited for.
+                        listed = self.locate_listed(tile, mQ, mList)
+                        for block in range(last, kv_blocks, unroll=1):
+                            put(k_ring, kv_put, load_K, tKgK[None, block], tKsK)
+                            put(v_ring, kv_put, load_V, tVgV[None, block], tVsV)
+                            kv_put.advance()
                     announced = Int32(FOLLOWS)
-                tell(tile_ring, tile_put, sTile, (END, 0, 0, 0))
+                tell(tile_ring, tile_put, sTile, (END, *self.nowhere))
         else:
             # 2. a consumer's prologue, up to the first tile's S
             #     issue S = Q·K₀ᵀ
@@ -239,32 +277,53 @@ class FlashAttentionForward(QueryTiles):
             k_get, v_get = [pipeline.make_pipeline_state(CONSUMER, self.stages) for _ in range(2)]
             tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
             x = Products(mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring)
-            rows = Rows(x, self.config.parts, thread, seqlen_q, seqlen_kv)
+            rows = Rows(x, self.config.parts, thread)
             S, O, row_max, row_sum = rows.S, rows.O, rows.max, rows.sum
             room = cute.make_rmem_tensor(cute.make_layout(OWN_ROWS), Float32)  # (row): see `first_room`
             room.fill(self.growth)
             o_stores = WarpStores(mma_pv, sO, store_O, mO, thread, warp_idx, consumer_warps)
 
-            announced, q_block, head, batch = hear(tile_ring, tile_get, sTile)
+            message = hear(tile_ring, tile_get, sTile)
+            announced, place = message[0], message[1:]
             tile_get.advance()
-            q_ring.consumer_wait(q_get)
-            k_ring.consumer_wait(k_get)
-            multiply_qk(x, q_get, k_get)
-            first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
+            if const_expr(self.plain):
+                q_ring.consumer_wait(q_get)
+                k_ring.consumer_wait(k_get)
+                multiply_qk(x, q_get, k_get)
+            first_row, kv_blocks, own_blocks, visible, begin = self.span_of(place, consumer, extents)
+            if const_expr(not self.plain):
+                k_get = await_next(q_ring, k_ring, q_get, k_get, begin[0], announced != END)
+                multiply_qk(x, q_get, k_get)
             warpgroup.wait_group(0)
             while announced != END:
                 # The first S is there, waited for above or at the loop's end. K runs one tile ahead of V now.
                 k_ring.consumer_release(k_get)
                 k_get.advance()
+                if const_expr(self.mask.hides_first):
+                    # Not before the last tile's Q is released: the producer puts this one's before V.
+                    v_get = skip(v_ring, v_get, begin[0])
                 row_max.fill(-Float32.inf)
                 row_sum.fill(0.0)
-                if visible == 0:
-                    self.hide(S, -Float32.inf, *rows.limits, first_row, 0, *rows.lengths)
-                self.first_softmax(S, row_max, row_sum)
+                lengths, (_, first, edge) = self.batch.lengths(place, extents), begin
+                limits = first, first_row, *lengths
+                if const_expr(self.cap is not None):
+                    self.cap.apply(S)
+                if const_expr(self.mask.hides_first):
+                    self.hide(S, -Float32.inf, *rows.limits, first_row, first, *lengths, both_edges=True)
+                elif visible == 0:
+                    self.hide(S, -Float32.inf, *rows.limits, first_row, 0, *lengths)
+                first_softmax(S, row_max, row_sum, self.scale_log2)
                 round_fragment(x.rS, x.rP, self.dtype)
+                if const_expr(self.mask.hides_first):
+                    # Tiles before whose end a row may have seen no key: one or two with the first.
+                    for block in range(first + 1, edge, unroll=1):
+                        self.edge_step(x, rows, block, limits, q_get, k_get, v_get)
+                        k_get.advance()
+                        v_get.advance()
                 if const_expr(self.share > 0.0):
                     for r in range_constexpr(OWN_ROWS):
-                        room[r] = self.first_room(sum_of_row(row_sum[r]), own_blocks, seqlen_kv)
+                        total = sum_of_row(row_sum[r])
+                        room[r] = first_room(total, self.part_seen(own_blocks - first, lengths[1]), self.growth)
                 if const_expr(self.o_over_q and self.q_stages == 2):
                     # Leave the place of the Q before, when this warp's part of O has been read from there.
                     if announced == FOLLOWS:
@@ -272,40 +331,50 @@ class FlashAttentionForward(QueryTiles):
                         q_ring.consumer_release(q_get.other)
 
                 # 3. main loop: the tiles that are seen whole, those with hidden keys, those all hidden
-                for block in range(1, visible, unroll=1):
-                    self.step(x, rows, room, first_row, block, q_get, k_get, v_get, masked=False)
+                for block in range(edge, visible, unroll=1):
+                    self.step(x, rows, room, block, limits, q_get, k_get, v_get, masked=False)
                     # V's next stage is K's of now: 2 instructions less than to advance it, below 20 more.
                     v_get = k_get.clone()
                     k_get.advance()
-                for block in range(cutlass.max(1, visible), own_blocks, unroll=1):
-                    self.step(x, rows, room, first_row, block, q_get, k_get, v_get, masked=True)
+                for block in range(cutlass.max(edge, visible), own_blocks, unroll=1):
+                    self.step(x, rows, room, block, limits, q_get, k_get, v_get, masked=True)
                     k_get.advance()
                     v_get.advance()
-                hidden, past_the_end = kv_blocks - own_blocks, first_row >= seqlen_q
-                hidden, k_get, v_get = self.leave_hidden(hidden, past_the_end, k_ring, v_ring, k_get, v_get)
+                hidden, past_the_end = kv_blocks - own_blocks, first_row >= lengths[0]
+                hidden, k_get, v_get = leave_hidden(
+                    hidden, past_the_end, k_ring, v_ring, k_get, v_get, self.mask.hides
+                )
                 if const_expr(not self.o_over_q):
                     q_ring.consumer_release(q_get)
 
                 # 4. the last P·V (if Q has two stages, beside the next tile's first Q·Kᵀ); then O and LSE
                 q_left = q_get.this
                 o_place = q_left.index if const_expr(self.o_over_q) else consumer
-                this_tile, this_row = (q_block, head, batch), first_row
+                this_place, this_row = place, first_row
                 v_ring.consumer_wait(v_get)
-                multiply_pv(x, v_get, own_blocks)  # of the tile before `own_blocks`, the last
+                multiply_pv(x, v_get, own_blocks - first)  # of the tile before `own_blocks`, the last
                 inverse, lse = [None, None], [None, None]
                 for r in range_constexpr(OWN_ROWS):
-                    total = sum_of_row(row_sum[r])
-                    inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
+                    total, factor = sum_of_row(row_sum[r]), 1.0
+                    if const_expr(mSink is not None):
+                        total, row_max[r], factor = with_sink(total, row_max[r], mSink[place[1]])
+                    inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total) * factor
                     lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
-                announced, q_block, head, batch = hear(tile_ring, tile_get, sTile)
+                message = hear(tile_ring, tile_get, sTile)
+                announced, place = message[0], message[1:]
                 tile_get.advance()
                 q_get.advance()
+                ahead = hidden  # tiles of keys until this consumer's next one
+                if const_expr(self.mask.hides_first):
+                    first_row, kv_blocks, own_blocks, visible, begin = self.span_of(place, consumer, extents)
+                    ahead += begin[0]
                 if const_expr(self.q_stages == 2):
-                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
+                    k_get = await_next(q_ring, k_ring, q_get, k_get, ahead, announced != END)
                     # Without a next tile, of what lies there; nobody looks at it.
                     multiply_qk(x, q_get, k_get)
                 # Here, beside products, what the next tile's start would wait for.
-                first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
+                if const_expr(not self.mask.hides_first):
+                    first_row, kv_blocks, own_blocks, visible, begin = self.span_of(place, consumer, extents)
                 warpgroup.wait_group(self.q_stages - 1)  # P·V; the next Q·Kᵀ, if it is issued, may go on
                 v_ring.consumer_release(v_get)
                 v_get.advance()
@@ -318,51 +387,53 @@ class FlashAttentionForward(QueryTiles):
                     cute.arch.barrier(barrier_id=Barrier.Q_READ + consumer, number_of_threads=WARPGROUP)
                 else:
                     await_stores()
-                store_warp_rows(o_stores, rO16, o_place, this_tile)
+                store_warp_rows(o_stores, rO16, o_place, this_place, self.batch)
                 if const_expr(self.q_stages == 1):
                     await_stores()
                 # After O: the fence of its store would wait for this one (notes/k6.md, "Fewer instructions").
-                store_of_rows(mLSE[this_tile[2], this_tile[1], None], this_row, seqlen_q, rows.where_S, lse)
+                mLSE_rows = self.batch.query_values(mLSE, this_place)
+                store_of_rows(mLSE_rows, this_row, lengths[0], rows.where_S, lse)
                 if const_expr(self.q_stages == 1):
                     q_ring.consumer_release(q_left)
-                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
+                    k_get = await_next(q_ring, k_ring, q_get, k_get, ahead, announced != END)
                     multiply_qk(x, q_get, k_get)
                 warpgroup.wait_group(0)
 
             await_stores()
 
-    @cute.jit
-    def leave_hidden(self, hidden, past_the_end, k_ring, v_ring, k_get, v_get):
-        """The tiles of keys that only rows of other consumers see: how many are still to be released.
+    def part_seen(self, own_blocks, seqlen_kv):
+        """What part of all keys rows see that take so many tiles of them, times `share`."""
+        if not self.mask.hides:
+            return self.share
+        keys = seqlen_kv
+        if self.mask.hides_first:  # as many as a row sees in the middle
+            left, right = [cutlass.min(seqlen_kv, x) for x in (self.mask.left, self.mask.right)]
+            keys = cutlass.min(keys, left + right + 1)
+        blocks = Float32(cute.ceil_div(keys, self.tile_kv))
+        return self.share * Float32(own_blocks) * cute.arch.rcp_approx(blocks)
 
-        Each consumer must release every stage, or the producer waits for its warps when the ring comes
-        round. It releases their K while it waits for the next tile (`await_next`), their V after its own last
-        one. Hazard: until then it holds that stage of V, and the producer puts V beside K, so they must all
-        fit into the other stages (the assertion in `__init__`), or all wait forever. Rows past the end have
-        no such bound and release theirs here, K and V in turn; their last P·V, which is not stored, is of
-        another V. `tests/test_rings.py` runs this schedule."""
-        if past_the_end:
-            for _ in range(hidden, unroll=1):
-                v_get = skip(v_ring, v_get, 1)
-                k_get = skip(k_ring, k_get, 1)
-            hidden = Int32(0)
-        if const_expr(not self.mask.hides):
-            hidden = 0  # others have none anyway, which the compiler does not know
-        return hidden, k_get, v_get
-
-    def step(self, x, rows, room, first_row, kv_block, q_get, k_get, v_get, masked: bool):
-        """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one, part by part: while a
-        part is subtracted and asked for its growth, the part before it is exponentiated."""
+    def multiply(self, x, kv_block, q_get, k_get, v_get) -> None:
+        """Q·Kᵀ of a consumer's `kv_block`-th tile beside P·V of the tile before; wait for the one."""
         x.k_ring.consumer_wait(k_get)
         multiply_qk(x, q_get, k_get)
         x.v_ring.consumer_wait(v_get)
         multiply_pv(x, v_get, kv_block)
         warpgroup.wait_group(1)
         x.k_ring.consumer_release(k_get)
+
+    def step(self, x, rows, room, kv_block, limits, q_get, k_get, v_get, masked: bool) -> None:
+        """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one, part by part: while a
+        part is subtracted and asked for its growth, the part before it is exponentiated."""
+        first, first_row, *lengths = limits
+        self.multiply(x, kv_block - first, q_get, k_get, v_get)
         if masked:
-            self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *rows.lengths)
+            if self.cap is not None:
+                self.cap.apply(rows.S)
+            self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *lengths)
         for p, part in enumerate(rows.parts):
-            self.subtract(part, rows.max)
+            if not masked and self.cap is not None:
+                self.cap.apply(part)
+            subtract(part, rows.max, self.scale_log2)
             if p > 0:
                 exponentiate(rows.parts[p - 1], rows.sum)
             raise_maximum(part, [*rows.parts[:p], rows.O], rows.max, rows.sum, room, self.share > 0.0)
@@ -371,56 +442,26 @@ class FlashAttentionForward(QueryTiles):
         exponentiate(rows.parts[-1], rows.sum)
         round_fragment(x.rS, x.rP, self.dtype)
 
-    def first_softmax(self, S, row_max, row_sum):
-        """S of a row's first keys becomes P; row_max is scaled, in powers of two."""
-        for r in range(OWN_ROWS):
-            tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-            # A row that sees any key sees the first one: only of rows that see none is it not finite.
-            row_max[r] = finite(largest_of_row(Float32(tile_max))) * self.scale_log2
-        self.subtract(S, row_max)
-        exponentiate(S, row_sum)
-
-    def first_room(self, total, own_blocks, seqlen_kv):
-        """In powers of two, how far a row's maximum may rise from its first tile's: log₂ of `share` times the
-        tile's sum, which is about what each tile adds to the row; between 0 and GROWTH. Of rows that see a
-        part of all keys only that part of it: their terms weigh more, and they are soon done."""
-        part = self.share
-        if self.mask.hides:
-            blocks = Float32(cute.ceil_div(seqlen_kv, self.tile_kv))
-            part = self.share * Float32(own_blocks) * cute.arch.rcp_approx(blocks)
-        share_log2 = cute.math.log2(total * part, fastmath=True)
-        return cute.arch.fmin(cute.arch.fmax(share_log2, 0.0), self.growth)
-
-    def subtract(self, S, row_max):
-        """Scores become exponents, relative to row_max."""
-        for r in range(OWN_ROWS):
-            S[r, None].store(S[r, None].load() * self.scale_log2 - row_max[r])
-
-
-@cute.jit
-def await_next(q_ring, k_ring, q_get, k_get, hidden, announced):
-    """Release the K of `hidden` tiles, then wait for the next tile's Q and first K, if there is one."""
-    k_get = skip(k_ring, k_get, hidden)
-    if announced != END:
-        q_ring.consumer_wait(q_get)
-        k_ring.consumer_wait(k_get)
-    return k_get
-
-
-def exponentiate(S, row_sum):
-    """Exponents become P, and row_sum follows."""
-    for r in range(OWN_ROWS):
-        p = cute.math.exp2(S[r, None].load(), fastmath=True)
-        S[r, None].store(p)
-        row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
+    def edge_step(self, x, rows, kv_block, limits, q_get, k_get, v_get) -> None:
+        """`step` of a tile before the end of which a row may have seen no key."""
+        first, first_row, *lengths = limits
+        self.multiply(x, kv_block - first, q_get, k_get, v_get)
+        if self.cap is not None:
+            self.cap.apply(rows.S)
+        self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *lengths, both_edges=True)
+        subtract(rows.S, rows.max, self.scale_log2)
+        follow_maximum(rows.S, rows.O, rows.max, rows.sum)
+        x.v_ring.consumer_release(v_get)
+        exponentiate(rows.S, rows.sum)
+        round_fragment(x.rS, x.rP, self.dtype)
 
 
 supports = refuse_forward
 run_kernel = run_forward
 
 
-def workspace(problem: Problem, **options: object) -> dict[str, tuple[tuple[int, ...], str]]:
-    return forward_scratch(problem)
+def workspace(problem: Problem, config: Config | None = None, **options: object) -> Scratch:
+    return forward_scratch(problem, ROWS * (config or config_of(problem)).consumers)
 
 
 def config_of(problem: Problem, configs: dict[object, Config] = CONFIGS) -> Config:
@@ -431,7 +472,8 @@ def config_of(problem: Problem, configs: dict[object, Config] = CONFIGS) -> Conf
 def kernel_for(problem: Problem, config: Config | None = None, **options: object) -> FlashAttentionForward:
     (columns, of_values), config = tile_dims(problem), config or config_of(problem)
     kind = columns, mask_of(problem), problem.dtype, config
-    return FlashAttentionForward(*kind, value_dim=of_values, **options)
+    names = given_names(problem)
+    return FlashAttentionForward(*kind, value_dim=of_values, has=names, **options)
 
 
 def work(problem: Problem, **options: object) -> list[Work]:
@@ -447,9 +489,9 @@ def compile_kernel(problem: Problem, **options: object) -> object:
     q, k, v, o = fake_gqa(problem.head_dim if has_own_kernel(problem) else None, problem.dtype)
     kernel = kernel_for(problem, **options)
     counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
-    if problem.scaled or not has_own_kernel(problem):
-        return compile_for_torch(kernel.scaled, q, k, v, o, fake_fp32(q), counter, Float32(1.0))
-    return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), counter)
+    scratch = [fake_list(), counter] if kernel.packed else [counter]
+    given = fake_given(q.shape[1], kernel.has)
+    return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), *scratch, *given)
 
 
 CANDIDATES = {  # what CONFIGS were chosen from, for `python -m harness.ablation k6`

@@ -50,8 +50,8 @@ supports = refuse_forward
 run_kernel = run_forward
 
 
-def workspace(problem: Problem, **options: object) -> Scratch:
-    return forward_scratch(problem)
+def workspace(problem: Problem, rows: int, **options: object) -> Scratch:
+    return forward_scratch(problem, rows)
 
 
 def kernel_for(problem: Problem, rows: int, **options: object) -> k6.FlashAttentionForward:

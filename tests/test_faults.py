@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from harness import cases, head_dims, reference
+from harness import cases, head_dims, policy_cases, reference
 from harness.inputs import random_inputs
 from hopper_attention.kernels.contract import Problem
 
@@ -64,6 +64,17 @@ BOTH = {
     "needles of head dims between",
     "other head dims are refused",
 }
+POLICIES = {  # for stages that take them
+    "policies alone",
+    "policies together",
+    "edges of windows",
+    "far below zero",
+    "packed sequences",
+    "padding between sequences",
+    "many sequences",
+    "sequences in another order",
+    "a graph of other lengths",
+}
 FORWARD = BOTH | {
     "needle",
     "constant values",
@@ -82,7 +93,10 @@ BACKWARD = BOTH | {
 }
 
 
-@pytest.mark.parametrize(("stage_id", "expected"), [("k6", FORWARD), ("bwd4", BACKWARD)])
+@pytest.mark.parametrize(
+    ("stage_id", "expected"),
+    [("k6", FORWARD | POLICIES), ("k7", FORWARD), ("bwd4", BACKWARD | POLICIES), ("bwd3", BACKWARD)],
+)
 def test_no_case_is_left_out(stage_id: str, expected: set[str]) -> None:
     """A case that goes, or a new one, is written down here as well."""
     assert set(cases.chosen(stage_id)) == expected
@@ -94,9 +108,12 @@ def test_every_case_is_registered() -> None:
         own = inspect.isfunction(function) and function.__module__ == module.__name__
         return own and [*inspect.signature(function).parameters] == ["stage_id", "args"]
 
-    files = cases, head_dims
-    written = {function for file in files for function in vars(file).values() if is_case(function, file)}
-    written -= {cases.run_cases}
-    assert written == {function for _, function in cases.CASES.values()}
-    assert {function.__name__.replace("_", " ") for function in written} == FORWARD | BACKWARD
+    written = {
+        function
+        for module in (cases, head_dims, policy_cases)
+        for function in vars(module).values()
+        if is_case(function, module)
+    } - {cases.run_cases}
+    assert written == {function for _, function, _ in cases.CASES.values()}
+    assert {function.__name__.replace("_", " ") for function in written} == FORWARD | BACKWARD | POLICIES
     assert all(inspect.isgeneratorfunction(function) for function in written)

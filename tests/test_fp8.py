@@ -209,7 +209,7 @@ def test_flash_attention_3_call() -> None:
         "qv": q, "window_size": (128, 0), "attention_chunk": 64, "softcap": 30.0, "num_splits": 4,
         "sm_margin": 8, "learnable_sink": q, "dropout_p": 0.1,
     }.items():  # fmt: skip
-        with pytest.raises(NotImplementedError, match=f"flash_attn_func does not take {name} = "):
+        with pytest.raises(NotImplementedError, match=f"flash_attn_func.* does not take {name} = "):
             flash_attn_func(*rows, **{name: value})
     for name, scale in scales.items():
         with pytest.raises(ValueError, match=f"^{name} belongs to e4m3 tensors, and q is bfloat16"):

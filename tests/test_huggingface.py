@@ -9,6 +9,7 @@ from hopper_attention.integrations import huggingface
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from test_ops import on_cpu  # noqa: E402, F401
+from test_ops_policies import on_cpu as policies_on_cpu  # noqa: E402, F401
 
 SMALL = {"num_hidden_layers": 2, "vocab_size": 99}
 CONFIGS = {
@@ -99,5 +100,120 @@ def test_gradients(taken: list[str]) -> None:
 
 def test_what_neither_has_is_refused_by_name() -> None:
     q = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="does not take softcap"):
-        huggingface.hopper_attention_forward(torch.nn.Identity(), q, q, q, None, softcap=50.0)
+    for options in ({"dropout": 0.1}, {"attention_mask": torch.ones(8, 8, dtype=torch.bool)}):
+        given = {"attention_mask": None, "softcap": 50.0} | options
+        with pytest.raises(NotImplementedError, match="does not take softcap beside a mask, dropout"):
+            huggingface.hopper_attention_forward(torch.nn.Identity(), q, q, q, **given)
+
+
+# ---- windows, soft caps, sinks, sequences without padding -------------------------------------------------
+
+WINDOWED = {
+    "Mistral": transformers.MistralConfig(
+        hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
+        sliding_window=9, **SMALL,
+    ),
+    "Gemma 2": transformers.Gemma2Config(
+        hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        sliding_window=9, attn_logit_softcapping=3.0, **SMALL,
+    ),
+    "gpt-oss": transformers.GptOssConfig(
+        hidden_size=256, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        num_local_experts=2, num_experts_per_tok=1, sliding_window=9, **SMALL,
+    ),
+}  # fmt: skip
+
+
+def windowed(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(WINDOWED[name], dtype=torch.bfloat16).eval()
+    for name, x in model.named_parameters():
+        if "sinks" in name:
+            torch.nn.init.normal_(x, 1.0)
+    return model
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_caps_and_sinks_are_those_of_eager(name: str, taken: list[str]) -> None:
+    model = windowed(name)
+    tokens = torch.randint(99, (2, 33), generator=torch.Generator().manual_seed(1))
+    plain = outputs(model, "eager", input_ids=tokens)
+    found = outputs(model, "hopper_attention", input_ids=tokens)
+    assert torch.allclose(found, plain, atol=2**-5 * plain.abs().max().item())
+    assert taken == ["k6"] * 2
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_window_that_the_kernels_leave_to_sdpa(
+    padded: bool, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are refused, or beside padding, with the mask it needs."""
+    model = windowed("Mistral")
+    tokens = torch.randint(99, (2, 33), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[0, : 5 * padded] = 0
+    if not padded:
+        monkeypatch.setattr(huggingface, "_takes", lambda *x, **y: False)
+    inputs = {"input_ids": tokens, "attention_mask": mask}
+    seen = mask.bool()
+    plain = outputs(model, "sdpa", **inputs)[seen]
+    found = outputs(model, "hopper_attention", **inputs)[seen]
+    assert torch.allclose(found, plain, atol=2**-5 * plain.abs().max().item())
+    assert taken == []
+
+
+@pytest.mark.parametrize("name", ["Mistral", "gpt-oss"])
+@pytest.mark.parametrize("left_to_sdpa", [False, True])
+def test_generation_with_a_window(
+    name: str, left_to_sdpa: bool, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if left_to_sdpa and name == "Mistral":
+        monkeypatch.setattr(huggingface, "slower", choice.slower)
+    model = windowed(name)
+    tokens = torch.randint(1, 99, (2, 20), generator=torch.Generator().manual_seed(1))
+    texts = {}
+    for implementation in ("eager", "hopper_attention"):
+        model.set_attn_implementation(implementation)
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        texts[implementation] = model.generate(
+            tokens, **options, output_logits=True, return_dict_in_generate=True
+        )
+    plain, found = (torch.stack(texts[x].logits).float() for x in texts)
+    assert torch.allclose(found[0], plain[0], atol=2**-5 * plain.abs().max().item())
+    assert len(taken) == (2 if left_to_sdpa and name == "Mistral" else 12)
+
+
+@pytest.mark.parametrize("name", ["Llama", *WINDOWED])
+def test_training_without_padding(name: str, taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences in one row: the loss and the gradients are those of the two alone."""
+    packed: list[str] = []
+    call = huggingface.flash_attn_varlen_func
+    monkeypatch.setattr(
+        huggingface, "flash_attn_varlen_func", lambda *x, **y: packed.append("k6") or call(*x, **y)
+    )
+    model = (model_of(name) if name == "Llama" else windowed(name)).train()
+    generator = torch.Generator().manual_seed(1)
+    first, second = (torch.randint(99, (1, n), generator=generator) for n in (21, 12))
+    model.set_attn_implementation("hopper_attention")
+    cu = torch.tensor([0, 21, 33], dtype=torch.int32)
+    together = model(
+        input_ids=torch.cat([first, second], 1),
+        position_ids=torch.cat([torch.arange(21), torch.arange(12)])[None],
+        cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=21, max_length_k=21,
+    ).logits  # fmt: skip
+    assert packed == ["k6"] * 2
+    model.set_attn_implementation("eager")
+    alone = torch.cat([model(input_ids=x).logits for x in (first, second)], 1)
+    assert torch.allclose(together, alone, atol=2**-5 * alone.abs().max().item())
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    found, plain = (torch.autograd.grad(x.float().square().mean(), weight)[0] for x in (together, alone))
+    assert torch.allclose(found, plain, atol=0.1 * plain.abs().max().item())
+
+
+def test_packed_calls_that_cannot_be_are_refused() -> None:
+    q, cu = torch.zeros(2, 2, 8, 64, dtype=torch.bfloat16), torch.tensor([0, 8], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
+    with pytest.raises(ValueError, match="packed sequences lie in a batch of 1, not of 2"):
+        huggingface.hopper_attention_forward(torch.nn.Identity(), q, q, q, None, **lengths)
+    with pytest.raises(NotImplementedError, match=r"does not take dropout = 0\.5"):
+        huggingface.hopper_attention_forward(torch.nn.Identity(), q, q, q, None, dropout=0.5, **lengths)

@@ -1,16 +1,19 @@
 """Hugging Face transformers: `register()`, then `attn_implementation="hopper_attention"`.
 
-A model's masks come as transformers makes them for "sdpa": none where causality says everything, which the
-kernels take. A call that they do not take, or would do slower (padding, a window, dropout, other head dims,
-decoding), goes to transformers' own "sdpa" with the mask it needs; a soft cap or sinks, which that lacks too,
-are refused by name.
+A model's masks come as transformers makes them for "sdpa": none where causality says everything, and here
+none either where a sliding window does besides; the kernels take both, as they take soft caps, sinks and
+packed sequences (`cu_seq_lens_q` and `cu_seq_lens_k`, of training without padding). A call that they do not
+take, or would do slower (padding, dropout, other head dims, decoding), goes to transformers' own "sdpa" with
+the mask it needs; with a soft cap or sinks, which that lacks, it is refused by name.
 """
+
+from collections.abc import Callable
 
 import torch
 
-from .. import production
+from .. import policies, production
 from ..choice import slower
-from ..functional import attention
+from ..functional import attention, flash_attn_varlen_func
 from ..kernels.device.constants import VECTOR
 from ..kernels.device.limits import HEAD_DIMS
 
@@ -21,11 +24,34 @@ DTYPES = torch.bfloat16, torch.float16
 def register() -> None:
     """Make the kernels known to transformers as "hopper_attention". Raises ImportError without it."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(NAME, hopper_attention_forward)
-    # Of SDPA: None where causality alone says everything, and else one that its kernels can take.
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, hopper_attention_mask)
+
+
+def hopper_attention_mask(
+    batch_size: int, q_length: int, kv_length: int, *rest: object, **options: object
+) -> torch.Tensor | None:
+    """That of "sdpa": None where causality alone says everything; and where a causal sliding window does,
+    which a model's call then names (`sliding_window`)."""
+    from transformers.masking_utils import sdpa_mask
+
+    window = options.get("local_size") is not None and _is_causal_window(options.get("mask_function"))
+    if window and q_length in (1, kv_length):
+        options = options | {"local_size": None}
+        if sdpa_mask(batch_size, q_length, kv_length, *rest, **options) is None:
+            return None
+        options["local_size"] = kv_length
+    return sdpa_mask(batch_size, q_length, kv_length, *rest, **options)
+
+
+def _is_causal_window(mask_function: Callable | None) -> bool:
+    """Whether it is `sliding_window_causal_mask_function`'s, with nothing added."""
+    for cell in getattr(mask_function, "__closure__", None) or ():
+        if isinstance(cell.cell_contents, tuple):
+            names = {getattr(x, "__qualname__", "").split(".")[0] for x in cell.cell_contents}
+            return names == {"sliding_window_overlay", "causal_mask_function"}
+    return False
 
 
 def hopper_attention_forward(
@@ -43,26 +69,66 @@ def hopper_attention_forward(
     (batch, seqlen, heads, head_dim), and no weights.
 
     Without a mask a query of several tokens is causal if the module is, aligned at the top left, as
-    transformers' "sdpa" means it; one token sees all keys.
+    transformers' "sdpa" means it; one token sees all keys, or those in its window. With `cu_seq_lens_q` and
+    `cu_seq_lens_k` the batch, of one, is sequences packed behind one another, whose masks are aligned in
+    each; `attention_mask` says the same then, and is not looked at.
     """
-    for name in ("softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(f"hopper_attention does not take {name}")
+    softcap, sink = kwargs.get("softcap") or 0.0, kwargs.get("s_aux")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    causal = is_causal and attention_mask is None and query.shape[2] > 1
+    window = kwargs.get("sliding_window") if is_causal else None
+    extras = {"softcap": softcap, "learnable_sink": sink} if softcap or sink is not None else {}
+    lengths = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if lengths[0] is not None and lengths[1] is not None:
+        return _packed(query, key, value, lengths, dropout, scaling, is_causal, window, extras), None
+    several = query.shape[2] > 1
+    causal = is_causal and attention_mask is None and several
     top_left = causal and query.shape[2] != key.shape[2]
-    if attention_mask is None and not dropout and _takes(query, key, value, scaling, causal, top_left):
-        o = attention(query, key, value, softmax_scale=scaling, causal=causal, top_left=top_left)
+    hides = attention_mask is None and window is not None and window < key.shape[2]
+    if hides:
+        causal, top_left, extras = False, False, extras | {"window_size": (window - 1, 0)}
+    options = scaling, causal, top_left
+    if attention_mask is None and not dropout and _takes(query, key, value, *options, extras=extras):
+        o = attention(query, key, value, softmax_scale=scaling, causal=causal, top_left=top_left, **extras)
         return o.transpose(1, 2), None
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"hopper_attention does not take {name} beside a mask, dropout or what its kernels refuse"
+            )
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    if hides and several:
+        attention_mask = _window_mask(query.shape[2], key.shape[2], window, query.device)
+    elif hides:
+        key, value = key[:, :, -window:], value[:, :, -window:]
     inputs = query, key, value, attention_mask
     return sdpa_attention_forward(module, *inputs, dropout, scaling, is_causal=is_causal, **kwargs)
 
 
-def _takes(query, key, value, *options: object) -> bool:
-    """Whether `attention` takes the call; while a graph is traced, as far as that can be known."""
+def _window_mask(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor:
+    """Which keys each query of a causal sliding window sees: (queries, keys)."""
+    ahead = torch.arange(keys, device=device) - torch.arange(keys - queries, keys, device=device)[:, None]
+    return (ahead <= 0) & (ahead > -window)
+
+
+def _packed(query, key, value, lengths, dropout, scaling, is_causal, window, extras) -> torch.Tensor:
+    """Attention of packed sequences. Raises NotImplementedError for dropout, ValueError for several
+    batches; without a mask of each sequence there is no other way to compute it."""
+    if dropout:
+        raise NotImplementedError(f"hopper_attention does not take dropout = {dropout!r}")
+    if query.shape[0] != 1:
+        raise ValueError(f"packed sequences lie in a batch of 1, not of {query.shape[0]}")
+    extras = extras if window is None else extras | {"window_size": (window - 1, 0)}
+    rows = (x[0].transpose(0, 1) for x in (query, key, value))
+    lengths = (x.to(torch.int32) for x in lengths)
+    o = flash_attn_varlen_func(*rows, *lengths, softmax_scale=scaling, causal=is_causal, **extras)
+    return o.unsqueeze(0)
+
+
+def _takes(query, key, value, *options: object, extras: dict[str, object]) -> bool:
+    """Whether `attention` takes the call; while a graph is traced, as far as that can be known. What no other
+    kernel has (`extras` other than a window), ours need not be faster at."""
     if torch.compiler.is_compiling():
         return (
             query.is_cuda
@@ -76,4 +142,12 @@ def _takes(query, key, value, *options: object) -> bool:
         )
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     directions = ("fwd", "bwd") if learns else ("fwd",)
+    if extras:
+        no_window = {"softcap", "learnable_sink"} & {*extras}
+        also = (lambda problem: None) if no_window else slower
+        window, softcap = extras.get("window_size", (-1, -1)), extras.get("softcap", 0.0)
+        return all(
+            policies.reason_against(x, query, key, value, *options, window, softcap, also=also) is None
+            for x in directions
+        )
     return all(production.reason_against(x, query, key, value, *options, slower) is None for x in directions)

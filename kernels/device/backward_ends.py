@@ -23,6 +23,8 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .constants import LOG2_E, VECTOR, WARP, WARPGROUP
 from .limits import BLOCK, column_blocks
+from .packed import DENSE, Packed
+from .policies import listed
 from .tma import allocate_tiles, partition_tma, store_atom
 
 QUAD = 4  # fp32 in one 16-byte access
@@ -53,20 +55,46 @@ class Preprocess:
     does the O of k6.
     """
 
-    def __init__(self, head_dim: int):
+    def __init__(self, head_dim: int, packed: int | None = None):
+        self.packed = packed // BLOCK if packed else None  # blocks of a tile of packed sequences' queries
         self.chunks = column_blocks(head_dim) * BLOCK // VECTOR  # lanes that share a row
         self.threads = BLOCK * self.chunks // ROWS_IN_FLIGHT
 
     @cute.jit
-    def __call__(self, mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs=None, mDLSE=None):
+    def __call__(self, mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs=None, mDLSE=None, mList=None):
+        """mList, of packed sequences, lists tiles of `packed` queries."""
         heads, blocks, _, _ = mStats.shape
-        self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, theirs, mDLSE).launch(
-            grid=(heads * blocks, 1, 1), block=(self.threads, 1, 1), stream=stream
-        )
+        arguments = mO, mDO, mLSE, mStats, mDQ_sum
+        shape = {"grid": (heads * blocks, 1, 1), "block": (self.threads, 1, 1)}
+        if const_expr(self.packed is None):
+            self.preprocess(*arguments, theirs, mDLSE).launch(**shape, stream=stream)
+        else:
+            self.preprocess_packed(*arguments, mDLSE, mList).launch(**shape, use_pdl=True, stream=stream)
+
+    @cute.kernel
+    def preprocess_packed(self, mO, mDO, mLSE, mStats, mDQ_sum, mDLSE, mList):
+        """As `preprocess`, of a tile of the list, whichever the last ones are: there is room for more."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        cute.arch.griddepcontrol_launch_dependents()
+        heads = mO.shape[1]
+        cta = ctas - 1 - cta  # the main kernel begins with the first sequences, and finds them in L2
+        tile, head, own = cta // self.packed // heads, cta // self.packed % heads, cta % self.packed
+        cute.arch.griddepcontrol_wait()
+        if tile < mList[0, 0]:
+            block, start, seqlen, _, _, place = listed(mList, tile)
+            mO, mDO = [cute.domain_offset((0, 0, start, 0), mX) for mX in (mO, mDO)]
+            mLSE = cute.domain_offset((0, 0, start), mLSE)
+            if const_expr(mDLSE is not None):
+                mDLSE = cute.domain_offset((0, 0, start), mDLSE)
+            mStats = cute.domain_offset((0, place * self.packed, 0, 0), mStats)
+            if const_expr(mDQ_sum is not None):
+                mDQ_sum = cute.domain_offset((0, place * self.packed, 0, 0), mDQ_sum)
+            block = block * self.packed + own
+            self.reduce(mO, mDO, mLSE, mStats, mDQ_sum, None, mDLSE, 0, head, head, block, seqlen)
 
     @cute.kernel
     def preprocess(self, mO, mDO, mLSE, mStats, mDQ_sum, theirs, mDLSE):
-        tidx, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
         tiles, _, _ = cute.arch.grid_dim()
         cute.arch.griddepcontrol_launch_dependents()
@@ -75,6 +103,17 @@ class Preprocess:
         blocks = (mStats if const_expr(mDQ_sum is None) else mDQ_sum).shape[1]  # the same in both
         head_index, block = tile // blocks, tile % blocks
         batch, head = head_index // heads, head_index % heads
+        self.reduce(
+            mO, mDO, mLSE, mStats, mDQ_sum, theirs, mDLSE, batch, head, head_index, block, seqlen
+        )  # fmt: skip
+
+    @cute.jit
+    def reduce(
+        self, mO, mDO, mLSE, mStats, mDQ_sum, theirs, mDLSE, batch, head, head_index, block, seqlen
+    ):  # fmt: skip
+        """A CTA, a block of 64 queries; `head_index` is the row of scratch."""
+        tidx, _, _ = cute.arch.thread_idx()
+        heads = mO.shape[1]
         group, chunk = tidx // self.chunks, tidx % self.chunks
         columns, past_columns = mO.shape[3], False
         if const_expr(not cute.is_static(columns)):  # past them, the last ones again, which count for nothing
@@ -140,43 +179,70 @@ class Postprocess:
 
     The same for dK and dV in parts (`key_parts`), which it adds in their order."""
 
-    def __init__(self, head_dim: int, tiles: object = None, scaled: bool = True):
+    def __init__(
+        self, head_dim: int, tiles: object = None, scaled: bool = True, packed: int | None = None
+    ):
+        self.packed = packed // BLOCK if packed else None  # as `Preprocess`
+        self.batch = Packed() if packed else DENSE
         self.columns, self.tiles = column_blocks(head_dim), tiles
         self.head_dim = BLOCK * self.columns
         self.threads = WARPGROUP * self.columns
         self.scale = 1.0 / math.sqrt(head_dim) if scaled else 1.0
 
     @cute.jit
-    def __call__(self, mDQ_sum, mDQ, stream, mZeroed=None, seqlen_kv=None, scale=None, parts=None):
+    def __call__(
+        self, mDQ_sum, mDQ, stream, mZeroed=None, seqlen_kv=None, numbers=None, parts=None, mList=None
+    ):
+        """seqlen_kv only where the first to come stored; mList of packed sequences, as in `Preprocess`."""
         batch, heads, seqlen, _ = mDQ.shape
+        blocks = cute.ceil_div(seqlen, BLOCK)
+        if const_expr(self.packed is not None):
+            blocks = mDQ_sum.shape[1]
         mma = make_trivial_tiled_mma(  # of its accumulator only the layout is used
             mDQ.element_type, mDQ.element_type, OperandMajorMode.K, OperandMajorMode.K, Float32,
             (1, self.columns, 1), (BLOCK, BLOCK), warpgroup.OperandSource.SMEM,
         )  # fmt: skip
-        store_dQ = store_atom(mDQ, BLOCK, self.head_dim)
-        self.postprocess(mma, *store_dQ, mDQ_sum, mZeroed, seqlen_kv, scale, parts).launch(
-            grid=(cute.ceil_div(seqlen, BLOCK), heads, batch),
-            block=(self.threads, 1, 1),
+        store = store_atom(self.batch.view(mDQ), BLOCK, self.head_dim)
+        shape = {"grid": (blocks, heads, batch), "block": (self.threads, 1, 1)}
+        self.postprocess(mma, *store, mDQ_sum, mZeroed, seqlen_kv, numbers, parts, mList).launch(
+            **shape,
             use_pdl=True,
             stream=stream,
         )
 
     @cute.kernel
-    def postprocess(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed, seqlen_kv, scale, parts):
-        if const_expr(scale is not None):
-            self.scale = scale
-        tidx, _, _ = cute.arch.thread_idx()
+    def postprocess(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed, seqlen_kv, numbers, parts, mList):
+        if const_expr(numbers is not None and numbers[0] is not None):
+            self.scale = numbers[0]
+        if const_expr(self.tiles is not None):
+            self.tiles.take(numbers)  # anew: what it took inside another kernel nobody may use here
         # From the last head back: the main kernel has just left that in L2.
         block, head, batch = [n - 1 - i for n, i in zip(cute.arch.grid_dim(), cute.arch.block_idx())]
-        dtype = store_DQ.value_type
         cute.arch.griddepcontrol_wait()
+        if const_expr(self.packed is None):
+            head_index, lengths = batch * mDQ.shape[2] + head, (mDQ.shape[0], seqlen_kv)
+            place = block, head, batch
+            self.round_block(mma, store_DQ, mDQ, mDQ_sum, mZeroed, lengths, parts, place, head_index)
+        else:
+            tile, own = block // self.packed, block % self.packed
+            if tile < mList[0, 0]:
+                listed_block, *sequence, at = listed(mList, tile)
+                mSums = cute.domain_offset((0, at * self.packed, 0, 0), mDQ_sum)
+                own_place = listed_block * self.packed + own, head, *sequence
+                own_lengths = self.batch.lengths(own_place, None)
+                self.round_block(mma, store_DQ, mDQ, mSums, None, own_lengths, None, own_place, head)
+
+    @cute.jit
+    def round_block(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed, lengths, parts, place, head_index):
+        """A CTA: the block of a place; `head_index` is the row of scratch, per sum."""
+        tidx, _, _ = cute.arch.thread_idx()
+        block, dtype = place[0], store_DQ.value_type
         warpgroup_idx, thread = tidx // WARPGROUP, tidx % WARPGROUP
         smem = SmemAllocator()
         sDQ = allocate_tiles(smem, dtype, BLOCK, self.head_dim, 1)  # (row, head_dim, 1)
 
         rDQ = cute.make_rmem_tensor(mma.partition_shape_C((BLOCK, self.head_dim)), Float32)
         quads = cute.make_tensor(rDQ.iterator, cute.make_layout((QUAD, BLOCK // 8)))  # (register, g)
-        head_index = batch * mDQ.shape[2] + head
         if const_expr(mZeroed is not None):
             if block == 0 and tidx == 0 and head_index < mZeroed.shape[0]:
                 mZeroed[head_index] = 0
@@ -196,7 +262,7 @@ class Postprocess:
                 cute.autovec_copy(gDQ_sum[None, thread, g], quads[None, g])
         else:
             rDQ.fill(0.0)
-            came = self.tiles.turns_at(block // self.tiles.blocks, mDQ.shape[0], seqlen_kv)
+            came = self.tiles.turns_at(block // self.tiles.blocks, *lengths)
             for i in range_constexpr(self.tiles.sums):
                 of_sum = mDQ_sum[head_index * self.tiles.sums + i, block, warpgroup_idx, None]
                 gDQ_sum = cute.make_tensor(of_sum.iterator, held)
@@ -214,7 +280,55 @@ class Postprocess:
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
         if cute.arch.make_warp_uniform(tidx // WARP) == 0:
-            tDQgDQ, tDQsDQ = partition_tma(store_DQ, mDQ[None, None, head, batch], sDQ)
+            tDQgDQ, tDQsDQ = partition_tma(store_DQ, self.batch.queries(mDQ, place[1], place), sDQ)
             cute.copy(store_DQ, tDQsDQ[None, 0], tDQgDQ[None, block])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the CTA
+
+
+class SinkGradient:
+    """dsink[h] = −Σ exp(sink[h] − LSE)·D over the queries of head h: the sink is a key whose value is zero,
+    so that its dP is 0 and its dS is P∘(0 − D). A CTA takes a head, in an order that never changes."""
+
+    threads = 1024
+
+    def __init__(self, blocks: int):
+        self.blocks = blocks  # of 64 queries, of a tile of packed sequences' queries
+
+    @cute.jit
+    def __call__(self, mStats, mSink, mDsink, stream, mList=None):
+        """mStats as `Preprocess` leaves it: a row past the end has an LSE of ∞ and adds nothing."""
+        self.sum_sinks(mStats, mSink, mDsink, mList).launch(
+            grid=(mSink.shape[0], 1, 1), block=(self.threads, 1, 1), use_pdl=True, stream=stream
+        )
+
+    @cute.kernel
+    def sum_sinks(self, mStats, mSink, mDsink, mList):
+        tidx, _, _ = cute.arch.thread_idx()
+        head, _, _ = cute.arch.block_idx()
+        smem = SmemAllocator()
+        sSums = smem.allocate_tensor(Float32, cute.make_layout(self.threads // WARP), 16)
+        cute.arch.griddepcontrol_wait()
+        heads, blocks = mSink.shape[0], mStats.shape[1]
+        if const_expr(mList is not None):
+            blocks = mList[0, 0] * self.blocks  # those that sequences have; who knows what the others hold
+        sink = mSink[head] * LOG2_E
+        row, first = tidx % BLOCK, tidx // BLOCK
+        total = Float32(0.0)
+        for batch in range(mStats.shape[0] // heads, unroll=1):
+            for i in range(first, blocks, self.threads // BLOCK, unroll=4):
+                block = i
+                if const_expr(mList is not None):
+                    of_sequence, *_, place = listed(mList, i // self.blocks)
+                    block = (place + of_sequence) * self.blocks + i % self.blocks
+                gStats = mStats[batch * heads + head, block, None, None]
+                # Where LSE is ∞, so is −LSE the whole exponent, even of a sink of −∞: 0 and no NaN.
+                total += cute.math.exp2(sink - gStats[0, row], fastmath=True) * gStats[1, row]
+        total = cute.arch.warp_reduction_sum(total)
+        if tidx % WARP == 0:
+            sSums[tidx // WARP] = total
+        cute.arch.sync_threads()
+        if tidx < WARP:
+            total = cute.arch.warp_reduction_sum(sSums[tidx])
+            if tidx == 0:
+                mDsink[head] = -total

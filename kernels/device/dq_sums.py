@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
 from .constants import WARP, WARPGROUP
 from .key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, Tiles
 from .rings import CONSUMER
-from .tile_order import hear
+from .tile_order import hear, hear_place
 
 PART = ROWS * 64  # elements of dQ_sum in a row: 64 queries × 64 columns
 AND_ADDER = WARPGROUP + WARP  # threads at a named barrier where a consumer and an adding warp meet
@@ -32,6 +32,12 @@ class SummedTiles(Tiles):
     """
 
     part: int  # elements of it that a consumer's dQ of a step is, one behind the other
+
+    @property
+    def zeroes_ahead(self) -> bool:
+        """Whether zeros are written a section ahead: not where the first to come stores, nor of packed
+        sequences, whose zeros the preprocess writes."""
+        return not (self.deterministic or self.packed)
 
     # ---- additions ----------------------------------------------------------------------------------------
 
@@ -53,40 +59,46 @@ class SummedTiles(Tiles):
         `full` + 2 · mine + consumer is a named barrier of this warp and that consumer; both warps arrive at
         `empty` + consumer, in turns, since a consumer's buffer is one.
         """
-        seqlen_q, seqlen_kv, group = lengths
+        *extents, group = lengths
         sdQ, sTile = shared.dQ, shared.tile
         cute.arch.griddepcontrol_wait()  # for the preprocess's zeros, if it writes some
         cute.arch.griddepcontrol_launch_dependents()
         mine, step = warp_idx - CONSUMER_WARPS - 1, Int32(0)
-        zeroed = self.left_to_zero(mQ, mK)
+        zeroed = self.left_to_zero(mQ, mK) if const_expr(self.zeroes_ahead) else None
         tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
         self.sync(empty, mine, AND_ADDER, arrive=True)  # at first both consumers' parts are free
-        valid, block, kv_head, batch = hear(tile_ring, tile_get, sTile)
+        valid, place = hear_place(tile_ring, tile_get, sTile)
         tile_get.advance()
         while valid != 0:
-            kv_block, first, _, last = self.work_on(block, mK, seqlen_q, seqlen_kv)
-            if const_expr(not self.deterministic):
-                self.await_zeros(mZeroed, mK, kv_head, batch, *zeroed)
+            kv_head = place[1]
+            seqlen_q, seqlen_kv = self.batch.lengths(place, extents)
+            kv_block, first, _, _, last = self.work_on(place[0], mK, seqlen_q, seqlen_kv)
+            if const_expr(self.zeroes_ahead):
+                self.await_zeros(mZeroed, mK, kv_head, place[2], *zeroed)
+            mSums, mTurns = mDQ_sum, mOrder
+            if const_expr(self.packed):
+                mSums = self.batch.scratch(mDQ_sum, place)
+                mTurns = cute.domain_offset((0, place[6] // self.blocks * self.sums), mOrder)
             for g in range(group, unroll=1):
-                head_index = batch * mQ.shape[2] + kv_head * group + g
+                head_index = self.batch.scratch_row(place, kv_head * group, mQ.shape[2]) + g
                 for i in range(first, last, unroll=1):
                     if step % 2 == mine:
                         at, turn, final = self.turn_of(kv_block, i, seqlen_q, seqlen_kv)
-                        order = mOrder[head_index, None].iterator + (i * self.sums + at)
+                        order = mTurns[head_index, None].iterator + (i * self.sums + at)
                         if const_expr(self.deterministic):
                             await_value(order, turn)
                         else:
                             turn = None
                         for c in range_constexpr(CONSUMERS):
                             self.sync(full, CONSUMERS * mine + c, AND_ADDER)
-                            gDQ_sum = mDQ_sum[head_index * self.sums + at, i * self.blocks, 0, None].iterator
+                            gDQ_sum = mSums[head_index * self.sums + at, i * self.blocks, 0, None].iterator
                             source = sdQ[None, None, None, c].iterator
                             add_to_sum(gDQ_sum + c * self.part, source, self.part * 4, turn)
                             self.sync(empty, c, AND_ADDER, arrive=True)
                         if const_expr(self.deterministic):
                             pass_turn(order, turn, final)
                     step += 1
-            valid, block, kv_head, batch = hear(tile_ring, tile_get, sTile)
+            valid, place = hear_place(tile_ring, tile_get, sTile)
             tile_get.advance()
 
     # ---- zeros --------------------------------------------------------------------------------------------
@@ -141,14 +153,24 @@ class SummedTiles(Tiles):
 
     @cute.jit
     def turns_at(self, q_tile, seqlen_q, seqlen_kv):
-        """How many tiles of keys add to dQ of a tile of queries."""
+        """How many tiles of keys add to dQ of a tile of queries: those of `keys_seen`."""
+        first, end = self.keys_seen(q_tile, seqlen_q, seqlen_kv)
+        return end - first if const_expr(self.mask.hides_first) else end
+
+    @cute.jit
+    def keys_seen(self, q_tile, seqlen_q, seqlen_kv):
+        """(first, end): the tiles of keys that a tile of queries sees."""
         keys = seqlen_kv
         if const_expr(self.mask.hides):
             # How many keys its last row sees: last_key of that row, + 1. Tiles of keys behind them have no
             # turn, as `q_tiles` skips them. As a sum: otherwise bwd4_det has other machine code at 128.
             seen = (q_tile + 1) * self.tile_q + self.mask.last_key(0, seqlen_q, seqlen_kv)
             keys = cutlass.max(0, cutlass.min(keys, seen))
-        return cute.ceil_div(keys, self.tile_kv)
+        first, end = Int32(0), cute.ceil_div(keys, self.tile_kv)
+        if const_expr(self.mask.hides_first):
+            first_key = cutlass.max(0, self.mask.first_key(q_tile * self.tile_q, seqlen_q, seqlen_kv))
+            first = cutlass.min(end, first_key // self.tile_kv)
+        return first, end
 
     @cute.jit
     def turn_of(self, kv_block, q_tile, seqlen_q, seqlen_kv):
@@ -157,11 +179,12 @@ class SummedTiles(Tiles):
         Whoever comes before it was fetched before it (`Tiles.order`: blocks ascend, under a mask descend, as
         turns do), so nobody waits for one who has not begun.
         """
-        turns = self.turns_at(q_tile, seqlen_q, seqlen_kv)
+        first, end = self.keys_seen(q_tile, seqlen_q, seqlen_kv)
+        turns = end - first if const_expr(self.mask.hides_first) else end
         turn = kv_block
         if const_expr(self.mask.hides):
             # From the diagonal to the left: CTAs that begin together reach the tile in this order.
-            turn = turns - 1 - kv_block
+            turn = end - 1 - kv_block
         return turn % self.sums, turn // self.sums, turn + self.sums >= turns
 
 

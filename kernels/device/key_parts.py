@@ -78,8 +78,8 @@ class PartSums:
         self.keys, self.values = Postprocess(head_dim), Postprocess(head_dim, scaled=False)
 
     @cute.jit
-    def __call__(self, mParts, mDK, mDV, stream, scale):
+    def __call__(self, mParts, mDK, mDV, stream, numbers):
         key_parts, value_parts = halves(mParts)
         parts = key_parts.shape[0] // (mDK.shape[0] * mDK.shape[1])
-        self.keys(key_parts, mDK, stream, scale=scale, parts=parts)
+        self.keys(key_parts, mDK, stream, numbers=numbers, parts=parts)
         self.values(value_parts, mDV, stream, parts=parts)

@@ -14,9 +14,11 @@ from cutlass.cute.nvgpu import cpasync
 from ..contract import Problem, Work
 from .constants import LOG2_E, SMS, WARP, WARPGROUP
 from .key_parts import query_parts
-from .limits import COLUMN_BYTES, SECTION_BYTES, sums_of_dq
+from .limits import COLUMN_BYTES, LISTED, SECTION_BYTES, sums_of_dq
 from .masks import Mask
+from .policies import DenseScratch, PackedScratch, Scores
 from .tile_order import ByHead, BySection, final_section
+from .wgmma import round_fragment
 
 ROWS = 64  # of a consumer, queries of a block; at head_dim 256 keys of a tile too: the M of a WGMMA
 CONSUMERS = 2  # warpgroups that multiply
@@ -24,6 +26,7 @@ CONSUMER_WARPS = WARPGROUP // WARP * CONSUMERS
 THREADS = WARPGROUP * (CONSUMERS + 1)
 BOTH = WARPGROUP * CONSUMERS  # threads at a named barrier where the consumers meet
 REGISTERS = (24, 240)  # of a producer's thread, of a consumer's
+CAPPED_COLUMNS = 4  # of scores, whose exponentials with a soft cap are in flight together
 TILES_AHEAD = 16  # without a mask zeros are written so many tiles, but at least a head, ahead
 
 
@@ -38,7 +41,7 @@ class Rings:
     tile: pipeline.PipelineAsync  # which tile of keys is next
 
 
-class Tiles:
+class Tiles(Scores):
     """Tiles of `tile_kv` keys, for each those of `tile_q` queries that see some of them."""
 
     def __init__(
@@ -51,9 +54,13 @@ class Tiles:
         tile_kv: int,
         divides: bool = False,
         sms: int = SMS,
+        capped: bool = False,
+        packed: bool = False,
     ):
         self.head_dim, self.mask, self.dtype, self.deterministic = head_dim, mask, dtype, deterministic
         self.divides = divides  # what sees a tile of keys among several CTAs: `key_parts`
+        self.caps, self.packed = capped, packed  # scores, softly; sequences
+        self.batch = PackedScratch() if packed else DenseScratch()  # where rows lie
         self.tile_q, self.tile_kv, self.sms = tile_q, tile_kv, sms
         self.blocks = tile_q // ROWS  # of 64 queries
         # Deterministic, as many CTAs as a section has tiles: then each goes from its tile to that of the same
@@ -73,8 +80,9 @@ class Tiles:
 
     @cute.jit
     def q_tiles(self, kv_block, seqlen_q, seqlen_kv):
-        """(first, masked, last): the tiles of queries from first to last − 1 see some of the keys. Those
-        before `masked` need the mask, those from it on see all of them; first == last if none sees any."""
+        """(first, masked, whole, last): the tiles of queries from first to last − 1 see some of the keys.
+        Those before `masked` need the mask, and those from `whole` on, those between see all of them; first
+        == last if none sees any."""
         last = cute.ceil_div(seqlen_q, self.tile_q)
         first, masked = Int32(0), Int32(0)
         if const_expr(self.mask.hides):
@@ -82,19 +90,40 @@ class Tiles:
             first = cutlass.min(last, cutlass.max(0, query) // self.tile_q)
             all_seen = cutlass.max(0, query + self.tile_kv - 1)  # from this query on
             masked = cutlass.min(last, cute.ceil_div(all_seen, self.tile_q))
+        whole = last
+        if const_expr(self.mask.hides_first):
+            first_key = kv_block * self.tile_kv
+            behind = self.mask.last_query(first_key + self.tile_kv - 1, seqlen_q, seqlen_kv) + 1
+            last = cutlass.min(last, cute.ceil_div(cutlass.max(0, behind), self.tile_q))
+            first = cutlass.min(first, last)
+            all_seen = self.mask.last_query(first_key, seqlen_q, seqlen_kv) + 1  # up to this query
+            whole = cutlass.min(last, cutlass.max(0, all_seen) // self.tile_q)
         if (kv_block + 1) * self.tile_kv > seqlen_kv:
             masked = last
-        return first, masked, last
+        return first, masked, whole, last
+
+    def runs(self, first, masked, whole, last):
+        """The loops over `q_tiles`, one after the other, as (begin, end, whether masked); the last tile is
+        apart. A generator, so that each bound is computed where its loop begins."""
+        split = cutlass.min(masked, last - 1)
+        yield first, split, True
+        if self.mask.hides_first:
+            begin = cutlass.max(first, split)
+            end = cutlass.max(begin, cutlass.min(whole, last - 1))
+            yield begin, end, False
+            yield end, last - 1, True
+        else:
+            yield cutlass.max(first, split), last - 1, False
 
     @cute.jit
     def work_on(self, block, mTiled, seqlen_q, seqlen_kv):
-        """(kv_block, first, masked, last): of a place in the order of tiles, as `locate` gives it, which tile
+        """(kv_block, first, masked, whole, last): of a place in the order of tiles, as `locate` gives it, which tile
         of keys it is, and `q_tiles`; of those, if they are divided, its part."""
         kv_block = block
         if const_expr(self.divides):
             parts = query_parts(mTiled, cute.ceil_div(seqlen_kv, self.tile_kv) * self.tile_kv)
             kv_block, part = block // parts, block % parts
-        first, masked, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
+        first, masked, whole, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
         if const_expr(self.divides):
             seen = last - first
             first, last = first + seen * part // parts, first + seen * (part + 1) // parts
@@ -102,12 +131,13 @@ class Tiles:
                 # Not known to be uniform, they would take registers that the main loop needs.
                 uniform = [cute.arch.make_warp_uniform(x) for x in (first, masked, last)]
                 first, masked, last = uniform
-        return kv_block, first, masked, last
+        return kv_block, first, masked, whole, last
 
     @cute.jit
-    def place_of_part(self, block, kv_head, batch, mTiled, seqlen_kv):
+    def place_of_part(self, place, mTiled, seqlen_kv):
         """Where among the parts (`key_parts.halves`) those of a tile lie."""
         parts = query_parts(mTiled, cute.ceil_div(seqlen_kv, self.tile_kv) * self.tile_kv)
+        block, kv_head, batch = place
         return (batch * mTiled.shape[2] + kv_head) * parts + block % parts
 
     @cute.jit
@@ -115,13 +145,19 @@ class Tiles:
         """How many key heads are worked on together; their dQ sums are zeroed while the section before them
         is."""
         heads, kv_blocks = mK.shape[2] * mK.shape[3], cute.ceil_div(mK.shape[0], self.tile_kv)
+        return self.section_of(heads, kv_blocks, mQ.shape[0], mQ.shape[2], mK.shape[2])
+
+    def section_of(self, heads, kv_blocks, seqlen_q, q_heads, kv_heads):
+        """Of so many key heads of all batches, or of a sequence."""
         section = TILES_AHEAD // kv_blocks
-        if const_expr(self.mask.hides):
-            head_bytes = mQ.shape[0] * (self.column_bytes * self.head_dim) * (mQ.shape[2] // mK.shape[2])
+        if self.mask.hides:
+            head_bytes = seqlen_q * (self.column_bytes * self.head_dim) * (q_heads // kv_heads)
+            if self.packed:
+                head_bytes = cutlass.max(1, head_bytes)
             section = SECTION_BYTES // head_bytes
-            if const_expr(self.deterministic):  # the more CTAs work on a head, the more wait for their turn
+            if self.deterministic:  # the more CTAs work on a head, the more wait for their turn
                 section = cutlass.max(self.blocks, 2 * SECTION_BYTES // head_bytes)
-        elif const_expr(self.deterministic):
+        elif self.deterministic:
             section = self.sms // kv_blocks  # so that CTAs begin in the order of their turns
         return cutlass.max(1, cutlass.min(heads, section))
 
@@ -154,52 +190,126 @@ class Tiles:
         kv_block, head = self.order.locate(tile, kv_blocks, all_heads, section, final)
         return kv_block, head % heads, head // heads
 
+    def place_of(self, tile, mQ, mK, mList):
+        """The tile-th tile's place, of `self.batch`; mList only of packed ones."""
+        return self.locate_in_list(tile, mQ, mK, mList) if self.packed else self.locate(tile, mQ, mK)
+
+    @cute.jit
+    def locate_in_list(self, tile, mQ, mK, mList):
+        """(kv_block, kv_head, start_q, …): as `locate`, of the tiles of each sequence alone."""
+        heads = mK.shape[2]
+        record = [mList[1 + tile // heads, i] for i in range(LISTED)]
+        first, kv_blocks, start_q, seqlen_q, start_kv, seqlen_kv, place = record[1:]
+        section, final = None, None
+        if const_expr(self.mask.hides or self.deterministic):
+            section = self.section_of(heads, kv_blocks, seqlen_q, mQ.shape[2], heads)
+            final = heads // section * section
+            if first + kv_blocks == mList[0, 0]:  # of the last sequence, as without a list
+                final = self.final(heads, section)
+        kv_block, head = self.order.locate(tile - first * heads, kv_blocks, heads, section, final)
+        return kv_block, head, start_q, seqlen_q, start_kv, seqlen_kv, place * self.blocks
+
     def trips(self, problem: Problem) -> tuple[int, float, float]:
         """How often tiles of keys meet a query head, and how many of its tiles of queries, masked and not,
         one of them meets on average in the main loop, in which the last tile is not."""
         last, masked, unmasked = math.ceil(problem.seqlen_q / self.tile_q), 0, 0
-        keys = problem.seqlen_kv
+        keys, lengths = problem.seqlen_kv, (problem.seqlen_q, problem.seqlen_kv)
         if problem.top_left:  # no tile of queries sees later ones, whose passes have no product
             keys = min(keys, last * self.tile_q)
         kv_blocks = math.ceil(keys / self.tile_kv)
         for kv_block in range(kv_blocks):
             first = split = 0
             if self.mask.hides:
-                query = self.mask.first_query(kv_block * self.tile_kv, problem.seqlen_q, problem.seqlen_kv)
+                query = self.mask.first_query(kv_block * self.tile_kv, *lengths)
                 first = min(last, max(0, query) // self.tile_q)
                 split = math.ceil(max(0, query + self.tile_kv - 1) / self.tile_q)
             if (kv_block + 1) * self.tile_kv > problem.seqlen_kv:
                 split = last
-            split = max(first, min(split, last - 1))
-            masked += split - first
-            unmasked += max(0, last - 1 - split)
+            end, to = last, last - 1  # whole tiles end at `to`
+            if self.mask.hides_first:
+                first_key = kv_block * self.tile_kv
+                behind = self.mask.last_query(first_key + self.tile_kv - 1, *lengths) + 1
+                end = min(last, math.ceil(max(0, behind) / self.tile_q))
+                to = min(end - 1, max(0, self.mask.last_query(first_key, *lengths) + 1) // self.tile_q)
+            split = max(first, min(split, end - 1))
+            whole = max(0, to - split)
+            unmasked += whole
+            masked += max(0, end - 1 - first - whole)
         return kv_blocks * problem.batch * problem.heads, masked / kv_blocks, unmasked / kv_blocks
 
     # ---- the mask, and P ----------------------------------------------------------------------------------
 
     @cute.jit
     def exponentials(
-        self, S, sLSE, places, first_key, first_query, seqlen_q, seqlen_kv, masked: cutlass.Constexpr
+        self, S, words, sLSE, places, first_key, first_query, seqlen_q, seqlen_kv, masked: cutlass.Constexpr
     ):  # fmt: skip
         """S (key, query) becomes P = exp(S·scale − LSE), 0 where the mask hides; sLSE (query, block) is
         LSE·log2 e, +∞ past the end. `places` are the `Coordinates` of S, whose tile begins at first_key and
-        first_query."""
+        first_query. With a soft cap S becomes P·(1 − tanh²), which dS is made of, and P is here rounded to
+        `words`; without one `round_P` does that."""
         _, query = places.own[0, 0]  # of the thread's first column; the rest are at static distances
         rLSE = self.by_query(sLSE, query)
-        for r in range_constexpr(2):
-            p = S[r, None].load() * self.scale_log2 - rLSE.load()
-            S[r, None].store(cute.math.exp2(p, fastmath=True))
-        # Only now, when the LSE's registers are free: notes/bwd4.md, "What the assembler takes".
-        if const_expr(masked):
+        tile = first_key, first_query, seqlen_q, seqlen_kv
+        if const_expr(self.caps):
+            self.capped_exponentials(S, words, rLSE, places, tile, masked)
+        else:
             for r in range_constexpr(2):
-                row = first_key + places.own[r, 0][0]
-                hidden = Int32(0)  # queries from first_query + query on
-                if const_expr(self.mask.hides):
-                    hidden = self.mask.first_query(row, seqlen_q, seqlen_kv) - first_query - query
-                if row >= seqlen_kv:
-                    hidden = Int32(self.tile_q)
-                for c in range_constexpr(cute.size(S, mode=[1])):
-                    S[r, c] = S[r, c] if places.first[0, c][1] >= hidden else Float32(0.0)
+                p = S[r, None].load() * self.scale_log2 - rLSE.load()
+                S[r, None].store(cute.math.exp2(p, fastmath=True))
+            # Only now, when the LSE's registers are free: notes/bwd4.md, "What the assembler takes".
+            if const_expr(masked):
+                for r in range_constexpr(2):
+                    seen = self.queries_seen(places, r, *tile)
+                    for c in range_constexpr(cute.size(S, mode=[1])):
+                        S[r, c] = S[r, c] if self.sees(seen, places.first[0, c][1]) else Float32(0.0)
+
+    @cute.jit
+    def capped_exponentials(self, S, words, rLSE, places, tile, masked: cutlass.Constexpr):
+        """`exponentials` with a soft cap, a few columns after the other, so that few values are in flight."""
+        seen = [None, None]
+        if const_expr(masked):
+            seen = [self.queries_seen(places, r, *tile) for r in range(2)]
+        for first in range_constexpr(0, cute.size(S, mode=[1]), CAPPED_COLUMNS):
+            # (register,) in the accumulator's order, whose 4 are two columns of both rows
+            P = cute.make_rmem_tensor(cute.make_layout(2 * CAPPED_COLUMNS), Float32)
+            for i in range_constexpr(CAPPED_COLUMNS):
+                for r in range_constexpr(2):
+                    c = first + i
+                    p, slope = self.capped(S[r, c], rLSE[c])
+                    if const_expr(masked):
+                        p = p if self.sees(seen[r], places.first[0, c][1]) else Float32(0.0)
+                    P[4 * (i // 2) + 2 * r + i % 2] = p
+                    S[r, c] = p * slope
+            here = cute.make_tensor(words.iterator + first, cute.make_layout(CAPPED_COLUMNS))
+            round_fragment(P, here, self.dtype)
+
+    @cute.jit
+    def queries_seen(self, places, r: cutlass.Constexpr, first_key, first_query, seqlen_q, seqlen_kv):
+        """(from, until): the queries that see the key of a thread's row r, from first_query and the thread's
+        first column on."""
+        key, query = first_key + places.own[r, 0][0], first_query + places.own[0, 0][1]
+        begin, until = Int32(0), Int32(self.tile_q)
+        if const_expr(self.mask.hides):
+            begin = self.mask.first_query(key, seqlen_q, seqlen_kv) - query
+        if const_expr(self.mask.hides_first):
+            until = self.mask.last_query(key, seqlen_q, seqlen_kv) - query
+        if key >= seqlen_kv:
+            begin = Int32(self.tile_q)
+        return begin, until
+
+    @cute.jit
+    def sees(self, seen, place: cutlass.Constexpr):
+        """Whether the query so far behind a thread's first column is among `queries_seen`."""
+        begin, until = seen
+        sees = place >= begin
+        if const_expr(self.mask.hides_first):
+            sees = sees & (place <= until)
+        return sees
+
+    def round_P(self, acc, words) -> None:
+        """P, the accumulator of the scores, to 16 bits; with a soft cap `exponentials` has done so."""
+        if not self.caps:
+            round_fragment(acc, words, self.dtype)
 
     @cute.jit
     def gradients(self, P, dP, sD, places):

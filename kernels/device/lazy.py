@@ -2,11 +2,43 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr, range_constexpr
+from cutlass import Float32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from .arithmetic import largest_positive
-from .rows import OWN_ROWS, largest_of_row
+from .rows import OWN_ROWS, finite, largest_of_row, sum_of_row
+
+
+def subtract(S, row_max, scale_log2) -> None:
+    """Scores become exponents, relative to row_max."""
+    for r in range(OWN_ROWS):
+        S[r, None].store(S[r, None].load() * scale_log2 - row_max[r])
+
+
+def exponentiate(S, row_sum) -> None:
+    """Exponents become P, and row_sum follows."""
+    for r in range(OWN_ROWS):
+        p = cute.math.exp2(S[r, None].load(), fastmath=True)
+        S[r, None].store(p)
+        row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
+
+
+def first_softmax(S, row_max, row_sum, scale_log2) -> None:
+    """S of a row's first keys becomes P; row_max is scaled, in powers of two."""
+    for r in range(OWN_ROWS):
+        tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+        # Not finite of a row that sees none of these keys, and so, but where keys before a first one are
+        # hidden too (`follow_maximum`), of one that sees no key.
+        row_max[r] = finite(largest_of_row(Float32(tile_max))) * scale_log2
+    subtract(S, row_max, scale_log2)
+    exponentiate(S, row_sum)
+
+
+def first_room(total, part, growth):
+    """In powers of two, how far a row's maximum may rise from its first tile's: log₂ of `part` of the tile's
+    sum, which is about what each tile adds to the row; between 0 and `growth`. Of rows that see a part of all
+    keys only that part of it: their terms weigh more, and they are soon done."""
+    return cute.arch.fmin(cute.arch.fmax(cute.math.log2(total * part, fastmath=True), 0.0), growth)
 
 
 @cute.jit
@@ -43,3 +75,25 @@ def raise_maximum(part, relative, row_max, row_sum, room, narrows: cutlass.Const
             for values in relative:
                 values[r, None].store(values[r, None].load() * factor)
             row_sum[r] *= factor
+
+
+@cute.jit
+def follow_maximum(S, O, row_max, row_sum):
+    """As `raise_maximum` without room, for tiles before the end of which a row may have seen no key. Such a
+    row's maximum is 0, of no score, and perhaps so far above all of its scores that none of them would be
+    left; it becomes the first one's, up or down."""
+    growth = [None, None]
+    for r in range_constexpr(OWN_ROWS):
+        tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+        ahead = largest_of_row(Float32(tile_max))
+        least = 0.0 if sum_of_row(row_sum[r]) > 0.0 else -Float32.inf
+        new_max = row_max[r] + finite(cute.arch.fmax(ahead, least))
+        growth[r] = new_max - row_max[r]  # as rounded: what the keys to come are relative to
+        row_max[r] = new_max
+        S[r, None].store(S[r, None].load() - growth[r])
+    warpgroup.wait_group(0)  # P·V still adds to O
+    for r in range_constexpr(OWN_ROWS):
+        # Where a maximum falls there is nothing to rescale: 0, and not 0·∞.
+        factor = cute.math.exp2(-cute.arch.fmax(growth[r], 0.0), fastmath=True)
+        O[r, None].store(O[r, None].load() * factor)
+        row_sum[r] *= factor

@@ -18,7 +18,15 @@ TILE_KV = {64: 128, 96: 128, 128: 128, 256: 64}
 COLUMN_BYTES = {64: 8, 96: 8, 128: 8, 256: 4}
 SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked on together and stay in L2
 FINAL_SECTIONS = 4  # of them, at the end, worked on as one: what is fetched last is then short
+FORWARD_ROWS = {64: 256, 96: 192, 128: 192, 192: 128, 256: 128}  # queries in a tile of k6, by `tile_dim`
+UNBOUNDED = 2**30  # keys that a window reaches back or ahead if it has no bound there
+LISTED = 8  # numbers that `packed.ListTiles` says of a tile
 SECTION_BYTES_MAX = 2**31 - 1  # what `key_tiles.Tiles.section` can count
+
+
+def bounds(window: tuple[int, int]) -> tuple[int, int]:
+    """(left, right) as kernels take them: −1, no bound, is one further away than any key."""
+    return tuple(UNBOUNDED if bound < 0 else min(bound, UNBOUNDED) for bound in window)
 
 
 def refuse_heads_on_grid(problem: Problem) -> str | None:
@@ -101,7 +109,7 @@ def refuse_unless_gqa(problem: Problem, direction: str = "fwd") -> str | None:
         return reason
     if direction != "bwd" and problem.seqlen_q > 0 and problem.seqlen_kv == 0:
         return "takes at least one key"
-    if direction == "bwd" and (problem.seqlen_q == 0) != (problem.seqlen_kv == 0):
+    if direction == "bwd" and problem.sequences is None and (problem.seqlen_q == 0) != (problem.seqlen_kv == 0):
         return "takes at least one query and one key"
     if max(problem.seqlen_q, problem.seqlen_kv) * problem.batch * problem.heads > ROWS_MAX:
         return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"
@@ -156,10 +164,23 @@ def column_blocks(columns: int) -> int:
     return math.ceil(columns / BLOCK)
 
 
+def listed_tiles(total: int, sequences: int, rows: int) -> int:
+    """How many tiles of `rows` rows so many sequences have at most, that together have `total` rows."""
+    return total // rows + sequences
+
+
+def list_shape(total: int, sequences: int, rows: int) -> tuple[int, int]:
+    """Of the list that `packed.ListTiles` writes."""
+    return 1 + listed_tiles(total, sequences, rows), LISTED
+
+
 def scratch_shapes(problem: Problem, tile_q: int, sums: int = 1) -> Scratch:
     """stats and dQ_sum (`backward_ends`) for kernels with tiles of up to `tile_q` queries and so many sums
     of dQ."""
-    blocks = math.ceil(problem.seqlen_q / tile_q) * tile_q // BLOCK
+    tiles = math.ceil(problem.seqlen_q / tile_q)
+    if problem.sequences is not None:
+        tiles = listed_tiles(problem.seqlen_q, len(problem.sequences), tile_q)
+    blocks = tiles * tile_q // BLOCK
     heads, columns = problem.batch * problem.heads, column_blocks(tile_dim(problem))
     return {
         "stats": ((heads, blocks, 2, BLOCK), "float32"),

@@ -49,7 +49,7 @@ class Rows:
     """The accumulators of `Products` by row, as the softmax takes them: of this thread's two rows the columns
     it holds. The same hazard."""
 
-    def __init__(self, x: Products, parts: int, thread, seqlen_q, seqlen_kv):
+    def __init__(self, x: Products, parts: int, thread, *lengths):
         self.S, self.O = by_row(x.rS), by_row(x.rO)  # (row, key) and (row, column of head_dim)
         self.parts = [by_row(part) for part in in_parts(x.rS, parts)]  # (row, key) each, of S left to right
         self.max, self.sum = [cute.make_rmem_tensor(cute.make_layout(OWN_ROWS), Float32) for _ in range(2)]
@@ -57,7 +57,7 @@ class Rows:
         where_S, first_S = coordinates(x.mma_qk, ROWS, tile_kv, thread)  # (row, key) → its place in the tile
         self.where_S = where_S
         self.limits = where_S, first_S
-        self.lengths = seqlen_q, seqlen_kv
+        self.lengths = lengths  # (seqlen_q, seqlen_kv) where they are the same for all tiles
 
 
 def multiply_qk(x: Products, q_get, k_get) -> None:

@@ -12,6 +12,7 @@ from cutlass import Int32, const_expr, range_constexpr
 from ..contract import Problem, Work
 from .constants import WARPGROUP
 from .masks import Mask
+from .packed import DENSE, Batch, Packed, locate_listed
 from .tile_order import ByHead, BySection
 
 ROWS = 64  # queries of a consumer: the M of a WGMMA
@@ -37,8 +38,9 @@ class Config:
 class QueryTiles:
     """Tiles of `tile_q` queries, 64 a consumer, for each those of `tile_kv` keys that they see."""
 
-    def __init__(self, head_dim: int, mask: Mask, tile_q: int, tile_kv: int):
+    def __init__(self, head_dim: int, mask: Mask, tile_q: int, tile_kv: int, batch: Batch = DENSE):
         self.head_dim, self.mask, self.tile_q, self.tile_kv = head_dim, mask, tile_q, tile_kv
+        self.batch, self.packed = batch, isinstance(batch, Packed)
         # With a mask the tile that sees most, the last of a head, comes first (tile_order.py says why).
         self.order = BySection(backwards=True) if mask.hides else ByHead()
 
@@ -54,7 +56,18 @@ class QueryTiles:
         # The first `rows` queries see keys up to last_key(rows − 1) = last_key(rows) − 1: so many.
         if const_expr(self.mask.hides):
             keys = cutlass.max(1, cutlass.min(seqlen_kv, self.mask.last_key(rows, seqlen_q, seqlen_kv)))
+        elif const_expr(self.packed):
+            keys = cutlass.max(1, keys)
         return cute.ceil_div(keys, self.tile_kv)
+
+    @cute.jit
+    def first_block(self, first_row, blocks, seqlen_q, seqlen_kv):
+        """The first of `blocks` tiles of keys that a query from first_row on sees; the last, if none does."""
+        first = Int32(0)
+        if const_expr(self.mask.hides_first):
+            key = cutlass.max(0, self.mask.first_key(first_row, seqlen_q, seqlen_kv))
+            first = cutlass.min(blocks - 1, key // self.tile_kv)
+        return first
 
     @cute.jit
     def own_blocks(self, first_row, seqlen_q, seqlen_kv):
@@ -82,6 +95,37 @@ class QueryTiles:
         visible = self.visible_blocks(first_row, own_blocks, seqlen_q, seqlen_kv)
         return first_row, kv_blocks, own_blocks, visible
 
+    @cute.jit
+    def begin(self, span, q_block, seqlen_q, seqlen_kv):
+        """`span`, in tiles of all keys from the first on, where keys before a first one are hidden too; and
+        where a consumer begins: how many of the CTA's tiles it leaves, its first, and the one behind its last
+        from which a row's first key hides another. At least its first is its own."""
+        first_row, kv_blocks, own_blocks, visible = span
+        cta_first = self.first_block(q_block * self.tile_q, kv_blocks, seqlen_q, seqlen_kv)
+        first = self.first_block(first_row, own_blocks, seqlen_q, seqlen_kv)
+        # The first tile that hides no key before its last row's first one
+        last_first = cutlass.max(0, self.mask.first_key(first_row + ROWS - 1, seqlen_q, seqlen_kv))
+        edge = cute.ceil_div(last_first, self.tile_kv)
+        if first_row >= seqlen_q:  # rows past the end take one tile, which nobody looks at
+            first, own_blocks = cta_first, cta_first + 1
+        edge = cutlass.min(cutlass.max(edge, first + 1), own_blocks)
+        return (first_row, kv_blocks, own_blocks, visible), (first - cta_first, first, edge)
+
+    def span_of(self, place, consumer, extents):
+        """`span` of a place, and where the consumer begins (`begin`)."""
+        lengths = self.batch.lengths(place, extents)
+        span, begin = self.span(place[0], consumer, *lengths), (0, 0, 1)
+        if self.mask.hides_first:
+            span, begin = self.begin(span, place[0], *lengths)
+        return *span, begin
+
+    def first_of_tile(self, q_block, seqlen_q, seqlen_kv):
+        """The first tile of keys that some query of a tile sees."""
+        if not self.mask.hides_first:
+            return 0
+        kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
+        return self.first_block(q_block * self.tile_q, kv_blocks, seqlen_q, seqlen_kv)
+
     def blocks_of(self, problem: Problem) -> Iterator[tuple[int, int]]:
         """Of each consumer's 64 queries of a head the `own_blocks`, and how many of them hide no pair."""
         lengths = problem.seqlen_q, problem.seqlen_kv
@@ -98,17 +142,34 @@ class QueryTiles:
         """(q_block, head, batch) of the tile-th tile in the order they are fetched."""
         heads, all_heads = mQ.shape[2], mQ.shape[2] * mQ.shape[3]
         q_blocks = cute.ceil_div(mQ.shape[0], self.tile_q)
+        q_block, head = self.order.locate(tile, q_blocks, all_heads, self.section(mK.shape[0]))
+        return q_block, head % heads, head // heads
+
+    @cute.jit
+    def section(self, seqlen_kv):
+        """How many heads are worked on together."""
         section = None
         if const_expr(self.mask.hides):
             # As many heads as have section_bytes of K and V, 4·head_dim bytes a key. Divided twice and never
             # multiplied up: a head's bytes may not fit 32 bits, with 2²¹ keys and more.
-            section = self.section_bytes(mK.shape[0]) // (4 * self.head_dim) // mK.shape[0]
-        q_block, head = self.order.locate(tile, q_blocks, all_heads, section)
-        return q_block, head % heads, head // heads
+            section = self.section_bytes(seqlen_kv) // (4 * self.head_dim) // seqlen_kv
+        return section
+
+    def locate_listed(self, tile, mQ, mList):
+        """The place of the tile-th tile of a list of packed ones: (block, head, start_q, …), `Packed`'s."""
+
+        def locate(inside, blocks, heads, seqlen_kv):
+            return self.order.locate(inside, blocks, heads, self.section(cutlass.max(1, seqlen_kv)))
+
+        return locate_listed(tile, mQ.shape[2], mList, locate)
 
     @cute.jit
-    def hide(self, S, value, where_S, first_S, first_row, kv_block, seqlen_q, seqlen_kv):
-        """S (row, key) becomes `value` where the key lies past the diagonal, or past the end.
+    def hide(
+        self, S, value, where_S, first_S, first_row, kv_block, seqlen_q, seqlen_kv,
+        both_edges: cutlass.Constexpr = False,
+    ):  # fmt: skip
+        """S (row, key) becomes `value` where the key lies past the diagonal, or past the end; with
+        `both_edges` also where it lies before the first that is seen.
 
         where_S and first_S are `rows.coordinates`': (row, key) in the tile of each element of S, of this
         thread's at run time and of thread 0's as constants. The limit is moved by the thread's first key, so
@@ -122,6 +183,11 @@ class QueryTiles:
             visible = last_key - (kv_block * self.tile_kv + key)
             for c in range_constexpr(cute.size(S, mode=[1])):
                 S[r, c] = S[r, c] if first_S[0, c][1] <= visible else value
+            if const_expr(both_edges):
+                hidden = self.mask.first_key(first_row + row, seqlen_q, seqlen_kv)
+                hidden = hidden - (kv_block * self.tile_kv + key)
+                for c in range_constexpr(cute.size(S, mode=[1])):
+                    S[r, c] = S[r, c] if first_S[0, c][1] >= hidden else value
 
 
 def work_on_query_tiles(kernel: QueryTiles, problem: Problem) -> Work:

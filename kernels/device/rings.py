@@ -2,8 +2,9 @@
 
 import copy
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineState, PipelineTmaAsync, PipelineUserType
 
 PRODUCER, CONSUMER = PRODUCER_CONSUMER = PipelineUserType.Producer, PipelineUserType.Consumer
@@ -84,3 +85,33 @@ def skip(ring, state, stages):
         ring.consumer_release(state)
         state.advance()
     return state
+
+
+@cute.jit
+def await_next(q_ring, k_ring, q_get, k_get, ahead, there):
+    """Release the K of `ahead` tiles, then wait for the next tile's Q and first K, if it is `there`."""
+    k_get = skip(k_ring, k_get, ahead)
+    if there:
+        q_ring.consumer_wait(q_get)
+        k_ring.consumer_wait(k_get)
+    return k_get
+
+
+@cute.jit
+def leave_hidden(hidden, past_the_end, k_ring, v_ring, k_get, v_get, hides: cutlass.Constexpr):
+    """The tiles of keys that only rows of other consumers see: how many are still to be released.
+
+    Each consumer must release every stage, or the producer waits for its warps when the ring comes round. It
+    releases their K while it waits for the next tile (`await_next`), their V after its own last one. Hazard:
+    until then it holds that stage of V, and the producer puts V beside K, so they must all fit into the other
+    stages, together with those before its first tile of the next queries (the assertion in k6's `__init__`),
+    or all wait forever. Rows past the end have no such bound and release theirs here, K and V in turn; their
+    last P·V, which is not stored, is of another V. `tests/test_rings.py` runs this schedule."""
+    if past_the_end:
+        for _ in range(hidden, unroll=1):
+            v_get = skip(v_ring, v_get, 1)
+            k_get = skip(k_ring, k_get, 1)
+        hidden = Int32(0)
+    if const_expr(not hides):
+        hidden = 0  # others have none anyway, which the compiler does not know
+    return hidden, k_get, v_get

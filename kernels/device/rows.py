@@ -7,6 +7,7 @@ and the next (PTX ISA, the fragment of wgmma's D).
 import cutlass.cute as cute
 from cutlass import Float32
 
+from .constants import LOG2_E
 from .wgmma import by_row
 
 LANES = 4  # threads that share a row; they are neighbours in one warp
@@ -40,6 +41,17 @@ def largest_of_row(value: Float32) -> Float32:
 def sum_of_row(value: Float32) -> Float32:
     """The sum of the `value`s of the lanes of a row."""
     return cute.arch.warp_reduction_sum(value, threads_in_group=LANES)
+
+
+@cute.jit
+def with_sink(total: Float32, row_max: Float32, sink: Float32):
+    """A row's sum, its maximum and the factor of what is summed, when e^sink joins the sum; the maximum in
+    powers of two. Nothing overflows, however far the sink is from the scores; −∞ changes nothing."""
+    sink_log2 = sink * LOG2_E
+    seen = row_max if total > 0.0 else -Float32.inf  # of a row without keys the maximum is 0, and no score's
+    largest = finite(cute.arch.fmax(seen, sink_log2))
+    factor = cute.math.exp2(seen - largest, fastmath=True)
+    return total * factor + cute.math.exp2(sink_log2 - largest, fastmath=True), largest, factor
 
 
 @cute.jit

@@ -5,6 +5,7 @@ from cutlass.cute.nvgpu import warp
 
 from .arithmetic import store_if
 from .constants import WARP, WARPGROUP
+from .packed import DENSE, Batch
 from .tma import partition_tma, row_slices
 
 WARPS = WARPGROUP // WARP
@@ -42,14 +43,15 @@ def rounded(rX: cute.Tensor, dtype: type) -> cute.Tensor:
     return rX16
 
 
-def store_warp_rows(x: WarpStores, rX16: cute.Tensor, place, tile) -> None:
-    """Store this warp's rows through `place` of shared memory into `tile`, which is (block, head, batch)."""
+def store_warp_rows(x: WarpStores, rX16: cute.Tensor, place, tile, batch: Batch = DENSE) -> None:
+    """Store this warp's rows through `place` of shared memory into `tile`, a place of `batch`: (block, head,
+    …)."""
     cute.copy(x.copy, x.copy.retile(rX16), x.tXsX[None, None, None, place])
     cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
     cute.arch.sync_warp()
-    block, head, batch = tile
-    tXgX, tXsX = partition_tma(x.atom, x.mX[None, None, head, batch], x.sX_warps)  # (TMA, rows of a warp)
-    here, there = place * WARPS + x.warp_idx % WARPS, block * x.warps + x.warp_idx
+    mX = batch.queries(x.mX, tile[1], tile)  # (row, column)
+    tXgX, tXsX = partition_tma(x.atom, mX, x.sX_warps)  # (TMA, rows of a warp)
+    here, there = place * WARPS + x.warp_idx % WARPS, tile[0] * x.warps + x.warp_idx
     cute.copy(x.atom, tXsX[None, here], tXgX[None, there])  # which elects a lane itself
     cute.arch.cp_async_bulk_commit_group()
 

@@ -94,18 +94,24 @@ def message_ring(smem: object, listeners: int) -> PipelineAsync:
 
 @cute.jit
 def tell(ring, state, sTile, message):
-    """The producer warp: hand a tile's place to the others, four numbers, of which the first is 0 at the
-    end."""
+    """The producer warp: hand a tile's place to the others, as many numbers as sTile has, four or more, of
+    which the first is 0 at the end."""
     ring.producer_acquire(state)
-    for i in range_constexpr(4):
+    for i in range_constexpr(len(message)):
         sTile[i] = Int32(message[i])
     ring.producer_commit(state)
 
 
 @cute.jit
 def hear(ring, state, sTile):
-    """The four numbers `tell` was given."""
+    """The numbers `tell` was given."""
     ring.consumer_wait(state)
-    message = [cute.arch.make_warp_uniform(sTile[i]) for i in range(4)]
+    message = [cute.arch.make_warp_uniform(sTile[i]) for i in range(cute.size(sTile))]
     ring.consumer_release(state)
-    return message[0], message[1], message[2], message[3]
+    return tuple(message)
+
+
+def hear_place(ring, state, sTile):
+    """The same as the first number and the rest, the place of a tile."""
+    valid, *place = hear(ring, state, sTile)
+    return valid, tuple(place)

@@ -1,0 +1,280 @@
+"""Random problems with windows, soft caps, sinks and packed sequences against float64 on the GPU.
+
+    python -m harness.fuzz                    problems 0…2047 of each direction: library/fuzz.json of results
+    python -m harness.fuzz 300 40 --no-save   40 from the 300th on, printed only
+
+A problem follows from its number (`problem_of`) and from nothing else. It goes through the library's own call
+(`attention` or `flash_attn_varlen_func`), in the layout that the number says, and its outputs through the
+pass rule; gradients are of the O and LSE that the reference gives. The file says which numbers passed, of how
+many sequences, rows and keys, and of each kernel that ran its machine code's identity.
+"""
+
+import argparse
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from harness import machine_code, results, timing
+from harness.inputs import hopper_gpu
+from harness.policies import Given, random_given
+from harness.reference import rounding_of
+from hopper_attention import policies, production
+from hopper_attention.kernels import ladder
+from hopper_attention.kernels.contract import Problem
+from hopper_attention.launch import compile_kernel, compiled_for
+from hopper_attention.precompile import fill
+
+COUNT = 2048
+DIRECTIONS = ("fwd", "bwd")
+ROWS_MAX = 6000  # rows of all heads and batches together, so that float64 takes milliseconds
+LAYOUTS = ("heads first", "rows first", "of one tensor", "padded rows")
+# What is compiled in, of which there are thousands; a problem's number chooses among these.
+KINDS = 36
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What of a problem is compiled in."""
+
+    head_dim: int
+    dtype: str
+    mask: str  # "full", "causal", "top left" or "window"
+    softcap: bool
+    sink: bool
+    packed: bool
+    lse_grad: bool
+
+
+def kinds() -> list[Kind]:
+    """KINDS of them: each value of each field often, and every pair of masks and policies."""
+    rng = random.Random(22)
+    found: list[Kind] = []
+    combined = [
+        (m, c, s, p) for m in ("window", "causal", "full") for c in (0, 1) for s in (0, 1) for p in (0, 1)
+    ]
+    for i in range(KINDS):
+        mask, softcap, sink, packed = combined[i % len(combined)]
+        if mask != "window" and not (softcap or sink or packed):
+            mask, softcap, sink = "top left", True, mask == "causal"
+        head_dim = (64, 128, 256, 128)[(i + i // len(combined)) % 4]
+        dtype = "float16" if rng.random() < 0.3 else "bfloat16"
+        found.append(Kind(head_dim, dtype, mask, bool(softcap), bool(sink), bool(packed), rng.random() < 0.4))
+    return found
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A random problem, and what else its number says."""
+
+    number: int
+    problem: Problem
+    scale: float
+    padding: tuple[tuple[int, int], ...] | None
+    layout: str
+    outside: float
+
+
+def length_of(rng: random.Random, most: int) -> int:
+    """Often about the ends of tiles, sometimes 0 or 1."""
+    kind = rng.random()
+    if kind < 0.12:
+        return rng.choice((0, 1, 2))
+    if kind < 0.5:
+        return max(0, min(most, rng.choice((64, 128, 192, 256, 512)) + rng.randint(-1, 1)))
+    return int(math.exp(rng.uniform(0, math.log(max(1, most)))))
+
+
+def problem_of(number: int, direction: str) -> Drawn:
+    """The number-th random problem."""
+    rng = random.Random(f"{direction} {number}")
+    kind = kinds()[number % KINDS]
+    kv_heads = rng.choice((1, 1, 2, 3))
+    heads = kv_heads * rng.choice((1, 1, 2, 4, 8))
+    fields: dict[str, object] = {"softcap": rng.choice((1.0, 5.0, 30.0, 50.0)) if kind.softcap else 0.0}
+    if kind.mask == "window":
+        bound = lambda: rng.choice((-1, 0, 1, 63, 64, 65, 127, 128, rng.randint(0, 700)))
+        window = bound(), rng.choice((0, 0, bound()))
+        fields["window"] = (17, 0) if window == (-1, -1) else window
+    causal = kind.mask in ("causal", "top left")
+    most = max(64, ROWS_MAX // heads)
+    padding = None
+    if kind.packed:
+        count = rng.choice((1, 2, 3, 7, 30, 200))
+        sequences = []
+        for _ in range(count):
+            queries = length_of(rng, max(4, 3 * most // count))
+            keys = queries if rng.random() < 0.6 else length_of(rng, max(4, 3 * most // count))
+            sequences.append((queries, keys))
+        if not any(q and kv for q, kv in sequences):
+            sequences.append((5, 9))
+        if rng.random() < 0.4:
+            padding = tuple((rng.randint(0, 9), rng.randint(0, 70)) for _ in sequences)
+        behind = rng.choice((0, 0, 1, 130))
+        extents = [
+            sum(x) + behind + (sum(p[side] for p in padding) if padding else 0)
+            for side, x in enumerate(zip(*sequences))
+        ]
+        fields |= {"sequences": tuple(sequences)}
+        batch = 1
+    else:
+        batch = rng.choice((1, 1, 2, 3))
+        queries = max(1, length_of(rng, max(4, most // batch)))
+        keys = queries if rng.random() < 0.5 else max(1, length_of(rng, 2 * most))
+        extents = [queries, keys]
+    problem = Problem(
+        batch, heads, kv_heads, *extents, kind.head_dim, causal, kind.dtype, direction,
+        top_left=kind.mask == "top left", sink=kind.sink, scaled=True,
+        lse_grad=kind.lse_grad and direction == "bwd", **fields,
+    )  # fmt: skip
+    scale = rng.choice((1.0, 1.0, 0.5, 3.0)) * kind.head_dim**-0.5
+    outside = rng.choice((math.nan, math.inf))
+    return Drawn(number, problem, scale, padding, rng.choice(LAYOUTS), outside)
+
+
+# ---- running one ------------------------------------------------------------------------------------------
+
+
+def laid_out(x: torch.Tensor, layout: str, packed: bool) -> torch.Tensor:
+    """x (batch, heads, rows, head_dim) as a call takes it, packed (rows, heads, head_dim), in memory as the
+    layout says."""
+    batch, heads, rows, head_dim = x.shape
+    if layout == "rows first":
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    elif layout == "of one tensor":
+        whole = x.new_full((batch, rows, heads, 3, head_dim), math.nan)
+        x = whole[:, :, :, 1].copy_(x.transpose(1, 2)).transpose(1, 2)
+    elif layout == "padded rows":
+        whole = x.new_full((batch, heads, rows, head_dim + 8), math.nan)
+        x = whole[..., :head_dim].copy_(x)
+    return x[0].transpose(0, 1) if packed else x
+
+
+def check(drawn: Drawn) -> list[str]:
+    """What is wrong with what the library computes."""
+    problem = drawn.problem
+    packed = problem.sequences is not None
+    given = random_given(
+        problem, drawn.number, scale=drawn.scale, padding=drawn.padding, outside=drawn.outside
+    )
+    more, options = arguments_of(given)
+    tensors = [laid_out(x, drawn.layout, packed) for x in (given.q, given.k, given.v)]
+    as_judged = lambda x: x.transpose(0, 1)[None] if packed and x.dim() == 3 else x
+    if problem.direction == "fwd":
+        o, lse = policies.forward(*tensors, more, *options)
+        outputs = {"o": as_judged(o), "lse": lse[None] if packed else lse}
+        stage_id = production.forward_stage(problem)
+    else:
+        o, lse = given.saved
+        saved = [laid_out(x, drawn.layout, packed) for x in (given.do, o)]
+        dlse = given.dlse if given.dlse is None or not packed else given.dlse[0]
+        lse = lse[0] if packed else lse
+        deterministic = drawn.number % 2 == 0
+        found = policies.backward(
+            saved[0], *tensors, saved[1], lse.contiguous(), dlse, more, *options, deterministic
+        )
+        outputs = dict(zip(("dq", "dk", "dv"), map(as_judged, found)))
+        if problem.sink:
+            outputs["dsink"] = found[3]
+        stage_id = production.BACKWARD
+    stage, module = ladder.load(stage_id)
+    return given.judge(outputs, rounding_of(stage, module, problem, **stage.options), poisoned=False)
+
+
+def arguments_of(given: Given) -> tuple[policies.Tensors, tuple[object, ...]]:
+    """What `policies.forward` takes beside q, k and v."""
+    problem = given.problem
+    more = policies.Tensors(given.sink)
+    if problem.sequences is not None:
+        (cu_q, cu_kv), used = given.lengths()
+        more = policies.Tensors(given.sink, cu_q, cu_kv, *used)
+    window = problem.window or (-1, -1)
+    return more, (given.softmax_scale, problem.causal, problem.top_left, window, problem.softcap)
+
+
+def jobs(drawn: list[Drawn]) -> list[tuple[str, Problem, dict[str, object]]]:
+    """The kernels that they run."""
+    found = []
+    for one in drawn:
+        if one.problem.direction == "fwd":
+            stages = [production.forward_stage(policies.without_idle_window(one.problem))]
+        else:
+            stages = [production.backward_stage(one.problem, one.number % 2 == 0)[0]]
+        for stage_id in stages:
+            least = compiled_for(stage_id, policies.without_idle_window(one.problem))
+            job = stage_id, least, ladder.load(stage_id)[0].options
+            if job not in found:
+                found.append(job)
+    return found
+
+
+def run(
+    first: int, count: int, directions: tuple[str, ...] = DIRECTIONS
+) -> Iterator[tuple[Drawn, list[str]]]:
+    """Each problem, and what was wrong with it."""
+    for direction in directions:
+        for number in range(first, first + count):
+            drawn = problem_of(number, direction)
+            try:
+                yield drawn, check(drawn)
+            except (ValueError, NotImplementedError) as error:  # of the library: a refusal is a failure here
+                yield drawn, [f"{type(error).__name__}: {error}"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m harness.fuzz", description=__doc__.splitlines()[0])
+    parser.add_argument("first", nargs="?", type=int, default=0, help="number of the first problem")
+    parser.add_argument("count", nargs="?", type=int, default=COUNT, help="problems of each direction")
+    parser.add_argument("--direction", choices=DIRECTIONS, help="one direction alone")
+    parser.add_argument("--no-save", action="store_true", help="print, and write nothing")
+    args = parser.parse_args(arguments)
+    if not hopper_gpu():
+        print("harness.fuzz: there is no Hopper GPU here", file=sys.stderr)
+        return 2
+    directions = (args.direction,) if args.direction else DIRECTIONS
+    every = [problem_of(n, x) for x in directions for n in range(args.first, args.first + args.count)]
+    kernels = jobs(every)
+    fill(kernels)
+    begin, failed, passed = time.perf_counter(), [], dict.fromkeys(directions, 0)
+    for drawn, failures in run(args.first, args.count, directions):
+        passed[drawn.problem.direction] += not failures
+        if failures:
+            failed.append(drawn)
+            print(f"{drawn.problem.direction} {drawn.number}: {drawn.problem}, {drawn.layout}", flush=True)
+            print(*(f"    {x:.300}" for x in failures), sep="\n", flush=True)
+    seconds = time.perf_counter() - begin
+    print(f"{sum(passed.values())} of {len(every)} problems passed in {seconds:.0f} s")
+    if not args.no_save and not failed:
+        rows = [summary(x, [y for y in every if y.problem.direction == x], args.first) for x in directions]
+        for stage_id, least, options in kernels:
+            identity = machine_code.identity(compile_kernel(stage_id, least, **options))
+            rows.append({"stage": stage_id, "kernel": str(least), "cubin_sha256": identity})
+        print(results.save_library("fuzz", rows, timing.environment({})))
+    return 1 if failed else 0
+
+
+def summary(direction: str, drawn: list[Drawn], first: int) -> dict[str, object]:
+    """What was tried, of one direction."""
+    problems = [x.problem for x in drawn]
+    count = lambda wanted: sum(map(bool, map(wanted, problems)))
+    return {
+        "direction": direction,
+        "first": first,
+        "problems": len(problems),
+        "failures": 0,
+        "windows": count(lambda x: x.window),
+        "softcaps": count(lambda x: x.softcap),
+        "sinks": count(lambda x: x.sink),
+        "packed": count(lambda x: x.sequences is not None),
+        "sequences": sum(len(x.sequences or ()) for x in problems),
+        "grouped_heads": count(lambda x: x.heads != x.kv_heads),
+        "layouts": {name: sum(x.layout == name for x in drawn) for name in LAYOUTS},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""The cases of `harness.cases` for stages that take a window, a soft cap, a sink or packed sequences: each
+alone, as models have them together, and what others got wrong.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+
+from harness import reference
+from harness.cases import case, same
+from harness.inputs import hopper_gpu
+from harness.policies import Given, random_given, starts_of
+from hopper_attention.kernels import ladder
+from hopper_attention.kernels.contract import Problem
+from hopper_attention.launch import compile_stage
+
+HEAD_DIMS = (64, 128, 256)
+FAR = -1e3  # scores of keys that are seen, so far below zero that nothing of e^score is left
+EDGES = (63, 64, 65, 127, 128, 129)  # of windows, about the ends of tiles
+MANY = 10**5  # sequences
+
+
+def plain_of(stage_id: str, head_dim: int = 64, **fields: object) -> Problem:
+    direction = ladder.load(stage_id)[0].direction
+    return Problem.square(2, 4, 203, head_dim, False, direction=direction).with_(**fields)
+
+
+def packed_of(stage_id: str, sequences, head_dim: int = 64, behind: int = 0, **fields: object) -> Problem:
+    """A problem of packed sequences, with so many rows behind the last."""
+    queries, keys = (sum(x) + behind for x in zip(*sequences)) if sequences else (behind, behind)
+    extents = {"batch": 1, "seqlen_q": queries, "seqlen_kv": keys, "sequences": tuple(sequences)}
+    return plain_of(stage_id, head_dim, **fields).with_(**extents)
+
+
+def checked(stage_id: str, given: Given, what: str = "") -> Iterator[str]:
+    """The pass rule, or a refusal by name, which `harness.policy_cases` cannot meet: `chosen` asks first."""
+    if reason := ladder.load(stage_id)[1].supports(given.problem):
+        yield f"{given.problem}: refused: {reason}"
+        return
+    try:
+        failures = given.check(stage_id)
+        torch.cuda.synchronize()
+    except RuntimeError as error:  # of a launch, which names no problem
+        raise RuntimeError(f"{given.problem}{what and ', '}{what}: {error!s:.200}") from error
+    for failure in failures:
+        yield f"{given.problem}{what and ', '}{what}: {failure}"
+
+
+# ---- each, and together ------------------------------------------------------------------------------------
+
+ALONE = (
+    {"window": (40, 0)},
+    {"window": (-1, 9)},
+    {"window": (0, 0)},
+    {"window": (70, 33)},
+    {"softcap": 3.0},
+    {"softcap": 50.0, "causal": True},
+    {"sink": True},
+    {"sink": True, "causal": True},
+    {"sink": True, "causal": True, "dtype": "float16"},
+    {"window": (100, 0), "dtype": "float16", "softcap": 20.0},
+)
+TOGETHER = (  # as models have them, and everything at once
+    {"heads": 8, "kv_heads": 4, "window": (127, 0), "softcap": 50.0, "head_dim": 256},  # Gemma 2
+    {"heads": 8, "kv_heads": 4, "causal": True, "softcap": 50.0, "head_dim": 256},
+    {"heads": 16, "kv_heads": 2, "window": (127, 0), "sink": True, "head_dim": 64},  # gpt-oss
+    {"heads": 16, "kv_heads": 2, "causal": True, "sink": True, "head_dim": 64},
+    {"heads": 8, "kv_heads": 2, "window": (255, 0), "head_dim": 128},  # Mistral
+    {"heads": 8, "kv_heads": 2, "window": (31, 17), "softcap": 5.0, "sink": True, "head_dim": 128},
+)
+EXTENTS = ({}, {"seqlen_q": 1025, "seqlen_kv": 1025}, {"seqlen_kv": 700}, {"seqlen_q": 700}, {"seqlen_q": 1})
+
+
+@case(policies=True)
+def policies_alone(stage_id, args):
+    for head_dim in HEAD_DIMS:
+        for fields in ALONE:
+            for extents in EXTENTS:
+                problem = plain_of(stage_id, head_dim, batch=1, **fields).with_(**extents)
+                yield from checked(stage_id, random_given(problem, scale=3.0 * head_dim**-0.5))
+
+
+@case(policies=True)
+def policies_together(stage_id, args):
+    for fields in TOGETHER:
+        for extents in EXTENTS:
+            plain = plain_of(stage_id, **{**fields, **extents})
+            yield from checked(stage_id, random_given(plain, scale=2.0 * plain.head_dim**-0.5))
+            if plain.direction == "bwd":
+                yield from checked(stage_id, random_given(plain.with_(scaled=True, lse_grad=True)))
+        sequences = ((300, 300), (1, 77), (64, 64), (0, 9), (513, 513), (2, 2))
+        plain = packed_of(stage_id, sequences, **fields)
+        yield from checked(stage_id, random_given(plain, scale=2.0 * plain.head_dim**-0.5))
+
+
+@case(policies=True)
+def edges_of_windows(stage_id, args):
+    """Off by one on either side moves a row of a small window by more than its roundings."""
+    for head_dim in HEAD_DIMS:
+        for left, right in ((1, 0), (0, 1), (2, 2), *((x, 0) for x in EDGES), (-1, 64), (64, -1), (127, 127)):
+            for extents in ({"seqlen_q": 512, "seqlen_kv": 512}, {"seqlen_q": 257, "seqlen_kv": 601}):
+                problem = plain_of(stage_id, head_dim, batch=1, window=(left, right), **extents)
+                yield from checked(stage_id, random_given(problem))
+
+
+@case(policies=True)
+def far_below_zero(stage_id, args):
+    """Scores at which e^s is nothing: a maximum that stays at 0 while a row has seen no key loses them all;
+    and sinks far above and below everything."""
+    for head_dim in HEAD_DIMS:
+        for fields in ({"window": (70, 0)}, {"window": (3, 3)}, {"window": (100, 0), "sink": True}):
+            problem = plain_of(stage_id, head_dim, batch=1, seqlen_q=400, seqlen_kv=400, **fields)
+            given = random_given(problem, scale=1.0, sink=torch.full((4,), FAR, device="cuda"))
+            given.sink = given.sink if problem.sink else None
+            # q·k = FAR + noise: one column makes it, the others as they are.
+            given.q[..., 0], given.k[..., 0] = FAR / 16, 16.0
+            given.q[..., 1:] *= head_dim**-0.5
+            yield from checked(stage_id, given, "scores far below zero")
+        for sink in (-math.inf, -300.0, -30.0, 30.0, 300.0):
+            problem = plain_of(stage_id, head_dim, batch=1, causal=True, sink=True)
+            yield from checked(
+                stage_id, random_given(problem, sink=torch.full((4,), sink, device="cuda")), f"sink {sink}"
+            )
+
+
+# ---- packed sequences --------------------------------------------------------------------------------------
+
+PACKED = {
+    "equal": ((256, 256),) * 5,
+    "ragged": ((203, 203), (1, 1), (64, 64), (65, 65), (513, 513), (31, 31)),
+    "without queries or keys": ((0, 40), (70, 0), (0, 0), (33, 65), (5, 0)),
+    "empty at both ends": ((0, 0), (100, 100), (0, 0)),
+    "one token beside an empty one": ((1, 1), (0, 0)),
+    "more keys": ((65, 301), (1, 513), (128, 129)),
+    "more queries": ((301, 65), (513, 1), (129, 128)),
+    "one long, many short": ((1500, 1500), *(((7, 7),) * 90)),
+    "none": (),
+}
+MASKED = ({}, {"causal": True}, {"window": (37, 0)}, {"window": (20, 11)})
+
+
+@case(policies=True)
+def packed_sequences(stage_id, args):
+    for head_dim in HEAD_DIMS:
+        for name, sequences in PACKED.items():
+            for mask in MASKED:
+                problem = packed_of(stage_id, sequences, head_dim, behind=70, **mask)
+                if problem.direction == "bwd" and not all(problem.totals):
+                    continue
+                yield from checked(stage_id, random_given(problem, outside=math.inf), name)
+    problem = packed_of(stage_id, PACKED["ragged"], 128, causal=True, heads=8, kv_heads=2, dtype="float16")
+    yield from checked(stage_id, random_given(problem), "GQA, fp16")
+
+
+@case(policies=True)
+def padding_between_sequences(stage_id, args):
+    """`seqused`: rows between sequences hold NaN or Inf, and stay as they are."""
+    for outside in (math.nan, math.inf):
+        for mask in MASKED:
+            sequences = PACKED["ragged"] + PACKED["without queries or keys"]
+            padding = [(i % 3 * 20, (i + 1) % 3 * 33) for i in range(len(sequences))]
+            plain = packed_of(stage_id, sequences, 128, **mask)
+            queries, keys = (sum(x) for x in zip(*padding))
+            problem = plain.with_(seqlen_q=plain.seqlen_q + queries, seqlen_kv=plain.seqlen_kv + keys)
+            yield from checked(stage_id, random_given(problem, padding=padding, outside=outside))
+
+
+@case(policies=True)
+def many_sequences(stage_id, args):
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(0, 4, (MANY,), generator=generator).tolist()
+    for mask in ({"causal": True}, {"window": (1, 0)}):
+        problem = packed_of(stage_id, [(n, n) for n in lengths], 64, heads=2, kv_heads=1, **mask)
+        yield from checked(stage_id, random_given(problem))
+
+
+@case(policies=True)
+def sequences_in_another_order(stage_id, args):
+    """A sequence's bits depend on no other sequence, nor on its place."""
+    if ladder.load(stage_id)[0].atomics:
+        return
+    sequences = ((203, 203), (64, 64), (1, 1), (700, 700), (65, 65))
+    for head_dim in HEAD_DIMS:
+        problem = packed_of(stage_id, sequences, head_dim, causal=True)
+        given = random_given(problem)
+        plain = given.run(stage_id).outputs
+        order = [3, 0, 4, 2, 1]
+        starts = starts_of([q for q, _ in sequences])
+        rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in order]).cuda()
+        other = Given(problem.with_(sequences=tuple(sequences[i] for i in order)), *(
+            x[:, :, rows].contiguous() for x in (given.q, given.k, given.v)
+        ))  # fmt: skip
+        other.do = None if given.do is None else given.do[:, :, rows].contiguous()
+        other.starts = (starts_of([sequences[i][0] for i in order]),) * 2
+        for name, x in other.run(stage_id).outputs.items():
+            if not same(x, plain[name][:, :, rows]):
+                yield f"{problem}: {name} depends on the order of sequences"
+
+
+@case(policies=True)
+def a_graph_of_other_lengths(stage_id, args):
+    """A CUDA graph reads the lengths of its replay, not those it was captured with."""
+    module = ladder.load(stage_id)[1]
+    first, then = ((100, 100), (200, 200), (84, 84)), ((0, 0), (383, 383), (1, 1))
+    for head_dim in HEAD_DIMS:
+        given, other = (random_given(packed_of(stage_id, x, head_dim, causal=True)) for x in (first, then))
+        t = given.allocate(stage_id)
+        compiled = compile_stage(stage_id, given.problem)
+        module.run_kernel(compiled, t)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            module.run_kernel(compiled, t)
+        fresh = other.allocate(stage_id)
+        for name in ("q", "k", "v", "do", *(("o", "lse") if t.do is not None else ())):
+            if getattr(t, name) is not None:
+                getattr(t, name).copy_(getattr(fresh, name))
+        for mine, theirs in zip(t.cu_seqlens, fresh.cu_seqlens):
+            mine.copy_(theirs)
+        other.poison(t)
+        graph.replay()
+        torch.cuda.synchronize()
+        stage = ladder.load(stage_id)[0]
+        rounding = reference.rounding_of(stage, module, other.problem, **stage.options)
+        for failure in other.judge(t.outputs, rounding):
+            yield f"{other.problem}, replayed: {failure}"
+
+
+def main(stage_ids: list[str], only: str = "") -> int:
+    """Run these cases alone, those whose name contains `only`."""
+    from harness.cases import CASES
+
+    failed = 0
+    for stage_id in stage_ids:
+        for name, (_, function, policies) in CASES.items():
+            if policies and only in name:
+                begin = time.perf_counter()
+                try:
+                    failures = list(function(stage_id, None))
+                except Exception as error:  # the others still run
+                    failures = [f"{type(error).__name__}: {error}"]
+                failed += bool(failures)
+                seconds = time.perf_counter() - begin
+                print(f"{stage_id}: {name}: {len(failures)} failures in {seconds:.1f} s")
+                print(*(f"    {failure}" for failure in failures[:8]), sep="\n", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    assert hopper_gpu(), "no Hopper GPU here"
+    names = [x for x in sys.argv[1:] if x in ladder.LADDER]
+    sys.exit(main(names, " ".join(x for x in sys.argv[1:] if x not in ladder.LADDER)))

@@ -1,0 +1,299 @@
+"""Attention with a window, a soft cap or a sink, or of packed sequences, on torch tensors: inputs of one kind
+are checked and their kernel compiled or loaded once, as in `production`, whose scratch it shares.
+
+Lengths are never read on the host, and no plan follows from them: where sequences begin and end, the kernels
+read themselves, so that a call never waits for the GPU and a CUDA graph that captured one serves all lengths.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from . import production, tuned
+from .checks import check_gradients, check_packing, check_scale, check_sink, check_softcap, check_window
+from .checks import general_problem_of as problem_of
+from .checks import like_o
+from .kernels import calls
+from .kernels.contract import Problem
+from .kernels.device.limits import bounds, has_own_kernel
+from .launch import DETERMINISTIC, DETERMINISTIC_IN_PARTS
+from .production import WHOLE, Plan, plan_of, run_on
+
+NAMES = ("cu_q", "cu_kv", "used_q", "used_kv")  # of what says where packed sequences lie
+
+
+class Made(NamedTuple):
+    """A plan for inputs of a kind, whose launch is None where there is no query, or no key."""
+
+    plan: Plan
+    numbers: tuple[float | int, ...]  # that its kernels are given before tensors: scale, window, soft cap
+
+
+_plans: dict[tuple[object, ...], Made] = {}
+
+
+class Tensors(NamedTuple):
+    """What a call may have beside q, k and v."""
+
+    sink: torch.Tensor | None = None
+    cu_q: torch.Tensor | None = None
+    cu_kv: torch.Tensor | None = None
+    used_q: torch.Tensor | None = None
+    used_kv: torch.Tensor | None = None
+
+    @property
+    def given(self) -> tuple[object, ...]:
+        """As a launch is given them, in its order."""
+        given = () if self.sink is None else (self.sink,)
+        if self.cu_q is None:
+            return given
+        which = (self.used_q is not None) + 2 * (self.used_kv is not None)
+        used_q = self.cu_q if self.used_q is None else self.used_q
+        used_kv = self.cu_kv if self.used_kv is None else self.used_kv
+        return *given, self.cu_q, self.cu_kv, used_q, used_kv, which
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    more: Tensors,
+    softmax_scale: float | None,
+    causal: bool,
+    top_left: bool,
+    window: tuple[int, int],
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse on PyTorch's current stream, of q (batch, heads, seqlen, head_dim), or of packed sequences
+    (total, heads, head_dim) with lse (heads, total).
+
+    Raises TypeError or ValueError before anything is launched.
+    """
+    options = softmax_scale, causal, top_left, window, softcap
+    plan_anew = lambda: _plan_forward(q, k, v, more, *options)
+    plan, numbers = plan_of(_plans, ("fwd", *_kind(q, k, v, *more), options), plan_anew)
+    device = q.device
+    if plan.launch is None:
+        return _of_no_key(q, v, more)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = (production.empty(*x) for x in plan.outputs)
+        if more.used_q is not None:  # there are rows of no sequence, which no kernel writes
+            o.zero_(), lse.zero_()
+        scratch = production._scratch(plan.parts[0], device)
+        if more.cu_q is None:
+            calls.launch_forward(plan.launch, q, k, v, o, lse, scratch, (*numbers, *more.given))
+        else:
+            rows = [as_batch(x) for x in (q, k, v, o)]
+            given = (*numbers, *more.given)
+            calls.launch_forward(plan.launch, *rows, lse.unsqueeze(0), scratch, given)
+        return o, lse
+
+    return run_on(device, run, plan_anew)
+
+
+def backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    more: Tensors,
+    softmax_scale: float | None,
+    causal: bool,
+    top_left: bool,
+    window: tuple[int, int],
+    softcap: float,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv and the sink's gradient (heads,), without a sink (0,), on PyTorch's current stream.
+
+    Raises TypeError or ValueError before anything is launched.
+    """
+    options = softmax_scale, causal, top_left, window, softcap, deterministic
+    plan_anew = lambda: _plan_backward(do, q, k, v, o, lse, dlse, more, *options)
+    kind = ("bwd", *_kind(q, k, v, o, do, lse, *more), dlse is None, options)
+    plan, numbers = plan_of(_plans, kind, plan_anew)
+    device = q.device
+    if plan.launch is None:
+        return *map(torch.zeros_like, (q, k, v)), _sink_of_no_key(q, dlse, more)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        do_, o_ = do, o
+        if plan.unreadable or (do.data_ptr() | o.data_ptr()) % production.VECTOR_BYTES:
+            do_, o_ = production._readable(do), production._readable(o)
+        dq, dk, dv = gradients = [production.empty(*x) for x in plan.outputs]
+        if more.used_q is not None or more.used_kv is not None:
+            for x in gradients:
+                x.zero_()
+        dsink = q.new_empty(0, dtype=torch.float32) if more.sink is None else torch.empty_like(more.sink)
+        tensors = q, k, v, o_, lse, do_, dq, dk, dv
+        slope = None if dlse is None else dlse.contiguous()
+        if more.cu_q is not None:
+            q_, k_, v_, o_, lse_, *rest = (x.unsqueeze(0) if x is lse else as_batch(x) for x in tensors)
+            tensors = q_, k_, v_, o_, lse_, *rest
+            slope = None if slope is None else slope.unsqueeze(0)
+        whole = len(plan.parts) == 1
+        for part in plan.parts:
+            at = [part.at_q] * 9
+            for of_keys in (1, 2, 7, 8):
+                at[of_keys] = part.at_kv
+            own = tensors if whole else [x[place] for x, place in zip(tensors, at)]
+            of_heads = lambda x, part=part: x if whole else x[part.at_q[1]]
+            sinks = more if more.sink is None else more._replace(sink=of_heads(more.sink))
+            given = [*numbers, *sinks.given]
+            if slope is not None:
+                given.append(slope if whole else slope[part.at_q].contiguous())
+            if more.sink is not None:
+                given.append(of_heads(dsink))
+            scratch = production._scratch(part, device)
+            with production._several_kernels:
+                calls.launch_backward(plan.launch, *own, scratch, given)
+        return dq, dk, dv, dsink
+
+    return run_on(device, run, plan_anew)
+
+
+def reason_against(
+    direction: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *options: object,
+    also: Callable[[Problem], str | None],
+) -> str | None:
+    """Why `forward`, or with "bwd" `backward`, would refuse q, k and v, or None; or what `also` has against
+    the problem. The options are theirs."""
+    try:
+        problem, _ = _problem_of(direction, q, k, v, Tensors(), *options)
+        return also(problem)
+    except (TypeError, ValueError) as error:
+        return str(error)
+
+
+def as_batch(x: torch.Tensor) -> torch.Tensor:
+    """(total, heads, head_dim) as (1, heads, total, head_dim)."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+# ---- plans ------------------------------------------------------------------------------------------------
+
+
+def _kind(*tensors: torch.Tensor | None) -> tuple[object, ...]:
+    return (
+        *[None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors],
+        tensors[0].device,
+    )
+
+
+def _problem_of(
+    direction: str, q, k, v, more: Tensors, softmax_scale, causal, top_left, window, softcap
+) -> tuple[Problem, tuple[float | int, ...]]:
+    """The problem, in which sequences stand for themselves without their lengths, and the numbers that its
+    kernels are given. Raises as `forward`."""
+    check_window(window, causal, top_left)
+    packed = more.cu_q is not None or more.cu_kv is not None
+    problem = problem_of(q, k, v, causal, top_left, packed).with_(direction=direction)
+    window = window if window != (-1, -1) else None
+    problem = without_idle_window(problem.with_(window=window, softcap=check_softcap(softcap)))
+    if more.sink is not None:
+        check_sink(more.sink, q, problem.heads)
+        problem = problem.with_(sink=True)
+    if packed:
+        sequences = check_packing(q, **{name: getattr(more, name) for name in NAMES})
+        problem = problem.with_(sequences=((0, 0),) * sequences)
+    scale = check_scale(softmax_scale, problem.head_dim)
+    given = scale is not None or bool(problem.policies) or not has_own_kernel(problem)
+    problem = problem.with_(scaled=given)
+    numbers = (scale or problem.head_dim**-0.5,) if problem.scaled else ()
+    if problem.window is not None:
+        numbers = *numbers, *bounds(problem.window)
+    if problem.softcap:
+        numbers = *numbers, problem.softcap
+    rows = [as_batch(x) if packed else x for x in (q, k, v)]
+    stage_id = production.FORWARD if direction == "fwd" else production.BACKWARD
+    no_launch = packed and not (problem.seqlen_q and problem.seqlen_kv and problem.sequences)
+    if not no_launch:
+        production._check_inputs(stage_id, problem, **dict(zip("qkv", rows)))
+    return problem, numbers
+
+
+def without_idle_window(problem: Problem) -> Problem:
+    """The problem without a window, or the side of one, that is too wide to hide anything."""
+    if problem.window is None:
+        return problem
+    left, right = problem.window
+    left = -1 if left >= problem.seqlen_kv - 1 else left
+    right = -1 if right >= max(1, problem.seqlen_q - 1) else right
+    return problem.with_(window=None if (left, right) == (-1, -1) else (left, right))
+
+
+def _plan_forward(q, k, v, more: Tensors, *options: object, rows: int | None = None) -> Made:
+    """`rows` are for who measures: otherwise what `division` chooses."""
+    problem, numbers = _problem_of("fwd", q, k, v, more, *options)
+    lse_shape = q.shape[:3] if more.cu_q is None else (q.shape[1], q.shape[0])
+    outputs = production._dense_like(q, v.shape[-1]), production._dense(lse_shape, torch.float32)
+    if not q.numel() or not k.numel() or problem.sequences == ():
+        return Made(Plan(None, outputs, (), ()), numbers)
+    gpu = tuned.gpu(q.device)
+    stage_id = production.forward_stage(problem, rows, gpu)
+    options = production.OPTIONS.get(stage_id, {})
+    part = production._part(WHOLE, WHOLE, calls.forward_scratch(problem, **options))
+    launch = production._launch(stage_id, problem, gpu)
+    return Made(Plan(launch, outputs, (part,), ()), numbers)
+
+
+def _plan_backward(
+    do, q, k, v, o, lse, dlse, more: Tensors, *options: object, parts: calls.Parts | None = None
+) -> Made:
+    *options, deterministic = options
+    problem, numbers = _problem_of("bwd", q, k, v, more, *options)
+    check_gradients(do, q, v, o, lse, dlse, packed=more.cu_q is not None)
+    if dlse is not None:
+        numbers = numbers or (problem.head_dim**-0.5,)
+        problem = problem.with_(scaled=True, lse_grad=True)
+    if not (q.numel() and k.numel()) or problem.sequences == ():
+        return Made(Plan(None, (), (), ()), numbers)
+    gpu = tuned.gpu(q.device)
+    stage_id, in_parts = production.backward_stage(problem, deterministic, parts, gpu)
+    deterministic = stage_id in (DETERMINISTIC, DETERMINISTIC_IN_PARTS)
+    launches = [
+        production._part(at_q, at_kv, calls.backward_scratch(part, deterministic, in_parts))
+        for at_q, at_kv, part in production._split(problem)
+    ]
+    outputs = tuple(map(production._dense_like, (q, k, v)))
+    unreadable = not all(x is production._readable(x) for x in (do, o))
+    launch = production._launch(stage_id, problem, gpu)
+    return Made(Plan(launch, outputs, tuple(launches), (), unreadable), numbers)
+
+
+# ---- without a key ----------------------------------------------------------------------------------------
+
+
+def _of_no_key(q: torch.Tensor, v: torch.Tensor, more: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse where there is no key at all: 0, and −∞ or the sink."""
+    packed = more.cu_q is not None
+    shape = (q.shape[1], q.shape[0]) if packed else q.shape[:3]
+    lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
+    if more.sink is not None:
+        lse = more.sink.view(-1, 1).expand(shape).contiguous()
+    return torch.zeros_like(like_o(q, v)), lse
+
+
+def _sink_of_no_key(q: torch.Tensor, dlse: torch.Tensor | None, more: Tensors) -> torch.Tensor:
+    """The sink's gradient there: that of the lse, which is the sink, of queries that belong to a sequence."""
+    if more.sink is None:
+        return q.new_zeros(0, dtype=torch.float32)
+    if dlse is None:
+        return torch.zeros_like(more.sink)
+    if more.cu_q is None:
+        return dlse.sum((0, 2))
+    ends = more.cu_q[1:] if more.used_q is None else more.cu_q[:-1] + more.used_q
+    edges = torch.zeros(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    for sign, at in ((1, more.cu_q[:-1]), (-1, ends)):
+        edges.index_add_(0, at.long(), torch.full_like(at, sign))
+    own = edges.cumsum(0)[:-1] > 0
+    return torch.where(own, dlse, 0.0).sum(1)

@@ -1,0 +1,302 @@
+"""Packed batches: sequences that follow each other in one tensor, with lengths that only the GPU knows.
+
+A small kernel, `list_tiles`, makes of the lengths a list of tiles, those with the longest loops first; the
+main kernel, launched behind it with PDL, fetches from it. A `Dense` or a `Packed` object tells a main loop
+where rows lie, and nothing else of it changes.
+
+Clipping without a descriptor for each sequence (the idea is Triton's `ragged_tma`): `ragged` views (total, d,
+heads) as (FAR, d, heads, (total + 1, FAR + 1)). The first mode and the fourth both go from row to row; a step
+of the fifth goes 2⁶⁴/FAR bytes ahead and a row back, so that FAR of them go FAR rows back, modulo 2⁶⁴. Of a
+sequence that begins at row s and has n rows, row i then has the coordinates (FAR − n + i, …, s + n, FAR).
+They are in bounds exactly for i < n: the TMA fills what lies behind with zeros (never with the next
+sequence's rows, whose Inf would make NaN of a zero in P), and writes nothing there. Hazard: with a base FAR
+rows before the tensor, which needs no fifth mode, a load of which no row is in bounds faults.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from .constants import WARP
+from .limits import LISTED
+
+THREADS = 1024  # of the one CTA that lists tiles
+LIST_WARPS = THREADS // WARP
+CLASSES = 128  # of sequences, by the length of their tiles' loops: four for each power of two
+FAR = 2**30  # rows: more than any sequence has
+PER_THREAD = CLASSES * LIST_WARPS // THREADS
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Sequences of one length, a batch. A place is (block, head, batch)."""
+
+    words = 3  # of a place
+
+    def view(self, mX):
+        """What the TMA's descriptors are made of: (batch, heads, seqlen, head_dim)."""
+        return mX
+
+    def lengths(self, place, extents):
+        """(seqlen_q, seqlen_kv) of the place's sequence; `extents` are those of the tensors."""
+        return extents
+
+    def queries(self, mX, head, place):
+        """(row, column) of one head of a tensor beside Q, as `tma.load_atom` and `store_atom` return them."""
+        return mX[None, None, head, place[2]]
+
+    def keys(self, mX, head, place):
+        """(row, column) of one head of a tensor beside K."""
+        return mX[None, None, head, place[2]]
+
+    def query_values(self, mX, place):
+        """(row,) of a tensor (batch, heads, seqlen) beside Q."""
+        return mX[place[2], place[1], None]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences one behind the other. A place is (block, head, start_q, seqlen_q, start_kv, seqlen_kv), rows
+    of the tensors."""
+
+    words = 6
+
+    def view(self, mX):
+        return ragged(mX)
+
+    def lengths(self, place, extents):
+        return place[3], place[5]
+
+    def queries(self, mX, head, place):
+        return rows_of_sequence(mX, head, place[2], place[3])
+
+    def keys(self, mX, head, place):
+        return rows_of_sequence(mX, head, place[4], place[5])
+
+    def query_values(self, mX, place):
+        return cute.domain_offset((place[2],), mX[0, place[1], None])
+
+
+Batch = Dense | Packed
+DENSE = Dense()
+
+
+def ragged(mX: cute.Tensor) -> cute.Tensor:
+    """(1, heads, total, head_dim) as ((total + 1, FAR + 1), heads, FAR, head_dim), as the module's head
+    says."""
+    _, heads, total, columns = mX.shape
+    _, head_stride, row_stride, one = mX.stride
+    back = 2**64 // FAR * 8 // mX.element_type.width - row_stride
+    shape = (total + 1, FAR + 1), heads, FAR, columns
+    layout = cute.make_layout(shape, stride=((row_stride, back), head_stride, row_stride, one))
+    return cute.make_tensor(mX.iterator, layout)
+
+
+def rows_of_sequence(mX: cute.Tensor, head, start, length) -> cute.Tensor:
+    """(row, column) of one head of a sequence, which the TMA clips behind `length` rows. mX is the `ragged`
+    view as `tma.load_atom` returns it: (row, head_dim, heads, (row, FAR + 1))."""
+    return cute.domain_offset((FAR - length, 0), mX[None, None, head, (start + length, FAR)])
+
+
+def locate_listed(tile, heads, mList, locate):
+    """What the list says of the tile-th tile: (block, head, start_q, seqlen_q, start_kv, seqlen_kv).
+
+    Tiles of one sequence and all its heads follow each other; which comes when among them, `locate(inside,
+    blocks, heads, seqlen_kv)` says.
+    """
+    row = cutlass.min(1 + tile // heads, mList.shape[0] - 1)  # behind the last tile nobody reads what it says
+    record = [mList[row, i] for i in range(LISTED)]
+    first, blocks, start_q, seqlen_q, start_kv, seqlen_kv = record[1:7]
+    block, head = locate(tile - first * heads, blocks, heads, seqlen_kv)
+    return block, head, start_q, seqlen_q, start_kv, seqlen_kv
+
+
+class ListTiles:
+    """The kernel that lists tiles of `rows` queries, or of keys with `of_keys`.
+
+    Row 0 of the list has their number, of one head; row 1 + i what is known of tile i: (sequence, first,
+    blocks, start_q, seqlen_q, start_kv, seqlen_kv, place), where `first` is the first tile of its sequence
+    and `blocks` how many it has; `place` is where its queries begin in scratch that has whole tiles of
+    `padded` queries of each sequence, in such tiles: no two sequences meet there, and nobody adds up lengths.
+    Sequences go by the length of the loop over the other side, longest first, in classes a quarter of a power
+    of two wide, and in a class as they come: a counting sort whose result does not depend on who is first. A
+    sequence's tiles stay together, since they share its keys in L2.
+
+    Warp w takes the w-th share of the sequences, 32 at a time: once to count tiles by class, then, when it is
+    known where a warp's tiles of a class begin, to write them.
+    """
+
+    def __init__(self, rows: int, of_keys: bool = False, padded: int = 1):
+        self.rows, self.of_keys, self.padded = rows, of_keys, padded
+
+    @cute.jit
+    def __call__(self, mList, mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv, stream):
+        """mList int32 (1 + tiles, 8) with room for total // rows + sequences tiles; cumulative lengths int32
+        (sequences + 1,), used ones (sequences,); of `which_used` bit 0 says that mUsedQ counts, bit 1 that
+        mUsedKV does. What lies behind `total_q` or `total_kv` is no sequence's."""
+        self.list_tiles(mList, mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv).launch(
+            grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def list_tiles(self, mList, mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv):
+        cute.arch.griddepcontrol_launch_dependents()
+        self.fill(mList, (mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv))
+
+    @cute.jit
+    def fill(self, mList, given):
+        """One CTA: write the list."""
+        mCuQ = given[0]
+        thread, _, _ = cute.arch.thread_idx()
+        warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
+        sequences = mCuQ.shape[0] - 1
+        share = cute.ceil_div(sequences, LIST_WARPS)
+        begin, end = warp * share, cutlass.min((warp + 1) * share, sequences)
+        own_sequence, own_blocks = self.read(begin + lane, end, given)  # on its way meanwhile
+        smem = SmemAllocator()
+        # Tiles by class and warp, longest class first; then where those of this class and warp begin.
+        sTiles = smem.allocate_tensor(Int32, cute.make_layout((LIST_WARPS, CLASSES)), 16)
+        sWarps = smem.allocate_tensor(Int32, cute.make_layout(LIST_WARPS), 16)
+        for i in range_constexpr(PER_THREAD):
+            sTiles[i * THREADS + thread] = Int32(0)
+        cute.arch.sync_threads()
+
+        self.count(sTiles, warp, own_sequence, own_blocks)
+        for first in range(begin + WARP, end, WARP, unroll=1):
+            sequence, blocks = self.read(first + lane, end, given)
+            self.count(sTiles, warp, sequence, blocks)
+        cute.arch.sync_threads()
+
+        # Exclusive sums, of PER_THREAD neighbours in a thread, of 32 threads in a warp, of all warps.
+        own = [sTiles[thread * PER_THREAD + i] for i in range(PER_THREAD)]
+        total = own[0]
+        for i in range_constexpr(1, PER_THREAD):
+            total += own[i]
+        up_to = sum_up_to(total)
+        if lane == WARP - 1:
+            sWarps[warp] = up_to
+        cute.arch.sync_threads()
+        of_warp = sWarps[lane]
+        before_warps = sum_up_to(of_warp)
+        before = cute.arch.shuffle_sync(before_warps - of_warp, warp) + up_to - total
+        if thread == LIST_WARPS - 1:
+            mList[0, 0] = before_warps
+        for i in range_constexpr(PER_THREAD):
+            sTiles[thread * PER_THREAD + i] = before
+            before += own[i]
+        cute.arch.sync_threads()
+
+        self.list_them(mList, sTiles, warp, begin + lane, own_sequence, own_blocks)
+        for first in range(begin + WARP, end, WARP, unroll=1):
+            sequence, blocks = self.read(first + lane, end, given)
+            self.list_them(mList, sTiles, warp, first + lane, sequence, blocks)
+
+    @cute.jit
+    def count(self, sTiles, warp, sequence, blocks):
+        place = cute.crd2idx((warp, self.class_of(sequence)), sTiles.layout)
+        if blocks > 0:
+            cute.arch.atomic_add((sTiles.iterator + place).llvm_ptr, blocks)
+
+    @cute.jit
+    def list_them(self, mList, sTiles, warp, index, sequence, blocks):
+        """A warp: the tiles of its lanes' sequences, behind those of the same class that it has listed."""
+        lane, own_class = cute.arch.lane_idx(), self.class_of(sequence)
+        # Tiles of this class in lanes before this one, and in all.
+        before, together = Int32(0), Int32(0)
+        for i in range_constexpr(WARP):
+            theirs, others = cute.arch.shuffle_sync(own_class, i), cute.arch.shuffle_sync(blocks, i)
+            others = others if theirs == own_class else 0
+            before += others if i < lane else 0
+            together += others
+        begins = sTiles[warp, own_class]
+        cute.arch.sync_warp()
+        sTiles[warp, own_class] = begins + together  # of all lanes of a class the same
+        place = (sequence[0] + index * self.padded) // self.padded
+        self.write(mList, [index, begins + before, blocks, *sequence, place])
+
+    @cute.jit
+    def read(self, sequence, end, given):
+        """((start_q, length_q, start_kv, length_kv), tiles) of a sequence, none behind `end`."""
+        mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv = given
+        start_q = length_q = start_kv = length_kv = Int32(0)
+        if sequence < end:
+            # Loads without branches: all on their way at once.
+            of_q = mCuQ[sequence], mCuQ[sequence + 1], mUsedQ[sequence]
+            of_kv = mCuKV[sequence], mCuKV[sequence + 1], mUsedKV[sequence]
+            start_q, length_q = rows_used(*of_q, which_used & 1, total_q)
+            start_kv, length_kv = rows_used(*of_kv, which_used & 2, total_kv)
+        blocks = cute.ceil_div(length_kv if const_expr(self.of_keys) else length_q, self.rows)
+        return (start_q, length_q, start_kv, length_kv), blocks
+
+    @cute.jit
+    def class_of(self, sequence):
+        """0 for the longest loops: their lengths' logarithm, to a quarter of a power of two."""
+        length = sequence[1] if const_expr(self.of_keys) else sequence[3]
+        length = cutlass.min(length, (1 << 29) - 1)
+        power = WARP - 1 - cute.arch.clz(length | 1)
+        return Int32(CLASSES - 1) - (4 * power + ((length << 2) >> power))
+
+    @cute.jit
+    def write(self, mList, record):
+        """A warp: each lane's record, as often as its sequence has tiles."""
+        blocks, first = record[2], record[1]
+        if blocks == 1:
+            for i in range_constexpr(LISTED):
+                mList[1 + first, i] = record[i]
+        # Of the others one after the other, a tile for each lane.
+        left = cute.arch.vote_ballot_sync(blocks > 1)
+        while left != 0:
+            lane = cute.arch.popc((left & -left) - 1)
+            left = left & (left - 1)
+            theirs = [cute.arch.shuffle_sync(x, lane) for x in record]
+            for block in range(cute.arch.lane_idx(), theirs[2], WARP, unroll=1):
+                for i in range_constexpr(LISTED):
+                    mList[1 + theirs[1] + block, i] = theirs[i]
+
+
+class ListBoth:
+    """The kernel that lists tiles of `queries` queries and tiles of `keys` keys, a CTA each, for scratch with
+    whole tiles of so many queries."""
+
+    def __init__(self, queries: int, keys: int):
+        self.of_queries = ListTiles(queries, padded=queries)
+        self.of_keys = ListTiles(keys, of_keys=True, padded=queries)
+
+    @cute.jit
+    def __call__(self, mListQ, mListKV, sequences, total_q, total_kv, stream):
+        """Arguments as `ListTiles` takes them; `sequences` are those from mCuQ to which_used."""
+        self.list_both(mListQ, mListKV, *sequences, total_q, total_kv).launch(
+            grid=(2, 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def list_both(self, mListQ, mListKV, mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv):
+        cute.arch.griddepcontrol_launch_dependents()
+        given = mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv
+        cta, _, _ = cute.arch.block_idx()
+        if cta == 0:
+            self.of_queries.fill(mListQ, given)
+        else:
+            self.of_keys.fill(mListKV, given)
+
+
+@cute.jit
+def rows_used(start, end, used, counts, total):
+    """(first row, rows) of a sequence, of which, if that `counts`, `used` are. What cu_seqlens say of rows
+    that the tensor does not have, or with an end before the beginning, is no row."""
+    start = cutlass.min(cutlass.max(start, 0), total)
+    length = cutlass.min(end, total) - start
+    length = cutlass.max(0, cutlass.min(length, used if counts != 0 else length))
+    return start, length
+
+
+@cute.jit
+def sum_up_to(value):
+    """Of each lane the sum of `value` up to its own."""
+    for i in range_constexpr(5):
+        other = cute.arch.shuffle_sync_up(value, 1 << i, mask_and_clamp=0)
+        value += other if cute.arch.lane_idx() >= (1 << i) else 0
+    return value

@@ -1,0 +1,84 @@
+"""The random problems: what their numbers give, and that a wrong library is found out. On a CPU the models
+stand in for the kernels."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from harness import fuzz, policy_models
+from harness.policies import Given
+from hopper_attention import policies, production
+from hopper_attention.kernels import ladder
+
+
+def test_a_number_is_a_problem() -> None:
+    for direction in fuzz.DIRECTIONS:
+        for number in range(200):
+            drawn = fuzz.problem_of(number, direction)
+            assert drawn == fuzz.problem_of(number, direction) or math.isnan(drawn.outside)
+            problem = drawn.problem
+            assert problem.policies and problem.direction == direction
+            assert problem.heads * problem.seqlen_q * problem.batch <= 20 * fuzz.ROWS_MAX
+            stage_id = production.FORWARD if direction == "fwd" else production.BACKWARD
+            assert ladder.load(stage_id)[1].supports(problem) is None, problem
+
+
+def test_every_policy_is_among_the_kinds() -> None:
+    kinds = fuzz.kinds()
+    for field, values in {
+        "head_dim": (64, 128, 256),
+        "dtype": ("bfloat16", "float16"),
+        "mask": ("full", "causal", "top left", "window"),
+        **dict.fromkeys(("softcap", "sink", "packed", "lse_grad"), (False, True)),
+    }.items():
+        assert {getattr(kind, field) for kind in kinds} == {*values}
+    together = {(kind.mask, kind.softcap, kind.sink, kind.packed) for kind in kinds}
+    assert len(together) >= 22
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str | None]]:
+    """A library that computes by the models; `wrong` says what is wrong with it."""
+    wrong: dict[str, str | None] = {"wrong": None}
+    seen: list[Given] = []
+    make = fuzz.random_given
+
+    def on_cpu(problem, seed, **options) -> Given:
+        seen.append(make(problem, seed, device="cpu", **options))
+        return seen[-1]
+
+    def rows(given: Given, name: str, x: torch.Tensor) -> torch.Tensor:
+        if given.problem.sequences is None or name == "dsink":
+            return x
+        return x[0] if name == "lse" else x[0].transpose(0, 1)
+
+    def call(*inputs, **options):
+        found = policy_models.outputs(seen[-1], wrong["wrong"])
+        found = tuple(rows(seen[-1], name, x) for name, x in found.items())
+        return found if len(found) != 3 else (*found, None)
+
+    monkeypatch.setattr(fuzz, "random_given", on_cpu)
+    monkeypatch.setattr(policies, "forward", call)
+    monkeypatch.setattr(policies, "backward", call)
+    monkeypatch.setattr(fuzz, "ROWS_MAX", 500)
+    yield wrong
+
+
+def test_a_right_library_passes_and_a_wrong_one_does_not(stand_ins: dict[str, str | None]) -> None:
+    for direction, wrong in (("fwd", "left edge a key short"), ("bwd", "slope of the cap left out")):
+        stand_ins["wrong"] = None
+        found = list(fuzz.run(0, 12, (direction,)))
+        assert [(x.number, failures) for x, failures in found if failures] == []
+        stand_ins["wrong"] = wrong
+        failed = [x.number for x, failures in fuzz.run(0, 12, (direction,)) if failures]
+        applies = [x.number for x, _ in found if policy_models.applies(wrong, x.problem)]
+        assert failed and set(failed) <= set(applies)
+
+
+def test_what_is_written_down() -> None:
+    drawn = [fuzz.problem_of(number, "fwd") for number in range(100)]
+    row = fuzz.summary("fwd", drawn, 0)
+    assert row["problems"] == 100 and sum(row["layouts"].values()) == 100
+    assert min(row[x] for x in ("windows", "softcaps", "sinks", "packed", "grouped_heads")) > 10

@@ -1,0 +1,378 @@
+"""`attend`, `flash_attn_varlen_func` and the policies of `attention` on a CPU, where the reference stands in
+for the kernels."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from harness import reference
+from harness.policies import Given
+from hopper_attention import attention, flash_attn_func, flash_attn_varlen_func, ops_policies
+from hopper_attention.kernels.contract import Problem
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+LENGTHS = ((9, 13), (0, 4), (5, 0), (1, 1), (20, 20))
+CHECKED = ops_policies.run_forward  # not stood in for
+
+
+def given_of(q, k, v, more, do=None, dlse=None) -> Given:
+    """The reference's problem of an operator's arguments."""
+    tensors, (scale, causal, top_left, left, right, softcap, _) = ops_policies._complete(more)
+    sink, cu_q, cu_k, used_q, used_k = tensors
+    fields = {
+        "causal": causal,
+        "top_left": top_left,
+        "window": None if (left, right) == (-1, -1) else (left, right),
+        "softcap": softcap,
+        "sink": sink is not None,
+    }
+    if cu_q is None:
+        (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
+        return Given(
+            Problem(batch, heads, kv_heads, queries, keys, head_dim, **fields), q, k, v, do, dlse, scale, sink
+        )
+    lengths = [
+        (cu.diff() if used is None else used).tolist() for cu, used in ((cu_q, used_q), (cu_k, used_k))
+    ]
+    (queries, heads, head_dim), (keys, kv_heads, _) = q.shape, k.shape
+    problem = Problem(1, heads, kv_heads, queries, keys, head_dim, **fields, sequences=tuple(zip(*lengths)))
+    batched = [x if x is None else x.transpose(0, 1)[None] for x in (q, k, v, do)]
+    starts = cu_q.tolist(), cu_k.tolist()
+    return Given(problem, *batched, None if dlse is None else dlse[None], scale, sink, starts)
+
+
+def as_given(x: torch.Tensor, given: Given) -> torch.Tensor:
+    return x if given.problem.sequences is None else x[0].transpose(0, 1)
+
+
+def run_forward(q, k, v, *more):
+    given = given_of(q, k, v, more)
+    o, lse = zip(*(one.forward for one in given.expected)) if given.groups else ((), ())
+    like = torch.empty(given.q.shape[:3])
+    found = given.spread("o", o, given.q).nan_to_num(0.0), given.spread("lse", lse, like)
+    return (
+        torch.empty_like(q).copy_(as_given(found[0], given)),
+        (found[1] if given.problem.sequences is None else found[1][0]).clone(),
+    )
+
+
+def run_backward(do, q, k, v, o, lse, dlse=None, *more):
+    given = given_of(q, k, v, more, do, dlse)
+    grads = list(zip(*(one.gradients for one in given.expected)))
+    found = [
+        torch.empty_like(x).copy_(as_given(given.spread(name, parts, y).nan_to_num(0.0), given))
+        for name, x, y, parts in zip(("dq", "dk", "dv"), (q, k, v), (given.q, given.k, given.v), grads)
+    ]
+    if given.sink is None:
+        return *found, torch.empty(0)
+    packed = given.problem.sequences is not None
+    rows = {"o": o.transpose(0, 1)[None], "lse": lse[None]} if packed else {"o": o, "lse": lse}
+    rows |= {"do": given.do, "dlse": given.dlse}
+    rows = {name: None if x is None else given.own_rows(name, x) for name, x in rows.items()}
+    dsink, _ = reference.sink_gradient(rows["o"], rows["lse"], rows["do"], given.sink, rows["dlse"])
+    return *found, dsink.float()
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch._dynamo.reset()
+    for name, stand_in in (("run_forward", run_forward), ("run_backward", run_backward)):
+        monkeypatch.setattr(ops_policies, name, stand_in)
+    library = torch.library.Library("hopper_attention", "IMPL")
+    library.impl("attend", run_forward, "CPU")
+    library.impl("attend_backward", run_backward, "CPU")
+    library.impl("attend", ops_policies.autocast_on("cpu"), "AutocastCPU")
+    yield
+    library._destroy()
+
+
+def random(*shape: int, seed: int = 1, dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def dense(grad: bool = False) -> list[torch.Tensor]:
+    shapes = (2, HEADS, 9, HEAD_DIM), (2, KV_HEADS, 13, HEAD_DIM), (2, KV_HEADS, 13, HEAD_DIM)
+    return [random(*shape, seed=i).requires_grad_(grad) for i, shape in enumerate(shapes)]
+
+
+def cu(lengths) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def packed(grad: bool = False, lengths=LENGTHS) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    queries, keys = (sum(x) for x in zip(*lengths))
+    shapes = (queries, HEADS, HEAD_DIM), (keys, KV_HEADS, HEAD_DIM), (keys, KV_HEADS, HEAD_DIM)
+    tensors = [random(*shape, seed=i).requires_grad_(grad) for i, shape in enumerate(shapes)]
+    return tensors, [cu(x) for x in zip(*lengths)]
+
+
+def sink(grad: bool = False) -> torch.Tensor:
+    return random(HEADS, seed=7, dtype=torch.float32).requires_grad_(grad)
+
+
+POLICIES = (
+    {"window_left": 3, "window_right": 0},
+    {"softcap": 2.0, "causal": True},
+    {"softmax_scale": 0.3, "window_left": 2, "window_right": 5, "softcap": 1.0},
+)
+
+
+# ---- what PyTorch asks of an operator ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", POLICIES, ids=str)
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_opcheck(options: dict, with_sink: bool, grad: bool) -> None:
+    own = {"sink": sink(grad)} if with_sink else {}
+    torch.library.opcheck(ops_policies.forward, dense(grad), own | options)
+    tensors, (cu_q, cu_k) = packed(grad)
+    lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    torch.library.opcheck(ops_policies.forward, tensors, own | lengths | options)
+    own = {name: x.detach() for name, x in own.items()}
+    for inputs, more in ((dense(), {}), (packed()[0], lengths)):
+        o, lse = ops_policies.forward(*inputs, **own, **more, **options)
+        for dlse in (None, torch.randn_like(lse)):
+            given = torch.randn_like(o), *inputs, o, lse, dlse
+            torch.library.opcheck(ops_policies.backward, given, own | more | options)
+
+
+def exact_gradients(call: Callable, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    o, lse = call(*leaves)
+    do, dlse = random(*o.shape, seed=11), random(*lse.shape, seed=12, dtype=torch.float32)
+    return torch.autograd.grad((o, lse), leaves, (do, dlse))
+
+
+def test_a_sinks_gradient_is_that_of_finite_differences() -> None:
+    (q, k, v), leaf = dense(), sink(True)
+    loss = lambda s: attention(
+        *(x.float() for x in (q, k, v)), window_size=(4, 0), learnable_sink=s, return_lse=True
+    )
+    o, lse = loss(leaf)
+    do, dlse = torch.randn_like(o), torch.randn_like(lse)
+    (found,) = torch.autograd.grad((o, lse), leaf, (do, dlse))
+    with torch.no_grad():
+        for head in range(HEADS):
+            step = torch.zeros(HEADS).index_fill_(0, torch.tensor(head), 1e-2)
+            value = lambda s: sum((x.double() * d).sum() for x, d in zip(loss(s), (do, dlse)))
+            slope = (value(leaf + step) - value(leaf - step)) / 2e-2
+            assert math.isclose(found[head], slope, rel_tol=2e-2, abs_tol=2e-2)
+
+
+def test_a_sink_in_16_bits_gets_its_gradient_in_16_bits() -> None:
+    leaf = sink().bfloat16().requires_grad_()
+    attention(*dense(), learnable_sink=leaf).sum().backward()
+    assert leaf.grad.dtype == torch.bfloat16 and leaf.grad.any()
+
+
+def test_packed_sequences_are_those_alone() -> None:
+    (q, k, v), (cu_q, cu_k) = packed(grad=True)
+    for options in ({"softcap": 50.0}, {"causal": True, "softcap": 9.0}, {"window_size": (3, 0)}):
+        o, lse = flash_attn_varlen_func(q, k, v, cu_q, cu_k, return_lse=True, **options)
+        assert o.shape == q.shape and lse.shape == (HEADS, q.shape[0])
+        do = torch.randn_like(o)
+        grads = torch.autograd.grad(o, (q, k, v), do)
+        for i, (queries, keys) in enumerate(LENGTHS):
+            rows, of_keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+            if not queries or not keys:
+                assert not o[rows].any() and lse[:, rows].isneginf().all()
+                assert not any(x.any() for x in (grads[0][rows], grads[1][of_keys], grads[2][of_keys]))
+                continue
+            alone = [
+                x[at][None].detach().requires_grad_() for x, at in ((q, rows), (k, of_keys), (v, of_keys))
+            ]
+            same, same_lse = flash_attn_func(*alone, return_lse=True, **options)
+            assert torch.allclose(o[rows].float(), same[0].float(), atol=2e-2)
+            assert torch.allclose(lse[:, rows], same_lse[0], atol=1e-4)
+            for x, y in zip(grads, torch.autograd.grad(same, alone, do[rows][None])):
+                at = rows if x is grads[0] else of_keys
+                assert torch.allclose(x[at].float(), y[0].float(), atol=3e-2)
+
+
+def test_lengths_are_values_and_no_part_of_a_graph() -> None:
+    """One graph serves every packing of as many sequences, and more."""
+    graphs = []
+
+    def count(graph, example):
+        graphs.append(graph)
+        return graph
+
+    call = lambda q, k, v, a, b: flash_attn_varlen_func(q, k, v, a, b, 128, 128, causal=True)
+    compiled = torch.compile(call, fullgraph=True, backend=count, dynamic=True)
+    for lengths in (LENGTHS, ((9, 9), (20, 20), (8, 8)), ((5, 5), (6, 6), (7, 7), (3, 3))):
+        tensors, starts = packed(lengths=lengths)
+        assert compiled(*tensors, *starts).equal(call(*tensors, *starts))
+    assert len(graphs) == 1
+
+
+def test_compiled_gradients_are_the_eager_ones() -> None:
+    def step(q, k, v, sinks, cu_q, cu_k):
+        options = {"window_size": (6, 0), "softcap": 4.0, "learnable_sink": sinks, "return_lse": True}
+        o, lse = flash_attn_varlen_func(q, k, v, cu_q, cu_k, **options)
+        return o.float().square().sum() + lse.sin().sum()
+
+    tensors, starts = packed(grad=True)
+    leaves = [*tensors, sink(True)]
+    eager = torch.autograd.grad(step(*leaves, *starts), leaves)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for x, y in zip(torch.autograd.grad(compiled(*leaves, *starts), leaves), eager):
+        assert x.equal(y)
+
+
+def test_autocast() -> None:
+    q, k, v = (x.float() for x in dense())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o = attention(q, k, v, window_size=(4, 4), learnable_sink=sink())
+    assert o.dtype == torch.bfloat16
+
+
+def test_flops_are_those_of_the_pairs_that_are_seen() -> None:
+    (q, k, v), (cu_q, cu_k) = packed(grad=True)
+    with FlopCounterMode(display=False) as counter:
+        flash_attn_varlen_func(q, k, v, cu_q, cu_k, causal=True).sum().backward()
+    alone = [Problem(1, HEADS, KV_HEADS, *x, HEAD_DIM, True).flops for x in LENGTHS]
+    assert counter.get_total_flops() == int(sum(alone)) + int(2.5 * sum(alone))
+    q, k, v = dense()
+    with FlopCounterMode(display=False) as counter:
+        attention(q, k, v, window_size=(2, 1))
+    assert (
+        counter.get_total_flops() == Problem(2, HEADS, KV_HEADS, 9, 13, HEAD_DIM, False, window=(2, 1)).flops
+    )
+
+
+def test_second_derivatives_and_tangents_are_refused_by_name() -> None:
+    q, k, v = dense(grad=True)
+    (grad,) = torch.autograd.grad(attention(q, k, v, softcap=9.0).square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="hopper_attention has no second derivatives"):
+        grad.sum().backward()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q.detach(), torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="hopper_attention has no forward-mode derivatives"):
+            attention(dual, k, v, softcap=9.0)
+
+
+# ---- what reaches which operator --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"window_size": (-1, 0)}, {"causal": True}),
+        ({"window_size": (-1, 5), "causal": True}, {"causal": True}),
+        ({"window_size": (None, None), "causal": True}, {"causal": True}),
+    ],
+)
+def test_a_window_that_is_a_causal_mask_or_none_takes_the_plain_kernel(
+    options: dict, expected: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hopper_attention import ops
+
+    seen = []
+    monkeypatch.setattr(ops, "call_forward", lambda *x: seen.append(x[3:]) or (x[0], x[0]))
+    attention(*dense(), **options)
+    assert seen == [(None, expected["causal"], False, False)]
+
+
+def test_a_causal_window_ends_at_the_query() -> None:
+    q, k, v = dense()
+    windows = {"window_size": (3, 7), "causal": True}, {"window_size": (3, 0)}, {"window_size": [3, 0]}
+    first, *others = (attention(q, k, v, **window) for window in windows)
+    assert all(x.equal(first) for x in others)
+
+
+# ---- what is refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"block_table": torch.zeros(1)}, NotImplementedError, "does not take block_table = 'a tensor'"),
+        ({"qv": torch.zeros(1)}, NotImplementedError, "does not take qv = 'a tensor'"),
+        ({"dropout_p": 0.5}, NotImplementedError, "does not take dropout_p = 0.5"),
+        ({"num_splits": 3}, NotImplementedError, "does not take num_splits = 3"),
+        ({"window_size": 4}, TypeError, "window_size must be (left, right), not 4"),
+        (
+            {"window_size": (4.0, 1)},
+            TypeError,
+            "window_size must be two integers (left, right), not (4.0, 1)",
+        ),
+        ({"window_size": (-7, 1)}, ValueError, "window_size must be from −1, no bound, on, not (-7, 1)"),
+        ({"learnable_sink": 3.0}, TypeError, "learnable_sink must be a torch.Tensor, not float"),
+        ({"learnable_sink": torch.zeros(4).double()}, TypeError, "learnable_sink must be float32, bfloat16"),
+    ],
+)
+def test_wrong_arguments_of_the_call(options: dict, error: type, message: str) -> None:
+    tensors, starts = packed()
+    with pytest.raises(error) as raised:
+        flash_attn_varlen_func(*tensors, *starts, **options)
+    assert message in str(raised.value)
+
+
+def test_everything_else_is_by_name_only() -> None:
+    tensors, starts = packed()
+    with pytest.raises(TypeError, match="positional"):
+        flash_attn_varlen_func(*tensors, *starts, 20, 20, 0.0)
+
+
+OTHERS = {
+    "cu_seqlens_q": cu([9, 5]),
+    "cu_seqlens_k": torch.zeros(6, dtype=torch.int64),
+    "seqused_q": torch.zeros(4, dtype=torch.int32),
+    "seqused_k": torch.zeros(5, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (
+            {"cu_seqlens_q": cu([9, 5])},
+            ValueError,
+            "cu_seqlens_k must have 3 elements, as cu_seqlens_q has 3",
+        ),
+        ({"cu_seqlens_k": cu([9]).long()}, TypeError, "cu_seqlens_k must be int32, not int64"),
+        ({"cu_seqlens_q": torch.zeros(0).int()}, ValueError, "cu_seqlens_q must have an element for each"),
+        ({"cu_seqlens_q": torch.zeros(6, 1).int()}, ValueError, "cu_seqlens_q must have one dimension"),
+        ({"cu_seqlens_q": cu([1] * 11)[::2]}, ValueError, "cu_seqlens_q must be contiguous in its last"),
+        ({"seqused_q": torch.zeros(4).int()}, ValueError, "seqused_q must have 5 elements"),
+        ({"seqused_k": torch.zeros(5)}, TypeError, "seqused_k must be int32, not float32"),
+        ({"sink": torch.zeros(3)}, ValueError, "learnable_sink must be (heads,) = (4,) on cpu, not (3,)"),
+        ({"sink": torch.zeros(4).half()}, TypeError, "learnable_sink must be float32, not float16"),
+        ({"softcap": -1.0}, ValueError, "softcap must be positive and finite, or 0 for none, not -1.0"),
+        ({"softcap": math.inf}, ValueError, "softcap must be positive and finite, or 0 for none, not inf"),
+        ({"softmax_scale": -2.0}, ValueError, "softmax_scale must be positive and finite, not -2.0"),
+        ({"window_left": 3, "causal": True}, ValueError, "a causal window is (left, 0)"),
+        ({}, ValueError, "q, k and v must be on a CUDA device, not cpu"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_wrong_inputs_of_the_operator(
+    wrong: dict, error: type, message: str, compiled: bool, monkeypatch
+) -> None:
+    """The same refusals from a compiled graph: the operator itself makes them."""
+    monkeypatch.setattr(ops_policies, "run_forward", CHECKED)
+    library = torch.library.Library("hopper_attention", "IMPL")
+    library.impl("attend", CHECKED, "CPU", allow_override=True)
+    tensors, (cu_q, cu_k) = packed()
+    given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k} | wrong
+    call = lambda: ops_policies.forward(*tensors, **given)
+    try:
+        if compiled:
+            call = torch.compile(call, backend="eager", fullgraph=True)
+        with pytest.raises(error) as raised:
+            call()
+    finally:
+        library._destroy()
+    assert message in str(raised.value)
+
+
+def test_packed_tensors_of_another_rank_are_refused() -> None:
+    (q, k, v), (cu_q, cu_k) = packed()
+    with pytest.raises(ValueError, match="q of packed sequences must have 3 dimensions"):
+        CHECKED(q[None], k, v, None, cu_q, cu_k)
+    with pytest.raises(TypeError, match=r"cu_seqlens_k must be a torch\.Tensor, not NoneType"):
+        CHECKED(q, k, v, None, cu_q)

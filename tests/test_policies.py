@@ -1,0 +1,172 @@
+"""Windows, soft caps, sinks and packed sequences: the reference against the formulas written out, the tensors
+of a problem, and that the rule sees what is wrong."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from harness import policy_models, reference
+from harness.policies import Given, random_given
+from hopper_attention.kernels.contract import Problem
+
+PLAIN = Problem(2, 4, 2, 37, 53, 64, False, direction="bwd", lse_grad=True, scaled=True)
+PACKED = PLAIN.with_(
+    batch=1, seqlen_q=90, seqlen_kv=120,
+    sequences=((33, 40), (0, 5), (17, 0), (1, 1), (17, 30), (1, 1), (0, 0)),
+)  # fmt: skip
+MASKS = (
+    {},
+    {"causal": True},
+    {"causal": True, "top_left": True},
+    {"window": (7, 0)},
+    {"window": (-1, 3)},
+    {"window": (5, 4)},
+    {"window": (0, 0)},
+)
+CAPS = ({}, {"softcap": 2.0})
+SINKS = ({}, {"sink": True})
+EVERY = [a | b | c for a, b, c in itertools.product(MASKS, CAPS, SINKS)]
+
+
+def seen(problem: Problem, queries: int, keys: int) -> torch.Tensor:
+    """Which keys each query sees, pair by pair."""
+    offset = 0 if problem.top_left else keys - queries
+    left, right = problem.window or (-1, 0 if problem.causal else -1)
+    visible = torch.zeros(queries, keys, dtype=torch.bool)
+    for i, j in itertools.product(range(queries), range(keys)):
+        visible[i, j] = (left < 0 or j >= i + offset - left) and (right < 0 or j <= i + offset + right)
+    return visible
+
+
+def written_out(given: Given, q, k, v, sink) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse of a problem in float64, differentiable, a sequence at a time; zero in rows of none."""
+    problem = given.problem
+    group = problem.heads // problem.kv_heads
+    o, lse = torch.zeros_like(q), torch.zeros(q.shape[:3], dtype=q.dtype)
+    batches = [(b, 0, 0, problem.seqlen_q, problem.seqlen_kv) for b in range(problem.batch)]
+    if problem.sequences is not None:
+        batches = [(0, *at) for at in zip(*given.starts, *zip(*problem.sequences))]
+    for b, first_q, first_kv, queries, keys in batches:
+        own, of = slice(first_q, first_q + queries), slice(first_kv, first_kv + keys)
+        keys_, values = (x[b, :, of].repeat_interleave(group, 0) for x in (k, v))
+        s = q[b, :, own] @ keys_.mT * (given.softmax_scale or problem.head_dim**-0.5)
+        if problem.softcap:
+            s = problem.softcap * torch.tanh(s / problem.softcap)
+        s = s.masked_fill(~seen(problem, queries, keys), -math.inf)
+        logit = torch.full((problem.heads,), -math.inf, dtype=q.dtype) if sink is None else sink
+        s = torch.cat([s, logit[:, None, None].expand(-1, queries, 1)], -1)  # a key more, whose value is 0
+        values = torch.nn.functional.pad(values, (0, 0, 0, 1))
+        blind = s.isneginf().all(-1)
+        total = torch.where(blind[..., None], 0.0, s).logsumexp(-1)
+        p = (s - torch.where(blind, 0.0, total)[..., None]).exp()
+        at = torch.tensor(b), torch.arange(problem.heads)[:, None], torch.arange(queries) + first_q
+        o = o.index_put(at, p @ values)
+        lse = lse.index_put(at, torch.where(blind, -math.inf, total))
+    return o, lse
+
+
+def exact(problem: Problem, **more: object) -> Given:
+    given = random_given(problem, seed=3, device="cpu", outside=0.0, **more)
+    for name in ("q", "k", "v", "do", "dlse", "sink"):
+        x = getattr(given, name)
+        setattr(given, name, None if x is None else x.double())
+    return given
+
+
+@pytest.mark.parametrize("fields", EVERY, ids=str)
+@pytest.mark.parametrize("plain", [PLAIN, PACKED], ids=["dense", "packed"])
+def test_the_reference_is_what_is_written_out(plain: Problem, fields: dict[str, object]) -> None:
+    padding = None if plain is PLAIN else [(1, 2)] * len(plain.sequences)
+    given = exact(plain.with_(**fields), scale=0.3, padding=padding)
+    leaves = [x.clone().requires_grad_() for x in (given.q, given.k, given.v)]
+    leaves += [] if given.sink is None else [given.sink.clone().requires_grad_()]
+    o, lse = written_out(given, *leaves[:3], leaves[3] if given.sink is not None else None)
+    ref_o, ref_lse = zip(*(one.forward for one in given.expected))
+    assert torch.allclose(given.gathered("o", ref_o), given.own_rows("o", o), atol=1e-12)
+    own = given.own_rows("lse", lse)
+    assert torch.allclose(given.gathered("lse", ref_lse), own, atol=1e-12)
+    seen_rows = lse.isfinite()
+    dlse = torch.where(seen_rows, given.dlse, 0.0)
+    grads = torch.autograd.grad(
+        (o * given.do).sum() + (torch.where(seen_rows, lse, 0.0) * dlse).sum(), leaves
+    )
+    found = list(zip(*(one.gradients for one in given.expected)))
+    for name, x, parts in zip(("dq", "dk", "dv"), grads, found):
+        assert torch.allclose(given.gathered(name, parts), given.own_rows(name, x), atol=1e-11), name
+    if given.sink is not None:
+        rows = [
+            given.own_rows(name, x)
+            for name, x in (("o", o), ("lse", lse), ("do", given.do), ("dlse", given.dlse))
+        ]
+        o_, lse_, do_, dlse_ = (x.detach() for x in rows)
+        dsink, size = reference.sink_gradient(o_, lse_, do_, given.sink, dlse_)
+        assert torch.allclose(dsink, grads[3], atol=1e-11)
+        assert (size >= dsink.abs()).all()
+
+
+# ---- models, and ways of being wrong ----------------------------------------------------------------------
+
+SHAPES = (
+    {"seqlen_q": 203, "seqlen_kv": 203},
+    {"seqlen_q": 130, "seqlen_kv": 300},
+)
+MANY = ((130, 130), (1, 1), (65, 200), (0, 3), (64, 64), (2, 0))
+
+
+def some(direction: str, fields: dict[str, object], extents: dict[str, object]) -> Given:
+    lse_grad = direction == "bwd"
+    plain = Problem(1, 4, 2, 1, 1, 64, False, direction=direction, scaled=True, lse_grad=lse_grad)
+    return random_given(plain.with_(**extents, **fields), seed=5, device="cpu", scale=0.25)
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"window": (7, 0)},
+        {"window": (3, 5), "sink": True},
+        {"window": (70, 0), "softcap": 4.0},
+        {"causal": True, "softcap": 2.0, "sink": True},
+        {"sink": True},
+    ],
+    ids=str,
+)
+def test_models_are_right_and_wrong_ones_are_caught(direction: str, fields: dict[str, object]) -> None:
+    queries, keys = (sum(x) for x in zip(*MANY))
+    packed = {"seqlen_q": queries + 9, "seqlen_kv": keys + 9, "sequences": MANY}
+    for extents in (*SHAPES, packed):
+        given = some(direction, fields, extents)
+        missed = policy_models.survivors(given)
+        harmless = "keep the maximum at 0"  # of scores about zero; `test_far_scores` has others
+        assert [x for x in missed if not x.startswith(harmless)] == []
+
+
+def test_far_scores_show_a_maximum_that_stays_at_zero() -> None:
+    given = some("fwd", {"window": (7, 0)}, SHAPES[0])
+    given.q[..., 0], given.k[..., 0] = -64.0, 64.0  # q·k = −4096 and a little
+    assert given.judge(policy_models.outputs(given), False) == []
+    assert given.judge(policy_models.outputs(given, "keep the maximum at 0"), False)
+
+
+def test_a_blunt_rule_lets_them_survive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail."""
+    for factor in ("MAX_FACTOR", "RMS_FACTOR", "BLOCK_RMS_FACTOR", "ROW_RMS_FACTOR", "SINK_TOLERANCE"):
+        monkeypatch.setattr(reference, factor, 1e9)
+    missed = {x.split(":")[0] for x in policy_models.survivors(some("bwd", {"window": (7, 0)}, SHAPES[0]))}
+    assert missed == set(policy_models.EDGES)
+
+
+def test_the_list_of_tiles() -> None:
+    """Every tile once, a sequence's together, those with long loops first."""
+    lengths = ((100, 10), (0, 99), (64, 5000), (65, 0), (1, 4999), (300, 300))
+    for of_keys, rows in ((False, 64), (True, 128)):
+        tiles = policy_models.tile_list(lengths, rows, of_keys)
+        own, other = (1, 0) if of_keys else (0, 1)
+        assert len(tiles) == sum(-(-x[own] // rows) for x in lengths)
+        assert all(tiles[first : first + n] == [(i, first, n)] * n for i, first, n in tiles)
+        loops = [policy_models.class_of(lengths[i][other]) for i, _, _ in tiles]
+        assert loops == sorted(loops)
+    for shorter, longer in ((0, 2), (7, 8), (100, 126), (4096, 5000)):
+        assert policy_models.class_of(shorter) >= policy_models.class_of(longer)
