@@ -264,7 +264,7 @@ def backward_stage(
     # Where a query's gradient comes from one tile of keys, nobody waits for a turn, and no zeros are needed.
     columns = tile_dim(problem)
     alone = problem.sequences is None and problem.seqlen_kv <= TILE_KV[columns]
-    deterministic |= columns < 256 and alone
+    deterministic |= columns <= 128 and alone
     if problem.policies:  # which the stages in parts do not take
         parts = UNDIVIDED
     if parts is None:

@@ -436,7 +436,7 @@ def kernel_for(
     columns = tile_dim(problem)
     options = columns, mask_of(problem), ELEMENTS[problem.dtype]
     policies = {"sms": sms, "capped": problem.softcap > 0, "packed": problem.sequences is not None}
-    if columns == 256:
+    if columns > 128:
         main, queries = KeyGradients(*options, **policies), QueryGradient(*options, **policies)
         return WideFlashAttentionBackward(main, queries, problem)
     config = config or CONFIGS[columns]

@@ -66,7 +66,7 @@ def kernel_for(
     """The kernels of the problem's head_dim, mask and type."""
     columns = tile_dim(problem)
     options = columns, mask_of(problem), ELEMENTS[problem.dtype]
-    if columns == 256:
+    if columns > 128:
         main = KeyGradients(*options, divides=True, sms=sms)
         return DividedWideFlashAttentionBackward(main, QueryGradient(*options, sms=sms), problem)
     main = Backward(*options, deterministic, CONFIGS[columns], divides=True, sms=sms)

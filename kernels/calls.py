@@ -91,7 +91,7 @@ def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None 
         shapes = [list_shape(total, len(problem.sequences), of) for total, of in zip(totals, rows)]
         lists = {"tiles_q": (shapes[0], "float32"), "tiles_kv": (shapes[1], "float32")}
         tiles = listed_tiles(problem.seqlen_q, len(problem.sequences), tile_q)
-    if columns == 256:
+    if columns > 128:
         # of tiles taken, a kernel each
         stats = scratch_shapes(problem, tile_q)["stats"]
         return {"stats": stats, **of_keys, **lists, "counter": ((2,), "int32")}

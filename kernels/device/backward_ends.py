@@ -57,7 +57,8 @@ class Preprocess:
 
     def __init__(self, head_dim: int, packed: int | None = None):
         self.packed = packed // BLOCK if packed else None  # blocks of a tile of packed sequences' queries
-        self.chunks = column_blocks(head_dim) * BLOCK // VECTOR  # lanes that share a row
+        # Lanes that share a row: a power of two, as a sum over them must be.
+        self.chunks = 2 ** math.ceil(math.log2(head_dim // VECTOR))
         self.threads = BLOCK * self.chunks // ROWS_IN_FLIGHT
 
     @cute.jit
