@@ -31,7 +31,7 @@ from .calls import forward_scratch, given_names, refuse_forward, run_forward
 from .contract import LazyMaximum, Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
-from .device.given import fake_given, fake_list, take_given
+from .device.given import fake_given, fake_list, take_apart
 from .device.lazy import exponentiate, first_room, first_softmax, follow_maximum, raise_maximum, subtract
 from .device.limits import NARROW_VALUES, has_own_kernel, tile_dims
 from .device.masks import Mask, Window, mask_of
@@ -118,9 +118,9 @@ class FlashAttentionForward(QueryTiles):
         self.q_stages, self.o_over_q = min(self.q_and_o, 2), self.q_and_o < 3
         # The tiles that only other consumers see must fit beside one stage of V: see `leave_hidden`.
         assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
-
         self.plain = not (self.packed or self.mask.hides_first)  # a CTA has a tile, and begins at key 0
-        # A place behind the last tile: one without rows
+        self.message = 1 + self.batch.words  # how a tile is announced, and its place
+        # A place without rows
         self.nowhere = [0 if self.plain else NOWHERE] + [0] * (self.batch.words - 1)
 
     def section_bytes(self, seqlen_kv):
@@ -133,17 +133,12 @@ class FlashAttentionForward(QueryTiles):
     @property
     def smem_bytes(self) -> int:
         barriers = 2 * (self.q_stages * self.consumers + 2 * self.stages + 1)
-        return self.tile_bytes(self.q_and_o) + 16 + barriers * 8
-
-    def taken_apart(self, rest):
-        *rest, stream = rest
-        mList, rest = (rest[0], rest[1:]) if self.packed else (None, rest)
-        return mList, rest[0], take_given(rest[1:], self.has), stream
+        return self.tile_bytes(self.q_and_o) + 16 * math.ceil(self.message / 4) + barriers * 8
 
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, *rest):
         """`rest` is `calls.forward_scratch`, what `calls.given_of` names, and the stream."""
-        mList, mCounter, given, stream = self.taken_apart(rest)
+        mList, mCounter, given, stream = take_apart(rest, self.has)
         batch, heads, seqlen_q, _ = mQ.shape
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
         if const_expr(self.packed):
@@ -194,8 +189,7 @@ class FlashAttentionForward(QueryTiles):
             for columns in (self.head_dim, self.value_dim)
         ]
         sVt = exchanged(sV)  # (head_dim, key, stage): the same bytes, as operand B of P·V takes them
-        # announced, and a place of `self.batch`
-        sTile = smem.allocate_tensor(Int32, cute.make_layout(1 + self.batch.words), 16)
+        sTile = smem.allocate_tensor(Int32, cute.make_layout(self.message), 16)
         own_bytes = ROWS * self.head_dim * 2
         k_bytes, v_bytes = (self.tile_kv * columns * 2 for columns in (self.head_dim, self.value_dim))
         q_ring, k_ring, v_ring = tma_rings(
@@ -317,13 +311,14 @@ class FlashAttentionForward(QueryTiles):
                 if const_expr(self.mask.hides_first):
                     # Tiles before whose end a row may have seen no key: one or two with the first.
                     for block in range(first + 1, edge, unroll=1):
-                        self.edge_step(x, rows, block, limits, q_get, k_get, v_get)
+                        self.step(x, rows, room, block, limits, q_get, k_get, v_get, masked=True, edge=True)
                         k_get.advance()
                         v_get.advance()
                 if const_expr(self.share > 0.0):
                     for r in range_constexpr(OWN_ROWS):
                         total = sum_of_row(row_sum[r])
-                        room[r] = first_room(total, self.part_seen(own_blocks - first, lengths[1]), self.growth)
+                        part = self.part_seen(self.share, own_blocks - first, lengths[1])
+                        room[r] = first_room(total, part, self.growth)
                 if const_expr(self.o_over_q and self.q_stages == 2):
                     # Leave the place of the Q before, when this warp's part of O has been read from there.
                     if announced == FOLLOWS:
@@ -401,58 +396,35 @@ class FlashAttentionForward(QueryTiles):
 
             await_stores()
 
-    def part_seen(self, own_blocks, seqlen_kv):
-        """What part of all keys rows see that take so many tiles of them, times `share`."""
-        if not self.mask.hides:
-            return self.share
-        keys = seqlen_kv
-        if self.mask.hides_first:  # as many as a row sees in the middle
-            left, right = [cutlass.min(seqlen_kv, x) for x in (self.mask.left, self.mask.right)]
-            keys = cutlass.min(keys, left + right + 1)
-        blocks = Float32(cute.ceil_div(keys, self.tile_kv))
-        return self.share * Float32(own_blocks) * cute.arch.rcp_approx(blocks)
-
-    def multiply(self, x, kv_block, q_get, k_get, v_get) -> None:
-        """Q·Kᵀ of a consumer's `kv_block`-th tile beside P·V of the tile before; wait for the one."""
+    def step(self, x, rows, room, kv_block, limits, q_get, k_get, v_get, masked: bool, edge: bool = False):
+        """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one, part by part: while a
+        part is subtracted and asked for its growth, the part before it is exponentiated. Before the end of an
+        `edge` tile a row may have seen no key."""
+        first, first_row, *lengths = limits
         x.k_ring.consumer_wait(k_get)
         multiply_qk(x, q_get, k_get)
         x.v_ring.consumer_wait(v_get)
-        multiply_pv(x, v_get, kv_block)
+        multiply_pv(x, v_get, kv_block - first)
         warpgroup.wait_group(1)
         x.k_ring.consumer_release(k_get)
-
-    def step(self, x, rows, room, kv_block, limits, q_get, k_get, v_get, masked: bool) -> None:
-        """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one, part by part: while a
-        part is subtracted and asked for its growth, the part before it is exponentiated."""
-        first, first_row, *lengths = limits
-        self.multiply(x, kv_block - first, q_get, k_get, v_get)
+        parts = [rows.S] if edge else rows.parts
         if masked:
             if self.cap is not None:
                 self.cap.apply(rows.S)
-            self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *lengths)
-        for p, part in enumerate(rows.parts):
+            self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *lengths, both_edges=edge)
+        for p, part in enumerate(parts):
             if not masked and self.cap is not None:
                 self.cap.apply(part)
             subtract(part, rows.max, self.scale_log2)
             if p > 0:
-                exponentiate(rows.parts[p - 1], rows.sum)
-            raise_maximum(part, [*rows.parts[:p], rows.O], rows.max, rows.sum, room, self.share > 0.0)
+                exponentiate(parts[p - 1], rows.sum)
+            if edge:
+                follow_maximum(part, rows.O, rows.max, rows.sum)
+            else:
+                raise_maximum(part, [*parts[:p], rows.O], rows.max, rows.sum, room, self.share > 0.0)
         warpgroup.wait_group(0)
         x.v_ring.consumer_release(v_get)
-        exponentiate(rows.parts[-1], rows.sum)
-        round_fragment(x.rS, x.rP, self.dtype)
-
-    def edge_step(self, x, rows, kv_block, limits, q_get, k_get, v_get) -> None:
-        """`step` of a tile before the end of which a row may have seen no key."""
-        first, first_row, *lengths = limits
-        self.multiply(x, kv_block - first, q_get, k_get, v_get)
-        if self.cap is not None:
-            self.cap.apply(rows.S)
-        self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *lengths, both_edges=True)
-        subtract(rows.S, rows.max, self.scale_log2)
-        follow_maximum(rows.S, rows.O, rows.max, rows.sum)
-        x.v_ring.consumer_release(v_get)
-        exponentiate(rows.S, rows.sum)
+        exponentiate(parts[-1], rows.sum)
         round_fragment(x.rS, x.rP, self.dtype)
 
 

@@ -35,13 +35,13 @@ from .device.fp8 import BLOCK, ONES_ROWS
 from .device.masks import Mask, mask_of
 from .device.products import Products, Rows, multiply_qk
 from .device.query_tiles import ROWS, Config, QueryTiles, work_on_query_tiles
-from .device.rings import CONSUMER, PRODUCER, OwnStages, put, skip, tma_rings
+from .device.rings import CONSUMER, PRODUCER, OwnStages, await_next, leave_hidden, put, skip, tma_rings
 from .device.rows import OWN_ROWS, finite, in_parts, largest_of_row
 from .device.stores import WARP_ROWS, WARPS, WarpStores, await_stores, rounded, store_of_rows, store_warp_rows
 from .device.tile_order import fetch, hear, message_ring, tell
 from .device.tma import allocate_tiles, load_atom, partition_tma, row_slices, store_atom
 from .device.wgmma import by_row, multiply
-from .k6 import END, FIRST, FOLLOWS, FlashAttentionForward, await_next
+from .k6 import END, FIRST, FOLLOWS
 
 STAGES = (
     Stage(
@@ -99,7 +99,7 @@ class FP8Forward(QueryTiles):
         self.chunk = flush_keys // config.tile_kv  # tiles of keys between two flushes
         self.threads = WARPGROUP * (self.consumers + 1)
         self.q_stages = 2 if self.tile_bytes(2) <= SMEM_MAX // config.ctas - 1024 else 1
-        # The tiles that only other consumers see must fit beside one stage of V: k6's `leave_hidden`.
+        # The tiles that only other consumers see must fit beside one stage of V: `rings.leave_hidden`.
         assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
 
     def section_bytes(self, seqlen_kv):
@@ -273,7 +273,9 @@ class FP8Forward(QueryTiles):
                     k_get.advance()
                     v_get.advance()
                 hidden, past_the_end = kv_blocks - own_blocks, first_row >= seqlen_q
-                hidden, k_get, v_get = self.leave_hidden(hidden, past_the_end, k_ring, v_ring, k_get, v_get)
+                hidden, k_get, v_get = leave_hidden(
+                    hidden, past_the_end, k_ring, v_ring, k_get, v_get, self.mask.hides
+                )
                 q_ring.consumer_release(q_get)
 
                 # 4. the last P·V (if Q has two stages, beside the next tile's first Q·Kᵀ); then O and LSE
@@ -284,7 +286,7 @@ class FP8Forward(QueryTiles):
                 tile_get.advance()
                 q_get.advance()
                 if const_expr(self.q_stages == 2):
-                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
+                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced != END)
                     multiply_qk(x, q_get, k_get)
                 first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
                 qk_scale, v_scale = self.scales(mQs, mKs, mVs, scale_log2, batch, head, first_row, group)
@@ -305,7 +307,7 @@ class FP8Forward(QueryTiles):
                 store_warp_rows(o_stores, rO16, consumer, this_tile)
                 store_of_rows(mLSE[this_tile[2], this_tile[1], None], this_row, seqlen_q, rows.where_S, lse)
                 if const_expr(self.q_stages == 1):
-                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced)
+                    k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced != END)
                     multiply_qk(x, q_get, k_get)
                 warpgroup.wait_group(0)
 
@@ -350,8 +352,6 @@ class FP8Forward(QueryTiles):
             return scale_log2 * mQs[batch, head, block], Float32(1.0)
         else:
             return scale_log2 * mQs[batch, kv_head, 0] * mKs[batch, kv_head, 0], mVs[batch, kv_head, 0]
-
-    leave_hidden = FlashAttentionForward.leave_hidden  # the rings of K and V are k6's
 
     def step(self, x, rows, sums, scales, first_row, kv_block, begun, q_get, k_get, v_get, masked: bool):
         """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one."""

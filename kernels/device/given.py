@@ -32,6 +32,14 @@ def take_given(arguments: list[object], names: tuple[str, ...]) -> Given:
     return Given(**found)
 
 
+def take_apart(arguments: tuple[object, ...], names: tuple[str, ...]) -> tuple[object, object, Given, object]:
+    """What a forward kernel is launched with behind its tensors: the list of packed tiles or None, the
+    counter, what is given, the stream."""
+    *rest, stream = arguments
+    tiles = rest.pop(0) if "sequences" in names else None
+    return tiles, rest.pop(0), take_given(rest, names), stream
+
+
 def fake_given(heads: object, names: tuple[str, ...]) -> list[object]:
     """Stand-ins for them, of as many query heads."""
     ints = lambda extent: make_fake_tensor(Int32, (extent,), (1,), assumed_align=4)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr, range_constexpr
+from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from ..contract import Problem, Work
 from .constants import WARPGROUP
@@ -94,6 +94,16 @@ class QueryTiles:
         own_blocks = self.own_blocks(first_row, seqlen_q, seqlen_kv)
         visible = self.visible_blocks(first_row, own_blocks, seqlen_q, seqlen_kv)
         return first_row, kv_blocks, own_blocks, visible
+
+    def part_seen(self, share, own_blocks, seqlen_kv):
+        """`share` times what part of the keys that a row may see rows do that take so many tiles of them."""
+        if not self.mask.hides:
+            return share
+        keys = seqlen_kv
+        if self.mask.hides_first:  # as many as a row sees in the middle
+            left, right = [cutlass.min(seqlen_kv, x) for x in (self.mask.left, self.mask.right)]
+            keys = cutlass.min(keys, left + right + 1)
+        return share * Float32(own_blocks) * cute.arch.rcp_approx(Float32(cute.ceil_div(keys, self.tile_kv)))
 
     @cute.jit
     def begin(self, span, q_block, seqlen_q, seqlen_kv):
