@@ -11,9 +11,16 @@ from typing import NamedTuple
 import torch
 
 from . import production, tuned
-from .checks import check_gradients, check_packing, check_scale, check_sink, check_softcap, check_window
+from .checks import (
+    check_gradients,
+    check_packing,
+    check_scale,
+    check_sink,
+    check_softcap,
+    check_window,
+    like_o,
+)
 from .checks import general_problem_of as problem_of
-from .checks import like_o
 from .kernels import calls
 from .kernels.contract import Problem
 from .kernels.device.limits import bounds, has_own_kernel

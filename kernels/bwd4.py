@@ -20,7 +20,6 @@ Where to read     The schedule, drawn: notes/bwd4.md, "The schedule". Here are t
                   launches; in device/key_tiles.py which tiles see which; in device/dq_sums.py dQ's sums.
 """
 
-from dataclasses import replace
 from enum import IntEnum
 
 import cutlass
@@ -33,14 +32,15 @@ from .bwd4_dkv import KeyGradients
 from .bwd4_dq import QueryGradient
 from .bwd4_loads import LoadingTiles
 from .bwd4_operands import (
-    CONFIGS,
     TILE_KV,
     Config,
     Consumer,
     Fragments,
     allocate,
+    config_of,
     dq_columns,
     fragments,
+    issue_dQ,
     k_block,
     make_rings,
     shared_bytes,
@@ -144,7 +144,6 @@ class Backward(LoadingTiles):
         options = divides, sms
         super().__init__(head_dim, mask, dtype, deterministic, config.tile_q, TILE_KV, *options, **policies)
         self.config = config
-        self.columns = head_dim // dq_columns(head_dim)  # tiles beside each other as dQ's product takes K
         self.part = ROWS * dq_columns(head_dim)
 
     @property
@@ -176,7 +175,8 @@ class Backward(LoadingTiles):
         tiles = kv_blocks * kv_heads * batch
         if const_expr(self.packed):
             tiles = (mList.shape[0] - 1) * kv_heads  # at most
-        self.kernel(*mmas, *tma, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles, numbers, mTiled, mList).launch(
+        rest = mCounter, tiles, numbers, mTiled, mList
+        self.kernel(*mmas, *tma, mStats, mDQ_sum, mZeroed, mOrder, *rest).launch(
             grid=(self.ctas(tiles, kv_blocks), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
@@ -353,7 +353,10 @@ class Backward(LoadingTiles):
         """Issue Sᵀ = K·Qᵀ of a tile of queries."""
         f.S.of(k_get.index * CONSUMERS + x.index, q_get.index).issue(False)
 
-    def step(self, x: Consumer, f: Fragments, k_get, q_get, q_next, parity, kv_block, q_tile, seqlens, masked, final):
+    def step(
+        self, x: Consumer, f: Fragments, k_get, q_get, q_next, parity, kv_block, q_tile, seqlens,
+        masked: bool, final: bool,
+    ):  # fmt: skip
         """A tile of queries; its Sᵀ is there already. `masked` and `final` are Python's.
 
             issue dPᵀ                 P = exp2(Sᵀ·c − LSE), rounded
@@ -372,14 +375,11 @@ class Backward(LoadingTiles):
         stage, shared, rings = q_get.index, x.shared, x.rings
         dV = f.dV.of(None, stage)  # here: traced behind the wait, LLVM orders the step differently
         rings.do.consumer_wait(q_get)
-        if not self.config.late_dP:
-            f.dP.of(None, stage).issue(False)
+        f.dP.of(None, stage).issue(False)
         first_key, first_query = kv_block * TILE_KV + x.index * ROWS, q_tile * self.tile_q
         hides = f.places, first_key, first_query, *seqlens
         self.exponentials(f.scores, f.words_P, shared.stats[None, 0, None, stage], *hides, masked)
         self.round_P(f.S.acc, f.words_P)
-        if self.config.late_dP:
-            f.dP.of(None, stage).issue(False)
         if self.config.early_dV:
             dV.issue(True)
         warpgroup.wait_group(1 if self.config.early_dV else 0)  # dP
@@ -395,7 +395,7 @@ class Backward(LoadingTiles):
             dV.issue(True)
         f.dK.of(None, stage).issue(True)
         self.sync(Barrier.DS_READY, 2 * parity + x.index, BOTH)
-        self.issue_dQ(x, f, k_get, parity)
+        issue_dQ(f, self.config, x.index, k_get, parity)
         warpgroup.wait_group(1)  # dV and dK: the registers of P and dS are needed
         if not final:
             rings.q.consumer_wait(q_next)
@@ -413,21 +413,6 @@ class Backward(LoadingTiles):
         self.sync(Barrier.DQ_FULL, CONSUMERS * parity + x.index, AND_ADDER, arrive=True)
         warpgroup.wait_group(0)
 
-    def issue_dQ(self, x: Consumer, f: Fragments, k_get, parity):
-        """Issue dQ = dS·K over the keys of both consumers, as one commit group. At head_dim 128: of the one
-        block of 64 queries the consumer's 64 columns; at 64: of two blocks the consumer's, all 64 columns."""
-        warpgroup.fence()
-        atom = cute.make_mma_atom(f.dQ.mma.op)  # its own, as in `multiply`
-        own_block, own_column = (x.index, 0) if self.blocks == CONSUMERS else (0, x.index)
-        for c in range(CONSUMERS):
-            part = own_block + self.blocks * (c + CONSUMERS * parity)
-            column = own_column + self.columns * (c + CONSUMERS * k_get.index)
-            for k in range(ROWS // 16):
-                atom.set(warpgroup.Field.ACCUMULATE, c > 0 or k > 0)
-                tA, tB = f.dQ.A[None, None, k, part], f.dQ.B[None, None, k, column]
-                cute.gemm(atom, f.dQ.acc, tA, tB, f.dQ.acc)
-        warpgroup.commit_group()
-
 
 def kernel_for(
     problem: Problem, deterministic: bool = False, config: Config | None = None, sms: int = SMS
@@ -439,10 +424,7 @@ def kernel_for(
     if columns > 128:
         main, queries = KeyGradients(*options, **policies), QueryGradient(*options, **policies)
         return WideFlashAttentionBackward(main, queries, problem)
-    config = config or CONFIGS[columns]
-    if problem.window is not None or problem.softcap > 0:  # which need the registers
-        config = replace(config, keep_V=False)
-    main = Backward(*options, deterministic, config, **policies)
+    main = Backward(*options, deterministic, config or config_of(problem), **policies)
     return FlashAttentionBackward(main, problem)
 
 

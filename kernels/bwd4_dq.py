@@ -10,7 +10,6 @@ Supports          head_dim 256, and what bwd4.py does.
 Where to read     notes/bwd4.md, "Heads of 256", has the schedule of both kernels, drawn.
 """
 
-import math
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -21,14 +20,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from .contract import Problem
-from .device.constants import LOG2_E, SMS, WARP, WARPGROUP
+from .device.constants import SMS, WARP, WARPGROUP
 from .device.fragments import Coordinates, Product, coordinates
 from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, THREADS
-from .device.limits import LISTED, SECTION_BYTES, TILE_Q
+from .device.leftward import TilesOfQueries
+from .device.limits import SECTION_BYTES, TILE_Q
 from .device.masks import Mask
-from .device.policies import DenseScratch, PackedScratch, Scores
-from .device.query_tiles import QueryTiles
 from .device.rings import CONSUMER, PRODUCER, put, tma_rings
 from .device.tile_order import fetch, hear_place, message_ring, tell
 from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
@@ -81,7 +78,7 @@ class Consumer:
     rings: Rings
 
 
-class QueryGradient(QueryTiles, Scores):
+class QueryGradient(TilesOfQueries):
     """dQ. The CTA: two consumers of 64 queries each, then a warp that loads; keys from right to left.
 
     mbarriers                   arrivals that complete a phase       who waits
@@ -103,15 +100,9 @@ class QueryGradient(QueryTiles, Scores):
 
     registers = (40, 232)  # of a producer's thread, of a consumer's; a causal producer spills with 24
 
-    def __init__(
-        self, head_dim: int, mask: Mask, dtype: type, sms: int = SMS, capped: bool = False,
-        packed: bool = False,
-    ):  # fmt: skip
-        batch = PackedScratch() if packed else DenseScratch()
-        super().__init__(head_dim, mask, TILE_Q[head_dim], ROWS, batch)
-        self.dtype, self.sms, self.caps = dtype, sms, capped
-        self.scale = 1.0 / math.sqrt(head_dim)
-        self.scale_log2 = self.scale * LOG2_E
+    def __init__(self, head_dim: int, mask: Mask, dtype: type, sms: int = SMS, **policies: bool):
+        super().__init__(head_dim, mask, TILE_Q[head_dim], ROWS, **policies)
+        self.dtype, self.sms = dtype, sms
 
     def section_bytes(self, seqlen_kv):
         return SECTION_BYTES
@@ -341,31 +332,6 @@ class QueryGradient(QueryTiles, Scores):
             valid, place = hear_place(tile_ring, tile_get, shared.tile)
             tile_get.advance()
 
-    def runs(self, masked, own_blocks, first, edge):
-        """The loops over a consumer's tiles of keys, one after the other, from right to left, as (begin, end,
-        whether masked); the last tile, `first`, is apart. With a window those left of `edge` are masked too.
-        A generator, so that each bound is computed where its loop begins."""
-        if self.mask.hides_first:
-            last = own_blocks - 1 - first
-            split = cutlass.min(masked, last)
-            yield 0, split, True
-            end = cutlass.max(split, cutlass.min(last, own_blocks - edge))
-            yield split, end, False
-            yield end, last, True
-        else:
-            split = cutlass.min(masked, own_blocks - 1)
-            yield 0, split, True
-            yield split, own_blocks - 1, False
-
-    def locate_listed(self, tile, mQ, mList):
-        """(q_block, head, start_q, …): as `QueryTiles`, and where in scratch the sequence's queries are."""
-        heads = mQ.shape[2]
-        record = [mList[1 + tile // heads, i] for i in range(LISTED)]
-        first, q_blocks, start_q, seqlen_q, start_kv, seqlen_kv, place = record[1:]
-        section = self.section(cutlass.max(1, seqlen_kv))
-        q_block, head = self.order.locate(tile - first * heads, q_blocks, heads, section)
-        return q_block, head, start_q, seqlen_q, start_kv, seqlen_kv, place * CONSUMERS
-
     def fragments(self, rings, shared, mma_s, mma_q, consumer, thread) -> Consumer:
         """What a consumer's thread holds, and its operands."""
         thr_s, thr_q = mma_s.get_slice(0), mma_q.get_slice(0)
@@ -434,28 +400,3 @@ class QueryGradient(QueryTiles, Scores):
         warpgroup.wait_group(0 if final else 1)
         x.rings.k.consumer_release(k_get)
         warpgroup.wait_group(0)
-
-    @cute.jit
-    def exponentials(self, S, rLSE):
-        """S (query, key) becomes P = exp(S·scale − LSE); rLSE is LSE·log2 e, +∞ past the end. With a soft cap
-        it becomes P·(1 − tanh²), which dS is made of."""
-        for r in range_constexpr(2):
-            if const_expr(self.caps):
-                for c in range_constexpr(cute.size(S, mode=[1])):
-                    p, slope = self.capped(S[r, c], rLSE[r])
-                    S[r, c] = p * slope
-            else:
-                p = S[r, None].load() * self.scale_log2 - rLSE[r]
-                S[r, None].store(cute.math.exp2(p, fastmath=True))
-
-    def trips(self, problem: Problem) -> tuple[int, float, float]:
-        """How many tiles of queries there are, and how many of keys, masked and not, a consumer meets on
-        average in the main loop, in which the last one is not."""
-        tiles = math.ceil(problem.seqlen_q / self.tile_q)
-        masked = unmasked = 0
-        for blocks, visible in self.blocks_of(problem):
-            split = min(blocks - visible, blocks - 1)
-            masked += split
-            unmasked += blocks - 1 - split
-        rows = tiles * CONSUMERS
-        return tiles * problem.batch * problem.heads, masked / rows, unmasked / rows

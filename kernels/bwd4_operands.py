@@ -13,7 +13,7 @@ dQ sums over the keys of both, so a consumer computes not what its own keys add 
 the columns of 64 queries (d = 128; of 96, 48), or all 64 columns of 64 of the 128 queries (d = 64).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -21,10 +21,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
+from .contract import Problem
 from .device.constants import WARPGROUP
 from .device.fragments import Coordinates, Product, coordinates
 from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, Rings
-from .device.limits import TILE_Q
+from .device.limits import TILE_Q, tile_dim
 from .device.rings import tma_rings
 from .device.tile_order import message_ring
 from .device.tma import allocate_tiles, swizzled_tiles
@@ -40,7 +41,6 @@ class Config:
     tile_q: int
     early_dV: bool  # issue dV before dPᵀ is waited for, where registers allow, and not only with dK
     keep_V: bool  # V in registers, operand A of dPᵀ, where dV is not early: fewer reads of shared memory
-    late_dP: bool = False  # issue dPᵀ when P is there, and its registers are free until then
     stages: int = 2  # of Q and dO
     k_stages: int = 2  # so that the next tile's K is loaded while this one is worked on
 
@@ -65,6 +65,13 @@ def k_block(head_dim: int) -> int | None:
     """Bytes that the swizzle of K lays out together: of 96 columns 32, since half of them are no multiple of
     what 64 bytes hold."""
     return 32 if head_dim == 96 else None
+
+
+def config_of(problem: Problem) -> Config:
+    config = CONFIGS[tile_dim(problem)]
+    if problem.window is not None or problem.softcap > 0:  # whose registers V has otherwise
+        config = replace(config, keep_V=False)
+    return config
 
 
 @dataclass(frozen=True)
@@ -250,3 +257,21 @@ def fragments(
         copy_dKV=copy_dKV,
         copy_V=copy_V,
     )
+
+
+def issue_dQ(f: Fragments, config: Config, consumer: Int32, k_get, parity) -> None:
+    """Issue dQ = dS·K over the keys of both consumers, as one commit group. At head_dim 128: of the one block
+    of 64 queries the consumer's 64 columns, at 96 its 48; at 64: all columns of the consumer's block."""
+    d = cute.size(f.dV.acc) * WARPGROUP // ROWS
+    columns = d // dq_columns(d)  # tiles beside each other as the product takes K
+    warpgroup.fence()
+    atom = cute.make_mma_atom(f.dQ.mma.op)  # its own, as in `multiply`
+    own_block, own_column = (consumer, 0) if config.blocks == CONSUMERS else (0, consumer)
+    for c in range(CONSUMERS):
+        part = own_block + config.blocks * (c + CONSUMERS * parity)
+        column = own_column + columns * (c + CONSUMERS * k_get.index)
+        for k in range(ROWS // 16):
+            atom.set(warpgroup.Field.ACCUMULATE, c > 0 or k > 0)
+            tA, tB = f.dQ.A[None, None, k, part], f.dQ.B[None, None, k, column]
+            cute.gemm(atom, f.dQ.acc, tA, tB, f.dQ.acc)
+    warpgroup.commit_group()

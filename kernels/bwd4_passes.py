@@ -86,8 +86,8 @@ class FlashAttentionBackward(Pass):
         self.postprocess = Postprocess(main.head_dim, tiles, packed=main.tile_q if self.packed else None)
 
     def launch(
-        self, given, mDLSE, mDsink, stream, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum, mZeroed,
-        mOrder, mCounter, mParts=None, mListQ=None, mListKV=None,
+        self, given, mDLSE, mDsink, stream, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum,
+        mZeroed, mOrder, mCounter, mParts=None, mListQ=None, mListKV=None,
     ):  # fmt: skip
         mTiled, numbers = None, self.numbers(given)
         self.list_tiles(self.main, self.main.tile_q, given, stream, mQ, mK, mListQ, mListKV)

@@ -17,7 +17,6 @@ Note              notes/k6.md: the schedule drawn, what each idea is worth, what
 """
 
 import math
-from dataclasses import replace
 from enum import IntEnum
 
 import cutlass
@@ -33,7 +32,7 @@ from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
 from .device.given import fake_given, fake_list, take_apart
 from .device.lazy import exponentiate, first_room, first_softmax, follow_maximum, raise_maximum, subtract
-from .device.limits import NARROW_VALUES, has_own_kernel, tile_dims
+from .device.limits import has_own_kernel, tile_dims
 from .device.masks import Mask, Window, mask_of
 from .device.packed import DENSE, ListTiles, Packed
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
@@ -45,6 +44,7 @@ from .device.stores import WARP_ROWS, WARPS, WarpStores, await_stores, rounded, 
 from .device.tile_order import fetch, hear, message_ring, tell
 from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
 from .device.wgmma import exchanged, round_fragment
+from .k6_shapes import CANDIDATES, CONFIGS, VARIANTS, config_of, variants_for  # noqa: F401  for others
 
 STAGES = (
     Stage(
@@ -57,14 +57,6 @@ STAGES = (
     ),
 )
 
-CONFIGS = {  # by columns of a tile, `limits.tile_dims`; registers of a producer's thread and of a consumer's
-    64: Config(consumers=4, tile_kv=64, stages=8, registers=(24, 112), parts=2),
-    96: Config(consumers=3, tile_kv=96, stages=3, registers=(32, 160)),
-    128: Config(consumers=3, tile_kv=64, stages=4, registers=(32, 160)),
-    192: Config(consumers=2, tile_kv=80, stages=2, registers=(24, 240)),
-    256: Config(consumers=2, tile_kv=64, stages=2, registers=(24, 240)),
-    NARROW_VALUES: Config(consumers=2, tile_kv=96, stages=2, registers=(24, 240)),
-}
 END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
 NOWHERE = 2**20  # a tile of queries behind those of any sequence
 # How far a row's maximum may rise before O is rescaled. A term 2^(s − max) that has become a maximum is 1 and
@@ -436,11 +428,6 @@ def workspace(problem: Problem, config: Config | None = None, **options: object)
     return forward_scratch(problem, ROWS * (config or config_of(problem)).consumers)
 
 
-def config_of(problem: Problem, configs: dict[object, Config] = CONFIGS) -> Config:
-    columns, of_values = tile_dims(problem)
-    return configs[columns if columns == of_values else (columns, of_values)]
-
-
 def kernel_for(problem: Problem, config: Config | None = None, **options: object) -> FlashAttentionForward:
     (columns, of_values), config = tile_dims(problem), config or config_of(problem)
     kind = columns, mask_of(problem), problem.dtype, config
@@ -464,18 +451,3 @@ def compile_kernel(problem: Problem, **options: object) -> object:
     scratch = [fake_list(), counter] if kernel.packed else [counter]
     given = fake_given(q.shape[1], kernel.has)
     return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), *scratch, *given)
-
-
-CANDIDATES = {  # what CONFIGS were chosen from, for `python -m harness.ablation k6`
-    64: [replace(CONFIGS[64], parts=parts) for parts in (2, 1, 4)]
-    + [Config(3, 96, 5, (32, 160), parts=2), Config(3, 128, 3, (32, 160), parts=4)],
-    128: [replace(CONFIGS[128], parts=parts) for parts in (1, 2)]
-    + [Config(3, 80, 3, (32, 160)), Config(2, 128, 2, (24, 240))],
-}
-MAXIMA = {"share 0.6": {"share": 0.6}, "growth 8 alone": {"share": 0.0}, "exact": {"exact": True}}
-VARIANTS = {str(config): {"config": config} for configs in CANDIDATES.values() for config in configs} | MAXIMA
-
-
-def variants_for(problem: Problem) -> list[str]:
-    """The labels in VARIANTS that are candidates at the problem's head_dim."""
-    return [*map(str, CANDIDATES.get(problem.head_dim, ())), *MAXIMA]

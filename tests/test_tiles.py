@@ -105,8 +105,8 @@ def test_bwd4_visits_the_tiles_that_see(head_dim: int, causal: bool, top_left: b
         visited = masked_visits = 0
         for kv_block in range(math.ceil(problem.seqlen_kv / kernel.tile_kv)):
             keys = range(kv_block * kernel.tile_kv, (kv_block + 1) * kernel.tile_kv)
-            first, masked, last = map(int, kernel.q_tiles(kv_block, *lengths))
-            assert 0 <= first <= last == math.ceil(problem.seqlen_q / tile_q)
+            first, masked, whole, last = map(int, kernel.q_tiles(kv_block, *lengths))
+            assert 0 <= first <= whole == last == math.ceil(problem.seqlen_q / tile_q)
             for query in range(problem.seqlen_q):
                 seen, tile = keys_seen(problem, query), query // tile_q
                 if seen > keys[0]:
@@ -133,7 +133,7 @@ def test_bwd4_det_has_a_turn_for_every_visit(head_dim: int, causal: bool, top_le
         turns = defaultdict(list)
         kv_blocks = range(math.ceil(problem.seqlen_kv / kernel.tile_kv))
         for kv_block in reversed(kv_blocks) if causal else kv_blocks:  # as `locate` hands them out
-            first, _, last = map(int, kernel.q_tiles(kv_block, *lengths))
+            first, _, _, last = map(int, kernel.q_tiles(kv_block, *lengths))
             for tile in range(first, last):
                 place, *turn = kernel.turn_of(kv_block, tile, *lengths)
                 turns[tile, place].append(tuple(turn))
@@ -146,6 +146,105 @@ def test_bwd4_det_has_a_turn_for_every_visit(head_dim: int, causal: bool, top_le
             blind = keys_seen(problem, (tile + 1) * kernel.tile_q - 1) == 0
             assert (came == 0) == blind
         assert set(turns) == written
+
+
+WINDOWS = ((0, 0), (63, 0), (64, 64), (100, 20), (300, 0), (-1, 30), (30, -1), (0, 200), (127, 1))
+every_window = pytest.mark.parametrize(
+    ("head_dim", "window"), [(d, window) for d in (*HEAD_DIMS, 256) for window in WINDOWS]
+)
+
+
+def window_problems(head_dim: int, window: tuple[int, int]) -> list[Problem]:
+    least = Problem.square(1, 1, 1, head_dim, False, direction="bwd", window=window)
+    return [least.with_(seqlen_q=n, seqlen_kv=m) for n in LENGTHS for m in LENGTHS]
+
+
+def sees(problem: Problem, query: int, key: int) -> bool:
+    """By the window's definition, also of rows past the end."""
+    left, right = problem.window
+    ahead = key - (query + problem.seqlen_kv - problem.seqlen_q)
+    return (left == -1 or -ahead <= left) and (right == -1 or ahead <= right)
+
+
+@every_window
+def test_bwd4_visits_the_tiles_of_a_window(head_dim: int, window: tuple[int, int]) -> None:
+    for problem in window_problems(head_dim, window):
+        kernel = bwd4.kernel_for(problem).main
+        lengths, tile_q, tile_kv = (problem.seqlen_q, problem.seqlen_kv), kernel.tile_q, kernel.tile_kv
+        masked_visits = 0
+        for kv_block in range(math.ceil(problem.seqlen_kv / tile_kv)):
+            tiles = tuple(map(int, kernel.q_tiles(kv_block, *lengths)))
+            first, last = tiles[0], tiles[-1]
+            runs = [(int(begin), int(end), masked) for begin, end, masked in kernel.runs(*tiles)]
+            in_loops = [tile for begin, end, _ in runs for tile in range(begin, end)]
+            assert in_loops == list(range(first, last - 1)), "a tile twice, or none, or out of order"
+            whole = {tile for begin, end, masked in runs for tile in range(begin, end) if not masked}
+            first_key, last_key = kv_block * tile_kv, kv_block * tile_kv + tile_kv - 1
+            for tile in range(math.ceil(problem.seqlen_q / tile_q)):
+                # Of a band corners and neighbours of the diagonal decide: its rows and keys, one by one.
+                rows = range(tile * tile_q, min((tile + 1) * tile_q, problem.seqlen_q))
+                ends = [sees(problem, row, key) for row in rows for key in (first_key, last_key)]
+                if tile in whole:
+                    assert all(ends) and last_key < problem.seqlen_kv, "a hidden pair is not masked"
+                if not first <= tile < last:
+                    keys = range(first_key, min(last_key + 1, problem.seqlen_kv))
+                    assert not any(sees(problem, row, key) for row in rows for key in keys), "not visited"
+            masked_visits += len(in_loops) - len(whole)
+        work = bwd4.work(problem)[0]
+        passes = work.passes / (2 if head_dim == 256 else 1)
+        assert math.isclose(work.trips[0] * passes, masked_visits), "work counts other tiles"
+
+
+@every_window
+def test_dq_of_heads_of_256_comes_from_the_tiles_of_a_window(head_dim: int, window: tuple[int, int]) -> None:
+    if head_dim != 256:
+        pytest.skip("dQ has no kernel of its own")
+    for problem in window_problems(head_dim, window):
+        kernel = bwd4.kernel_for(problem).queries
+        lengths = problem.seqlen_q, problem.seqlen_kv
+        for q_block in range(math.ceil(problem.seqlen_q / kernel.tile_q)):
+            taken = range(
+                int(kernel.first_of_tile(q_block, *lengths)),
+                int(kernel.kv_blocks((q_block + 1) * kernel.tile_q, *lengths)),
+            )
+            for consumer in range(CONSUMERS):
+                first_row = q_block * kernel.tile_q + consumer * ROWS
+                own_blocks = kernel.own_blocks(first_row, *lengths)
+                span = first_row, taken.stop, own_blocks, None
+                (_, _, own_blocks, _), (left, first, edge) = kernel.begin(span, q_block, *lengths)
+                assert taken.start <= first < own_blocks <= taken.stop, "a tile that nobody loads"
+                assert first - left == taken.start
+                masked = own_blocks - kernel.visible_blocks(first_row, own_blocks, *lengths)
+                runs = [(int(b), int(e), m) for b, e, m in kernel.runs(masked, own_blocks, first, edge)]
+                blocks = [own_blocks - 1 - i for begin, end, _ in runs for i in range(begin, end)]
+                assert [*blocks, first] == list(range(own_blocks - 1, first - 1, -1))
+                whole = {own_blocks - 1 - i for b, e, masked in runs for i in range(b, e) if not masked}
+                for row in range(first_row, min(first_row + ROWS, problem.seqlen_q)):
+                    for key in range(problem.seqlen_kv):
+                        block = key // kernel.tile_kv
+                        if block in whole:
+                            assert sees(problem, row, key), "a hidden pair is not masked"
+                        elif not first <= block < own_blocks:
+                            assert not sees(problem, row, key), "not visited"
+
+
+@pytest.mark.parametrize(("head_dim", "window"), [(d, window) for d in HEAD_DIMS for window in WINDOWS])
+def test_bwd4_det_has_a_turn_for_every_visit_of_a_window(head_dim: int, window: tuple[int, int]) -> None:
+    for problem in window_problems(head_dim, window):
+        kernel = bwd4.kernel_for(problem, deterministic=True).main
+        lengths = problem.seqlen_q, problem.seqlen_kv
+        turns = defaultdict(list)
+        for kv_block in reversed(range(math.ceil(problem.seqlen_kv / kernel.tile_kv))):
+            first, _, _, last = map(int, kernel.q_tiles(kv_block, *lengths))
+            for tile in range(first, last):
+                place, *turn = kernel.turn_of(kv_block, tile, *lengths)
+                turns[tile, place].append(tuple(turn))
+        for found in turns.values():
+            assert found == [(turn, turn == len(found) - 1) for turn in range(len(found))]
+        came = {
+            tile: kernel.turns_at(tile, *lengths) for tile in range(math.ceil(lengths[0] / kernel.tile_q))
+        }
+        assert {tile for tile, _ in turns} == {tile for tile, turns_there in came.items() if turns_there > 0}
 
 
 @every_mask

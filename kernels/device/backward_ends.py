@@ -83,7 +83,7 @@ class Preprocess:
         tile, head, own = cta // self.packed // heads, cta // self.packed % heads, cta % self.packed
         cute.arch.griddepcontrol_wait()
         if tile < mList[0, 0]:
-            block, start, seqlen, _, _, place = listed(mList, tile)
+            first, _, start, seqlen, _, _, place = listed(mList, tile)
             mO, mDO = [cute.domain_offset((0, 0, start, 0), mX) for mX in (mO, mDO)]
             mLSE = cute.domain_offset((0, 0, start), mLSE)
             if const_expr(mDLSE is not None):
@@ -91,7 +91,7 @@ class Preprocess:
             mStats = cute.domain_offset((0, place * self.packed, 0, 0), mStats)
             if const_expr(mDQ_sum is not None):
                 mDQ_sum = cute.domain_offset((0, place * self.packed, 0, 0), mDQ_sum)
-            block = block * self.packed + own
+            block = (tile - first) * self.packed + own
             self.reduce(mO, mDO, mLSE, mStats, mDQ_sum, None, mDLSE, 0, head, head, block, seqlen)
 
     @cute.kernel
@@ -180,9 +180,7 @@ class Postprocess:
 
     The same for dK and dV in parts (`key_parts`), which it adds in their order."""
 
-    def __init__(
-        self, head_dim: int, tiles: object = None, scaled: bool = True, packed: int | None = None
-    ):
+    def __init__(self, head_dim: int, tiles: object = None, scaled: bool = True, packed: int | None = None):
         self.packed = packed // BLOCK if packed else None  # as `Preprocess`
         self.batch = Packed() if packed else DENSE
         self.columns, self.tiles = column_blocks(head_dim), tiles
@@ -227,9 +225,9 @@ class Postprocess:
         else:
             tile, own = block // self.packed, block % self.packed
             if tile < mList[0, 0]:
-                listed_block, *sequence, at = listed(mList, tile)
+                first, _, *sequence, at = listed(mList, tile)
                 mSums = cute.domain_offset((0, at * self.packed, 0, 0), mDQ_sum)
-                own_place = listed_block * self.packed + own, head, *sequence
+                own_place = (tile - first) * self.packed + own, head, *sequence
                 own_lengths = self.batch.lengths(own_place, None)
                 self.round_block(mma, store_DQ, mDQ, mSums, None, own_lengths, None, own_place, head)
 
@@ -320,8 +318,9 @@ class SinkGradient:
             for i in range(first, blocks, self.threads // BLOCK, unroll=4):
                 block = i
                 if const_expr(mList is not None):
-                    of_sequence, *_, place = listed(mList, i // self.blocks)
-                    block = (place + of_sequence) * self.blocks + i % self.blocks
+                    tile = i // self.blocks
+                    first_tile, *_, place = listed(mList, tile)
+                    block = (place + tile - first_tile) * self.blocks + i % self.blocks
                 gStats = mStats[batch * heads + head, block, None, None]
                 # Where LSE is ∞, so is −LSE the whole exponent, even of a sink of −∞: 0 and no NaN.
                 total += cute.math.exp2(sink - gStats[0, row], fastmath=True) * gStats[1, row]

@@ -14,9 +14,9 @@ from cutlass.cute.nvgpu import cpasync
 from ..contract import Problem, Work
 from .constants import LOG2_E, SMS, WARP, WARPGROUP
 from .key_parts import query_parts
-from .limits import COLUMN_BYTES, LISTED, SECTION_BYTES, sums_of_dq
+from .limits import COLUMN_BYTES, SECTION_BYTES, TILE_Q, sums_of_dq
 from .masks import Mask
-from .policies import DenseScratch, PackedScratch, Scores
+from .policies import DenseScratch, PackedScratch, Scores, listed
 from .tile_order import ByHead, BySection, final_section
 from .wgmma import round_fragment
 
@@ -117,8 +117,8 @@ class Tiles(Scores):
 
     @cute.jit
     def work_on(self, block, mTiled, seqlen_q, seqlen_kv):
-        """(kv_block, first, masked, whole, last): of a place in the order of tiles, as `locate` gives it, which tile
-        of keys it is, and `q_tiles`; of those, if they are divided, its part."""
+        """(kv_block, first, masked, whole, last): of a block in the order of tiles, as `locate` gives it,
+        which tile of keys it is, and `q_tiles`; of those, if they are divided, its part."""
         kv_block = block
         if const_expr(self.divides):
             parts = query_parts(mTiled, cute.ceil_div(seqlen_kv, self.tile_kv) * self.tile_kv)
@@ -198,16 +198,15 @@ class Tiles(Scores):
     def locate_in_list(self, tile, mQ, mK, mList):
         """(kv_block, kv_head, start_q, …): as `locate`, of the tiles of each sequence alone."""
         heads = mK.shape[2]
-        record = [mList[1 + tile // heads, i] for i in range(LISTED)]
-        first, kv_blocks, start_q, seqlen_q, start_kv, seqlen_kv, place = record[1:]
+        first, kv_blocks, *sequence, place = listed(mList, tile // heads)
         section, final = None, None
         if const_expr(self.mask.hides or self.deterministic):
-            section = self.section_of(heads, kv_blocks, seqlen_q, mQ.shape[2], heads)
+            section = self.section_of(heads, kv_blocks, sequence[1], mQ.shape[2], heads)
             final = heads // section * section
             if first + kv_blocks == mList[0, 0]:  # of the last sequence, as without a list
                 final = self.final(heads, section)
         kv_block, head = self.order.locate(tile - first * heads, kv_blocks, heads, section, final)
-        return kv_block, head, start_q, seqlen_q, start_kv, seqlen_kv, place * self.blocks
+        return kv_block, head, *sequence, place * (TILE_Q[self.head_dim] // ROWS)
 
     def trips(self, problem: Problem) -> tuple[int, float, float]:
         """How often tiles of keys meet a query head, and how many of its tiles of queries, masked and not,

@@ -109,7 +109,8 @@ def refuse_unless_gqa(problem: Problem, direction: str = "fwd") -> str | None:
         return reason
     if direction != "bwd" and problem.seqlen_q > 0 and problem.seqlen_kv == 0:
         return "takes at least one key"
-    if direction == "bwd" and problem.sequences is None and (problem.seqlen_q == 0) != (problem.seqlen_kv == 0):
+    no_pair = (problem.seqlen_q == 0) != (problem.seqlen_kv == 0)
+    if direction == "bwd" and no_pair and problem.sequences is None:
         return "takes at least one query and one key"
     if max(problem.seqlen_q, problem.seqlen_kv) * problem.batch * problem.heads > ROWS_MAX:
         return f"takes at most {ROWS_MAX} rows (batch·heads·seqlen), its row index being 32-bit"

@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from .constants import LOG2_E
+from .limits import LISTED
 from .masks import Window
 from .packed import Dense, Packed
 
@@ -40,11 +41,11 @@ class Scores:
             self.double_log2 = 2.0 * self.scale_log2 * cute.arch.rcp_approx(softcap)
 
     def capped(self, x: Float32, LSE: Float32) -> tuple[Float32, Float32]:
-        """With a soft cap c, of a product x: P = exp(s − LSE) of the score s = c·tanh(x·scale/c), and its slope
-        ds/d(x·scale) = 1 − tanh². LSE in powers of two.
+        """With a soft cap c, of a product x: P = exp(s − LSE) of the score s = c·tanh(x·scale/c), and its
+        slope ds/d(x·scale) = 1 − tanh². LSE in powers of two.
 
-        tanh = 1 − 2r with r = 1/(1 + exp(2·x·scale/c)), and 1 − tanh² = 4r·(1 − r): two operations of the MUFU
-        where tanh.approx is one, but right to 2⁻²³ of c and not to 2⁻¹¹ of s, which P would be off by.
+        tanh = 1 − 2r with r = 1/(1 + exp(2·x·scale/c)), and 1 − tanh² = 4r·(1 − r): two operations of the
+        MUFU where tanh.approx is one, but right to 2⁻²³ of c and not to 2⁻¹¹ of s, which P would be off by.
         """
         r = cute.arch.rcp_approx(cute.math.exp2(x * self.double_log2, fastmath=True) + 1.0)
         p = cute.math.exp2((self.cap_log2 - LSE) - r * (2.0 * self.cap_log2), fastmath=True)
@@ -78,6 +79,6 @@ class PackedScratch(Packed):
 
 
 def listed(mList, tile):
-    """(block, start_q, seqlen_q, start_kv, seqlen_kv, place) of the tile-th tile of a list (`ListTiles`)."""
-    first, _, *rest = [mList[1 + tile, i] for i in range(1, 8)]
-    return tile - first, *rest
+    """What a list (`packed.ListTiles`) says of its tile-th tile: (first, blocks, start_q, seqlen_q, start_kv,
+    seqlen_kv, place)."""
+    return [mList[1 + tile, i] for i in range(1, LISTED)]
