@@ -118,7 +118,7 @@ def test_records_that_lack_something_are_neither_written_nor_read(tmp_path: Path
     fewer_forms = replace(whole.kernels[3], forms=whole.kernels[3].forms[1:])
     lacking = {
         "MHA of .* d64 ": replace(whole, kernels=(*whole.kernels[:3], fewer_forms, *whole.kernels[4:])),
-        "MHA of .* d256 ": replace(whole, kernels=whole.kernels[:-1]),
+        "MHA of .* d192:128 ": replace(whole, kernels=whole.kernels[:-1]),
         "the cases needle": replace(whole, cases=tuple(x for x in whole.cases if x != "needle")),
         "repeats": replace(whole, repeats=0),
         "the environment's driver": replace(whole, environment={**ENVIRONMENT, "driver": None}),
