@@ -13,7 +13,8 @@ What changes      against bwd3: persistent CTAs and a tile counter; a warp that 
 What does not     preprocess and postprocess, who owns what, which products take registers.
 Supports          bf16 and fp16; head_dims as k6, 96 in tiles of its own; seqlens ≥ 1; GQA and MQA. A causal
                   mask is aligned at the bottom right or, with top_left, there, as k6's; a query that sees no
-                  key, and a key that no query sees, gives and gets no gradient.
+                  key, and a key that no query sees, gives and gets no gradient. Windows, soft caps, sinks and
+                  packed sequences as policies (notes/bwd4_policies.md).
 Where to read     The schedule, drawn: notes/bwd4.md, "The schedule". Here are the roles of the warps and the
                   main loop up to head_dim 128; in bwd4_operands.py shared memory, registers, operands; in
                   bwd4_dkv.py and bwd4_dq.py the kernels of head_dim 256; in bwd4_passes.py what else a call
@@ -219,7 +220,10 @@ class Backward(LoadingTiles):
             elif warp_idx <= CONSUMER_WARPS + CONSUMERS:
                 sums = mDQ_sum, mZeroed, mOrder
                 barriers = Barrier.DQ_FULL, Barrier.DQ_EMPTY
-                self.add_gradients(warp_idx, rings.tile, shared, mQ, mTiled, *sums, lengths, *barriers)
+                given = rings.tile, shared, mQ, mTiled, *sums, lengths, *barriers, mList
+                self.add_gradients(warp_idx, *given)
+            elif const_expr(self.zeroes_ahead and self.packed):
+                self.write_listed_zeros(rings.tile, shared.tile, mQ, mTiled, mDQ_sum, mZeroed, mList)
             elif const_expr(self.zeroes_ahead):
                 self.write_zeros(rings.tile, shared.tile, mQ, mTiled, mDQ_sum, mZeroed)
         else:

@@ -14,7 +14,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from .calls import given_names
 from .contract import Problem, Work
-from .device.backward_ends import Postprocess, Preprocess, SinkGradient, fake_scratch
+from .device.backward_ends import Postprocess, Preprocess, SinkGradient, as_tiles, fake_scratch
 from .device.compiling import compile_for_torch, fake_fp32, fake_gqa_backward
 from .device.dq_sums import SummedTiles
 from .device.given import Given, fake_given, fake_heads, fake_list, take_given
@@ -96,21 +96,19 @@ class FlashAttentionBackward(Pass):
         if self.main.deterministic:
             self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, mDLSE, mListQ)
         elif self.packed:
-            self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, None, mDLSE, mListQ)
+            lists = mListQ, mListKV
+            self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, (self.main, mQ, mK), mDLSE, *lists)
         else:
-            as_tiles = [
-                cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0])) for x in (mQ, mK)
-            ]
+            tiles = as_tiles(mQ, mK)
             if mParts is not None:
-                as_tiles[1] = mTiled
-            theirs = as_tiles[1].shape[2], *self.main.left_to_zero(*as_tiles)
+                tiles[1] = mTiled
+            theirs = tiles[1].shape[2], *self.main.left_to_zero(*tiles)
             self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs, mDLSE)
         sums, inputs = (mDQ_sum, mZeroed, mOrder, mCounter), (mQ, mK, mV, mDO)
         self.main.launch(*inputs, mDK, mDV, mStats, *sums, stream, numbers, mTiled, mParts, mListKV)
         if self.main.deterministic:
             self.postprocess(mDQ_sum, mDQ, stream, None, mK.shape[2], numbers, mList=mListQ)
         else:
-            mZeroed = None if self.packed else mZeroed
             self.postprocess(mDQ_sum, mDQ, stream, mZeroed, None, numbers, mList=mListQ)
         if mDsink is not None:
             SinkGradient(self.main.blocks)(mStats, given.sink, mDsink, stream, mListQ)

@@ -85,12 +85,14 @@ def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None 
         blocks = math.ceil(problem.seqlen_kv / tile_kv) * tile_kv // BLOCK
         shape = 2, key_heads, parts.queries, blocks, column_blocks(columns), BLOCK * BLOCK
         of_keys = {"parts": (shape, "float32")}
+    zeroed = key_heads
     lists, tiles = {}, math.ceil(problem.seqlen_q / tile_q)
     if problem.sequences is not None:  # as `forward_scratch`'s
         totals, rows = (problem.seqlen_q, problem.seqlen_kv), (tile_q, tile_kv)
         shapes = [list_shape(total, len(problem.sequences), of) for total, of in zip(totals, rows)]
         lists = {"tiles_q": (shapes[0], "float32"), "tiles_kv": (shapes[1], "float32")}
         tiles = listed_tiles(problem.seqlen_q, len(problem.sequences), tile_q)
+        zeroed *= listed_tiles(problem.seqlen_kv, len(problem.sequences), tile_kv)
     if columns > 128:
         # of tiles taken, a kernel each
         stats = scratch_shapes(problem, tile_q)["stats"]
@@ -102,7 +104,7 @@ def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None 
         | of_keys
         | lists
         | {
-            "zeroed": ((key_heads,), "int32"),  # how many shares of a key head's dQ_sum are zero
+            "zeroed": ((zeroed,), "int32"),  # how many shares of a key head's dQ_sum are zero
             "order": ((heads, tiles * sums), "int32"),  # whose turn it is to add to dQ_sum
             "counter": ((1,), "int32"),  # of tiles taken
         }

@@ -32,7 +32,7 @@ from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
 from .device.given import fake_given, fake_list, take_apart
 from .device.lazy import exponentiate, first_room, first_softmax, follow_maximum, raise_maximum, subtract
-from .device.limits import has_own_kernel, tile_dims
+from .device.limits import FINAL_LISTED, has_own_kernel, tile_dims
 from .device.masks import Mask, Window, mask_of
 from .device.packed import DENSE, ListTiles, Packed
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
@@ -135,7 +135,9 @@ class FlashAttentionForward(QueryTiles):
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
         if const_expr(self.packed):
             mList = cute.recast_tensor(mList, Int32)
-            ListTiles(self.tile_q)(mList, *given.sequences, seqlen_q, mK.shape[2], stream)
+            final = cutlass.min(FINAL_LISTED, cute.ceil_div(2 * self.sms * self.config.ctas, heads))
+            lister = ListTiles(self.tile_q, mask=self.mask)
+            lister(mList, *given.sequences, seqlen_q, mK.shape[2], stream, final)
             tiles = (mList.shape[0] - 1) * heads  # at most
         mQ, mK, mV, mO = [self.batch.view(mX) for mX in (mQ, mK, mV, mO)]
         columns, of_values = self.head_dim, self.value_dim
@@ -162,8 +164,7 @@ class FlashAttentionForward(QueryTiles):
         if const_expr(window is not None):
             self.mask = Window(*window)
         if const_expr(softcap is not None):
-            self.cap = SoftCap(scale, softcap, self.cap_way)
-            self.scale_log2 = self.cap.outer
+            self.cap, self.scale_log2 = SoftCap(scale, softcap, self.cap_way), 1.0
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         extents = mQ.shape[0], mK.shape[0]
@@ -239,7 +240,7 @@ class FlashAttentionForward(QueryTiles):
                         kv_put.advance()
                     tile = fetch(mCounter, tiles)
                     if const_expr(self.packed):
-                        # What the list says of the next tile is on its way while the last stage is waited for.
+                        # What the list says of the next tile comes while the last stage is waited for.
                         listed = self.locate_listed(tile, mQ, mList)
                         for block in range(last, kv_blocks, unroll=1):
                             put(k_ring, kv_put, load_K, tKgK[None, block], tKsK)
@@ -293,7 +294,7 @@ class FlashAttentionForward(QueryTiles):
                 lengths, (_, first, edge) = self.batch.lengths(place, extents), begin
                 limits = first, first_row, *lengths
                 if const_expr(self.cap is not None):
-                    self.cap.apply(S)
+                    self.cap.exponents(S, [0.0, 0.0])  # relative to nothing yet: scores
                 if const_expr(self.mask.hides_first):
                     self.hide(S, -Float32.inf, *rows.limits, first_row, first, *lengths, both_edges=True)
                 elif visible == 0:
@@ -402,12 +403,13 @@ class FlashAttentionForward(QueryTiles):
         parts = [rows.S] if edge else rows.parts
         if masked:
             if self.cap is not None:
-                self.cap.apply(rows.S)
+                self.cap.exponents(rows.S, rows.max)
             self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *lengths, both_edges=edge)
         for p, part in enumerate(parts):
-            if not masked and self.cap is not None:
-                self.cap.apply(part)
-            subtract(part, rows.max, self.scale_log2)
+            if self.cap is None:
+                subtract(part, rows.max, self.scale_log2)
+            elif not masked:
+                self.cap.exponents(part, rows.max)
             if p > 0:
                 exponentiate(parts[p - 1], rows.sum)
             if edge:

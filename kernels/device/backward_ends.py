@@ -15,7 +15,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr, range_constexpr
+from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
@@ -43,6 +43,11 @@ def fake_scratch(head_dim: int, sums: int = 1) -> tuple[object, object]:
     return tuple(stand_ins)
 
 
+def as_tiles(*tensors):
+    """(batch, heads, seqlen, head_dim) as main kernels see them, (seqlen, head_dim, heads, batch)."""
+    return [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 3, 1, 0])) for x in tensors]
+
+
 class Preprocess:
     """stats, and zeros for dQ_sum. With mDLSE, the gradient of the LSE, D is less by it: ∂LSE/∂S is P, so
     that dS = P∘(dP − D) + P∘dLSE. A CTA takes a block; a thread holds 4 rows' chunks of O and dO at once.
@@ -62,18 +67,26 @@ class Preprocess:
         self.threads = BLOCK * self.chunks // ROWS_IN_FLIGHT
 
     @cute.jit
-    def __call__(self, mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs=None, mDLSE=None, mList=None):
-        """mList, of packed sequences, lists tiles of `packed` queries."""
+    def __call__(
+        self, mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs=None, mDLSE=None, mList=None, mListKV=None
+    ):
+        """Of packed sequences mList lists tiles of `packed` queries, mListKV those of keys; `theirs` is the
+        main kernel (`dq_sums.SummedTiles`), with Q and K, which zeroes all sums but its first section's."""
         heads, blocks, _, _ = mStats.shape
         arguments = mO, mDO, mLSE, mStats, mDQ_sum
         shape = {"grid": (heads * blocks, 1, 1), "block": (self.threads, 1, 1)}
         if const_expr(self.packed is None):
             self.preprocess(*arguments, theirs, mDLSE).launch(**shape, stream=stream)
         else:
-            self.preprocess_packed(*arguments, mDLSE, mList).launch(**shape, use_pdl=True, stream=stream)
+            mQ = mK = None
+            if const_expr(mDQ_sum is not None):
+                self.main, mQ, mK = theirs[0], *as_tiles(*theirs[1:])
+            self.preprocess_packed(*arguments, mDLSE, mList, mListKV, mQ, mK).launch(
+                **shape, use_pdl=True, stream=stream
+            )
 
     @cute.kernel
-    def preprocess_packed(self, mO, mDO, mLSE, mStats, mDQ_sum, mDLSE, mList):
+    def preprocess_packed(self, mO, mDO, mLSE, mStats, mDQ_sum, mDLSE, mList, mListKV, mQ, mK):
         """As `preprocess`, of a tile of the list, whichever the last ones are: there is room for more."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -83,16 +96,24 @@ class Preprocess:
         tile, head, own = cta // self.packed // heads, cta // self.packed % heads, cta % self.packed
         cute.arch.griddepcontrol_wait()
         if tile < mList[0, 0]:
-            first, _, start, seqlen, _, _, place = listed(mList, tile)
+            first, _, start, seqlen, _, seqlen_kv, place = listed(mList, tile)
+            block = (tile - first) * self.packed + own
             mO, mDO = [cute.domain_offset((0, 0, start, 0), mX) for mX in (mO, mDO)]
             mLSE = cute.domain_offset((0, 0, start), mLSE)
             if const_expr(mDLSE is not None):
                 mDLSE = cute.domain_offset((0, 0, start), mDLSE)
             mStats = cute.domain_offset((0, place * self.packed, 0, 0), mStats)
             if const_expr(mDQ_sum is not None):
-                mDQ_sum = cute.domain_offset((0, place * self.packed, 0, 0), mDQ_sum)
-            block = (tile - first) * self.packed + own
-            self.reduce(mO, mDO, mLSE, mStats, mDQ_sum, None, mDLSE, 0, head, head, block, seqlen)
+                # Sums that no tile of keys adds to, and those of the section that comes first
+                zeroes = seqlen_kv == 0
+                _, kv_blocks, _, seqlen_q, _, _, first_place = listed(mListKV, 0)
+                if place == first_place and not zeroes:
+                    given = kv_blocks, seqlen_q, 0, mQ, mK, mDQ_sum, mListKV[0, 0]
+                    _, together, _ = self.main.zeros_wanted(0, *given)
+                    zeroes = head // (mQ.shape[2] // mK.shape[2]) < together
+                if zeroes:
+                    self.write_zeros(mDQ_sum, head, place * self.packed + block)
+            self.reduce(mO, mDO, mLSE, mStats, None, None, mDLSE, 0, head, head, block, seqlen)
 
     @cute.kernel
     def preprocess(self, mO, mDO, mLSE, mStats, mDQ_sum, theirs, mDLSE):
@@ -223,6 +244,13 @@ class Postprocess:
             place = block, head, batch
             self.round_block(mma, store_DQ, mDQ, mDQ_sum, mZeroed, lengths, parts, place, head_index)
         else:
+            if const_expr(mZeroed is not None):
+                ctas, _, _ = cute.arch.grid_dim()
+                tidx, _, _ = cute.arch.thread_idx()
+                counters = cute.size(mZeroed)
+                last = counters if tidx == 0 else 0
+                for i in range(head * ctas + block, last, ctas * mDQ.shape[2], unroll=1):
+                    mZeroed[i] = Int32(0)
             tile, own = block // self.packed, block % self.packed
             if tile < mList[0, 0]:
                 first, _, *sequence, at = listed(mList, tile)

@@ -17,6 +17,7 @@ from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
 
 from .constants import WARP, WARPGROUP
 from .key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, Tiles
+from .policies import listed
 from .rings import CONSUMER
 from .tile_order import hear, hear_place
 
@@ -35,16 +36,15 @@ class SummedTiles(Tiles):
 
     @property
     def zeroes_ahead(self) -> bool:
-        """Whether zeros are written a section ahead: not where the first to come stores, nor of packed
-        sequences, whose zeros the preprocess writes."""
-        return not (self.deterministic or self.packed)
+        """Whether zeros are written a section ahead: not where the first to come stores."""
+        return not self.deterministic
 
     # ---- additions ----------------------------------------------------------------------------------------
 
     @cute.jit
     def add_gradients(
         self, warp_idx, tile_ring, shared, mQ, mK, mDQ_sum, mZeroed, mOrder, lengths,
-        full: cutlass.Constexpr, empty: cutlass.Constexpr,
+        full: cutlass.Constexpr, empty: cutlass.Constexpr, mList=None,
     ):  # fmt: skip
         """One of the two warps behind the producer, to the end. It has every other step:
 
@@ -64,7 +64,9 @@ class SummedTiles(Tiles):
         cute.arch.griddepcontrol_wait()  # for the preprocess's zeros, if it writes some
         cute.arch.griddepcontrol_launch_dependents()
         mine, step = warp_idx - CONSUMER_WARPS - 1, Int32(0)
-        zeroed = self.left_to_zero(mQ, mK) if const_expr(self.zeroes_ahead) else None
+        zeroed = None
+        if const_expr(self.zeroes_ahead and not self.packed):
+            zeroed = self.left_to_zero(mQ, mK)
         tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
         self.sync(empty, mine, AND_ADDER, arrive=True)  # at first both consumers' parts are free
         valid, place = hear_place(tile_ring, tile_get, sTile)
@@ -73,7 +75,9 @@ class SummedTiles(Tiles):
             kv_head = place[1]
             seqlen_q, seqlen_kv = self.batch.lengths(place, extents)
             kv_block, first, _, _, last = self.work_on(place[0], mK, seqlen_q, seqlen_kv)
-            if const_expr(self.zeroes_ahead):
+            if const_expr(self.zeroes_ahead and self.packed):
+                self.await_listed_zeros(mZeroed, mQ, mK, mDQ_sum, place, mList)
+            elif const_expr(self.zeroes_ahead):
                 self.await_zeros(mZeroed, mK, kv_head, place[2], *zeroed)
             mSums, mTurns = mDQ_sum, mOrder
             if const_expr(self.packed):
@@ -148,6 +152,70 @@ class SummedTiles(Tiles):
         head = batch * mK.shape[2] + kv_head
         if head >= first and head < last:
             await_value(mZeroed.iterator + head, cute.ceil_div(mK.shape[0], self.tile_kv))
+
+    # ---- zeros of packed sequences ------------------------------------------------------------------------
+    # As above, but sequences differ. A section of a sequence's heads zeroes the sums of what comes next: its
+    # next section, or the first of the next sequence in the list. mZeroed counts rows of PART that are zero,
+    # and has a place for each section: that of its first tile.
+
+    @cute.jit
+    def zeros_wanted(self, first, kv_blocks, seqlen_q, head, mQ, mK, mDQ_sum, listed_tiles):
+        """Of the section with a key head of a sequence: (its first head, its heads, rows of PART of each)."""
+        section, final = self.sections(first, kv_blocks, seqlen_q, mQ, mK, listed_tiles)
+        head, together = self.section_with(head, mK.shape[2], section, final)
+        blocks = cute.ceil_div(seqlen_q, self.tile_q) * self.blocks
+        return head, together, blocks * mDQ_sum.shape[2] * (mQ.shape[2] // mK.shape[2])
+
+    @cute.jit
+    def await_listed_zeros(self, mZeroed, mQ, mK, mDQ_sum, place, mList):
+        """One warp: wait until all sums of a place's section have been zeroed."""
+        _, head, _, seqlen_q, _, seqlen_kv, _, first = place
+        of_sequence = first, cute.ceil_div(seqlen_kv, self.tile_kv), seqlen_q
+        head, together, rows = self.zeros_wanted(*of_sequence, head, mQ, mK, mDQ_sum, mList[0, 0])
+        section = first * mK.shape[2] + head
+        if section > 0:  # the first one's are the preprocess's
+            await_value(mZeroed.iterator + section, together * rows)
+
+    @cute.jit
+    def write_listed_zeros(self, tile_ring, sTile, mQ, mK, mDQ_sum, mZeroed, mList):
+        """One warp, to the end: with each tile of keys a share of the zeros for what comes next."""
+        cute.arch.griddepcontrol_wait()
+        tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
+        heads, group, columns = mK.shape[2], mQ.shape[2] // mK.shape[2], mDQ_sum.shape[2]
+        sizes = mQ, mK, mDQ_sum, mList[0, 0]
+        zero = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+        zero.fill(0.0)
+        valid, place = hear_place(tile_ring, tile_get, sTile)
+        tile_get.advance()
+        while valid != 0:
+            kv_block, kv_head, _, seqlen_q, _, seqlen_kv, _, first = place
+            kv_blocks = cute.ceil_div(seqlen_kv, self.tile_kv)
+            own, together, _ = self.zeros_wanted(first, kv_blocks, seqlen_q, kv_head, *sizes)
+            mine, tiles = (kv_head - own) * kv_blocks + kv_block, together * kv_blocks
+            head, tile = own + together, first
+            if head == heads:
+                head, tile = Int32(0), first + kv_blocks
+            if tile < mList[0, 0]:
+                _, blocks, _, seqlen_q, _, _, at = listed(mList, tile)
+                _, together, rows = self.zeros_wanted(tile, blocks, seqlen_q, head, *sizes)
+                share = cute.ceil_div(together * rows, tiles)
+                end = cutlass.min(together * rows, (mine + 1) * share)
+                per_head = rows // group
+                for i in range(mine * share, end, unroll=1):
+                    block = at * self.blocks + i % per_head // columns
+                    first_of = mDQ_sum[head * group + i // per_head, block, i % columns, None].iterator
+                    held = cute.make_layout((4, WARP, PART // (4 * WARP)))
+                    gSum = cute.make_tensor(first_of, held)
+                    for j in range_constexpr(held.shape[2]):
+                        cute.autovec_copy(zero, gSum[None, cute.arch.lane_idx(), j])
+                if mine * share < end:
+                    cute.arch.fence_acq_rel_gpu()
+                    cute.arch.sync_warp()
+                    if cute.arch.lane_idx() == 0:
+                        done = (mZeroed.iterator + (tile * heads + head)).llvm_ptr
+                        cute.arch.atomic_add(done, end - mine * share, sem="release", scope="gpu")
+            valid, place = hear_place(tile_ring, tile_get, sTile)
+            tile_get.advance()
 
     # ---- turns --------------------------------------------------------------------------------------------
 

@@ -199,14 +199,28 @@ class Tiles(Scores):
         """(kv_block, kv_head, start_q, …): as `locate`, of the tiles of each sequence alone."""
         heads = mK.shape[2]
         first, kv_blocks, *sequence, place = listed(mList, tile // heads)
-        section, final = None, None
-        if const_expr(self.mask.hides or self.deterministic):
-            section = self.section_of(heads, kv_blocks, sequence[1], mQ.shape[2], heads)
-            final = heads // section * section
-            if first + kv_blocks == mList[0, 0]:  # of the last sequence, as without a list
-                final = self.final(heads, section)
+        section, final = self.sections(first, kv_blocks, sequence[1], mQ, mK, mList[0, 0])
         kv_block, head = self.order.locate(tile - first * heads, kv_blocks, heads, section, final)
-        return kv_block, head, *sequence, place * (TILE_Q[self.head_dim] // ROWS)
+        return kv_block, head, *sequence, place * (TILE_Q[self.head_dim] // ROWS), first
+
+    @cute.jit
+    def sections(self, first, kv_blocks, seqlen_q, mQ, mK, listed_tiles):
+        """Of a sequence whose tiles begin at the first-th of the list: how many of its key heads are worked
+        on together, and from which on the rest are."""
+        heads = mK.shape[2]
+        section = self.section_of(heads, kv_blocks, seqlen_q, mQ.shape[2], heads)
+        final = heads // section * section
+        if first + kv_blocks == listed_tiles:  # the last sequence, as without a list
+            final = self.final(heads, section)
+        return section, final
+
+    @cute.jit
+    def section_with(self, head, heads, section, final):
+        """(first head, heads) of the section that a head is in."""
+        first, together = head // section * section, section
+        if first >= final:
+            first, together = final, heads - final
+        return first, together
 
     def trips(self, problem: Problem) -> tuple[int, float, float]:
         """How often tiles of keys meet a query head, and how many of its tiles of queries, masked and not,

@@ -42,13 +42,17 @@ class TilesOfQueries(QueryTiles, Scores):
             yield 0, split, True
             yield split, own_blocks - 1, False
 
+    def place_of(self, tile, mQ, mK, mList):
+        """The tile-th tile's place, of `self.batch`; mList only of packed ones."""
+        return self.locate_listed(tile, mQ, mList) if self.packed else self.locate(tile, mQ, mK)
+
     def locate_listed(self, tile, mQ, mList):
         """(q_block, head, start_q, …): as `QueryTiles`, and where in scratch the sequence's queries are."""
         heads = mQ.shape[2]
         first, q_blocks, *sequence, place = listed(mList, tile // heads)
         section = self.section(cutlass.max(1, sequence[3]))
         q_block, head = self.order.locate(tile - first * heads, q_blocks, heads, section)
-        return q_block, head, *sequence, place * CONSUMERS
+        return q_block, head, *sequence, place * CONSUMERS, first
 
     @cute.jit
     def exponentials(self, S, rLSE):

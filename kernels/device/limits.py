@@ -20,6 +20,7 @@ SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked
 FINAL_SECTIONS = 4  # of them, at the end, worked on as one: what is fetched last is then short
 FORWARD_ROWS = {64: 256, 96: 192, 128: 192, 192: 128, 256: 128}  # queries in a tile of k6, by `tile_dim`
 UNBOUNDED = 2**30  # keys that a window reaches back or ahead if it has no bound there
+FINAL_LISTED = 64  # tiles of a head at most that are listed one by one, at the end
 LISTED = 8  # numbers that `packed.ListTiles` says of a tile
 SECTION_BYTES_MAX = 2**31 - 1  # what `key_tiles.Tiles.section` can count
 

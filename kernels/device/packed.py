@@ -21,7 +21,8 @@ from cutlass import Int32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from .constants import WARP
-from .limits import LISTED
+from .limits import FINAL_LISTED, LISTED
+from .masks import Mask
 
 THREADS = 1024  # of the one CTA that lists tiles
 LIST_WARPS = THREADS // WARP
@@ -110,8 +111,16 @@ def locate_listed(tile, heads, mList, locate):
     row = cutlass.min(1 + tile // heads, mList.shape[0] - 1)  # behind the last tile nobody reads what it says
     record = [mList[row, i] for i in range(LISTED)]
     first, blocks, start_q, seqlen_q, start_kv, seqlen_kv = record[1:7]
-    block, head = locate(tile - first * heads, blocks, heads, seqlen_kv)
+    block, head = one_of_final(tile, heads, blocks, *locate(tile - first * heads, blocks, heads, seqlen_kv))
     return block, head, start_q, seqlen_q, start_kv, seqlen_kv
+
+
+@cute.jit
+def one_of_final(tile, heads, blocks, block, head):
+    """(block, head), or, of one of the final tiles, which one it is itself."""
+    if blocks < 0:
+        block, head = -1 - blocks, tile % heads
+    return block, head
 
 
 class ListTiles:
@@ -125,29 +134,32 @@ class ListTiles:
     of two wide, and in a class as they come: a counting sort whose result does not depend on who is first. A
     sequence's tiles stay together, since they share its keys in L2.
 
+    With `mask` the final tiles, as many of each head as `final` says, are listed one by one, longest first:
+    what is fetched last is then short. In the place of `blocks` they have −1 − their own number.
+
     Warp w takes the w-th share of the sequences, 32 at a time: once to count tiles by class, then, when it is
     known where a warp's tiles of a class begin, to write them.
     """
 
-    def __init__(self, rows: int, of_keys: bool = False, padded: int = 1):
-        self.rows, self.of_keys, self.padded = rows, of_keys, padded
+    def __init__(self, rows: int, of_keys: bool = False, padded: int = 1, mask: Mask | None = None):
+        self.rows, self.of_keys, self.padded, self.mask = rows, of_keys, padded, mask
 
     @cute.jit
-    def __call__(self, mList, mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv, stream):
+    def __call__(self, mList, mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv, stream, final=0):
         """mList int32 (1 + tiles, 8) with room for total // rows + sequences tiles; cumulative lengths int32
         (sequences + 1,), used ones (sequences,); of `which_used` bit 0 says that mUsedQ counts, bit 1 that
         mUsedKV does. What lies behind `total_q` or `total_kv` is no sequence's."""
-        self.list_tiles(mList, mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv).launch(
+        self.list_tiles(mList, mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv, final).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def list_tiles(self, mList, mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv):
+    def list_tiles(self, mList, mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv, final):
         cute.arch.griddepcontrol_launch_dependents()
-        self.fill(mList, (mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv))
+        self.fill(mList, (mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv), final)
 
     @cute.jit
-    def fill(self, mList, given):
+    def fill(self, mList, given, final=0):
         """One CTA: write the list."""
         mCuQ = given[0]
         thread, _, _ = cute.arch.thread_idx()
@@ -189,10 +201,16 @@ class ListTiles:
             before += own[i]
         cute.arch.sync_threads()
 
-        self.list_them(mList, sTiles, warp, begin + lane, own_sequence, own_blocks)
+        record = self.record_of(sTiles, warp, begin + lane, own_sequence, own_blocks)
+        if const_expr(self.mask is not None):
+            tiles = cute.arch.shuffle_sync(before_warps, WARP - 1)
+            first_final = cutlass.max(0, tiles - final) if sequences <= THREADS else tiles
+            sFinal = smem.allocate_tensor(Int32, cute.make_layout(FINAL_LISTED), 16)
+            record = self.list_final(mList, sFinal, record, first_final, tiles)
+        self.write(mList, record)
         for first in range(begin + WARP, end, WARP, unroll=1):
             sequence, blocks = self.read(first + lane, end, given)
-            self.list_them(mList, sTiles, warp, first + lane, sequence, blocks)
+            self.write(mList, self.record_of(sTiles, warp, first + lane, sequence, blocks))
 
     @cute.jit
     def count(self, sTiles, warp, sequence, blocks):
@@ -201,8 +219,8 @@ class ListTiles:
             cute.arch.atomic_add((sTiles.iterator + place).llvm_ptr, blocks)
 
     @cute.jit
-    def list_them(self, mList, sTiles, warp, index, sequence, blocks):
-        """A warp: the tiles of its lanes' sequences, behind those of the same class that it has listed."""
+    def record_of(self, sTiles, warp, index, sequence, blocks):
+        """A warp: what is to be listed of its lanes' sequences, behind those of the same class before."""
         lane, own_class = cute.arch.lane_idx(), self.class_of(sequence)
         # Tiles of this class in lanes before this one, and in all.
         before, together = Int32(0), Int32(0)
@@ -215,7 +233,47 @@ class ListTiles:
         cute.arch.sync_warp()
         sTiles[warp, own_class] = begins + together  # of all lanes of a class the same
         place = (sequence[0] + index * self.padded) // self.padded
-        self.write(mList, [index, begins + before, blocks, *sequence, place])
+        return [index, begins + before, blocks, *sequence, place]
+
+    @cute.jit
+    def list_final(self, mList, sFinal, record, first_final, tiles):
+        """List the tiles of sequences that begin from first_final on; the records, of these without tiles."""
+        thread, _, _ = cute.arch.thread_idx()
+        first, blocks = record[1], record[2]
+        if thread < FINAL_LISTED:
+            sFinal[thread] = Int32(-1)  # what belongs to a sequence that begins before
+        cute.arch.sync_threads()
+        found = cute.arch.vote_ballot_sync((blocks > 0) & (first >= first_final))
+        left = found
+        while left != 0:
+            theirs, left = next_of(left, record)
+            for block in range(cute.arch.lane_idx(), theirs[2], WARP, unroll=1):
+                sFinal[theirs[1] + block - first_final] = self.loop_of(block, *theirs[3:7])
+        cute.arch.sync_threads()
+        left = found
+        while left != 0:
+            theirs, left = next_of(left, record)
+            for block in range(cute.arch.lane_idx(), theirs[2], WARP, unroll=1):
+                index = theirs[1] + block - first_final
+                own, place = sFinal[index], first_final
+                for i in range(tiles - first_final, unroll=4):
+                    other = sFinal[i]
+                    place += 1 if (other > own) | (other < 0) | ((other == own) & (i < index)) else 0
+                one = [*theirs[:2], -1 - block, *theirs[3:]]
+                for i in range_constexpr(LISTED):
+                    mList[1 + place, i] = one[i]
+        return [*record[:2], blocks if first < first_final else 0, *record[3:]]
+
+    @cute.jit
+    def loop_of(self, block, start_q, seqlen_q, start_kv, seqlen_kv):
+        """How long a tile's loop over the other side is, in rows; 0 of a window's, which are about the same."""
+        length = Int32(0)
+        if const_expr(not self.mask.hides_first and self.of_keys):
+            length = seqlen_q - cutlass.max(0, self.mask.first_query(block * self.rows, seqlen_q, seqlen_kv))
+        elif const_expr(not self.mask.hides_first):
+            last = self.mask.last_key((block + 1) * self.rows, seqlen_q, seqlen_kv)
+            length = cutlass.min(seqlen_kv, last)
+        return cutlass.max(0, length)
 
     @cute.jit
     def read(self, sequence, end, given):
@@ -249,12 +307,17 @@ class ListTiles:
         # Of the others one after the other, a tile for each lane.
         left = cute.arch.vote_ballot_sync(blocks > 1)
         while left != 0:
-            lane = cute.arch.popc((left & -left) - 1)
-            left = left & (left - 1)
-            theirs = [cute.arch.shuffle_sync(x, lane) for x in record]
+            theirs, left = next_of(left, record)
             for block in range(cute.arch.lane_idx(), theirs[2], WARP, unroll=1):
                 for i in range_constexpr(LISTED):
                     mList[1 + theirs[1] + block, i] = theirs[i]
+
+
+@cute.jit
+def next_of(lanes, record):
+    """A warp: the record of the first of these lanes, and the lanes without it."""
+    lane = cute.arch.popc((lanes & -lanes) - 1)
+    return [cute.arch.shuffle_sync(x, lane) for x in record], lanes & (lanes - 1)
 
 
 class ListBoth:

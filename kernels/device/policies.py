@@ -66,10 +66,11 @@ class DenseScratch(Dense):
 
 @dataclass(frozen=True)
 class PackedScratch(Packed):
-    """The same of `Packed`, whose places have one more number: of the block of scratch where the sequence's
-    queries begin. Scratch is (heads, block, …), of each sequence whole tiles of queries."""
+    """The same of `Packed`, whose places have two more numbers: of the block of scratch where the sequence's
+    queries begin, and of its first tile in the list. Scratch is (heads, block, …), of each sequence whole
+    tiles of queries."""
 
-    words = 7
+    words = 8
 
     def scratch(self, mX, place):
         return cute.domain_offset((0, place[6], *[0] * (cute.rank(mX) - 2)), mX)
