@@ -10,10 +10,10 @@ What changes      against k6_2: persistent CTAs and a tile counter; a tile's las
                   TMA; a tile shape by head_dim; fp16, GQA, unequal lengths, head_dim 256; no more turns.
 What does not     rings, warp specialisation, the half-tile lag of P·V behind Q·Kᵀ.
 Supports          bf16 and fp16; head_dim 64, 128, 256, and multiples of 8 between in wider tiles, V's and
-                  O's its own (notes/head_dims.md); lengths ≥ 1; GQA and MQA. Under a causal mask query i sees
-                  keys up to i + seqlen_kv − seqlen_q (aligned at the bottom right), or with top_left up to i;
-                  one that sees none gives O = 0 and LSE = −∞.
-Note              notes/k6.md: the schedule drawn, what each idea is worth, what lost.
+                  O's its own (notes/head_dims.md); lengths ≥ 1; GQA and MQA; causal masks, windows, soft
+                  caps, sinks and packed sequences, as `contract.Problem` defines them. A query that sees no
+                  key gives O = 0, and LSE = −∞ or the sink.
+Note              notes/k6.md: the schedule drawn, what each idea is worth, what lost; k6_policies.md.
 """
 
 import math
@@ -30,21 +30,30 @@ from .calls import forward_scratch, given_names, refuse_forward, run_forward
 from .contract import LazyMaximum, Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
+from .device.forward_shapes import CANDIDATES, CONFIGS, config_of
 from .device.given import fake_given, fake_list, take_apart
 from .device.lazy import exponentiate, first_room, first_softmax, follow_maximum, raise_maximum, subtract
-from .device.limits import FINAL_LISTED, has_own_kernel, tile_dims
-from .device.masks import Mask, Window, mask_of
-from .device.packed import DENSE, ListTiles, Packed
+from .device.limits import has_own_kernel, tile_dims
+from .device.masks import Mask, mask_of
+from .device.packed import DENSE, Packed
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
 from .device.query_tiles import ROWS, Config, QueryTiles, work_on_query_tiles
-from .device.rings import CONSUMER, PRODUCER, OwnStages, await_next, leave_hidden, put, skip, tma_rings
+from .device.rings import (
+    CONSUMER,
+    PRODUCER,
+    OwnStages,
+    await_next,
+    leave_hidden,
+    put,
+    put_both,
+    skip,
+    tma_rings,
+)
 from .device.rows import OWN_ROWS, sum_of_row, with_sink
-from .device.softcap import SoftCap
 from .device.stores import WARP_ROWS, WARPS, WarpStores, await_stores, rounded, store_of_rows, store_warp_rows
-from .device.tile_order import fetch, hear, message_ring, tell
+from .device.tile_order import fetch, hear_place, message_ring, tell
 from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
 from .device.wgmma import exchanged, round_fragment
-from .k6_shapes import CANDIDATES, CONFIGS, VARIANTS, config_of, variants_for  # noqa: F401  for others
 
 STAGES = (
     Stage(
@@ -112,8 +121,7 @@ class FlashAttentionForward(QueryTiles):
         assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
         self.plain = not (self.packed or self.mask.hides_first)  # a CTA has a tile, and begins at key 0
         self.message = 1 + self.batch.words  # how a tile is announced, and its place
-        # A place without rows
-        self.nowhere = [0 if self.plain else NOWHERE] + [0] * (self.batch.words - 1)
+        self.nowhere = [0 if self.plain else NOWHERE] + [0] * (self.batch.words - 1)  # a place without rows
 
     def section_bytes(self, seqlen_kv):
         return cutlass.min(seqlen_kv, 2048) * 4096  # the same heads up to 2048 keys, then 8 MiB
@@ -134,18 +142,15 @@ class FlashAttentionForward(QueryTiles):
         batch, heads, seqlen_q, _ = mQ.shape
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
         if const_expr(self.packed):
-            mList = cute.recast_tensor(mList, Int32)
-            final = cutlass.min(FINAL_LISTED, cute.ceil_div(2 * self.sms * self.config.ctas, heads))
-            lister = ListTiles(self.tile_q, mask=self.mask)
-            lister(mList, *given.sequences, seqlen_q, mK.shape[2], stream, final)
-            tiles = (mList.shape[0] - 1) * heads  # at most
+            totals = seqlen_q, mK.shape[2]
+            mList, tiles = self.list_tiles(mList, given, totals, heads, self.sms * self.config.ctas, stream)
         mQ, mK, mV, mO = [self.batch.view(mX) for mX in (mQ, mK, mV, mO)]
         columns, of_values = self.head_dim, self.value_dim
         loads = *load_atom(mQ, ROWS, columns), *load_atom(mK, self.tile_kv, columns)
         loads = *loads, *load_atom(mV, self.tile_kv, of_values)
-        store_O = store_atom(mO, WARP_ROWS, of_values)
         mmas = attention_mmas(self.dtype, self.tile_kv, of_values)
-        self.kernel(*mmas, *loads, *store_O, mLSE, mCounter, tiles, mList, *given[:4]).launch(
+        tensors = *loads, *store_atom(mO, WARP_ROWS, of_values), mLSE, mCounter
+        self.kernel(*mmas, *tensors, tiles, mList, *given[:4]).launch(
             grid=(cutlass.min(tiles, self.sms * self.config.ctas), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas,  # without it the compiler drops setmaxnreg, silently
@@ -159,12 +164,7 @@ class FlashAttentionForward(QueryTiles):
         self, mma_qk, mma_pv, load_Q, mQ, load_K, mK, load_V, mV, store_O, mO, mLSE, mCounter, tiles, mList,
         scale, window, softcap, mSink,
     ):  # fmt: skip
-        if const_expr(scale is not None):
-            self.scale_log2 = scale * LOG2_E
-        if const_expr(window is not None):
-            self.mask = Window(*window)
-        if const_expr(softcap is not None):
-            self.cap, self.scale_log2 = SoftCap(scale, softcap, self.cap_way), 1.0
+        self.take(scale, window, softcap)
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         extents = mQ.shape[0], mK.shape[0]
@@ -234,17 +234,16 @@ class FlashAttentionForward(QueryTiles):
                     kv_put.advance()
                     kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, *lengths)
                     last = cutlass.max(first + 1, kv_blocks - 1) if const_expr(self.packed) else kv_blocks
+                    kv = k_ring, load_K, tKgK, tKsK, v_ring, load_V, tVgV, tVsV
                     for block in range(first + 1, last, unroll=1):
-                        put(k_ring, kv_put, load_K, tKgK[None, block], tKsK)
-                        put(v_ring, kv_put, load_V, tVgV[None, block], tVsV)
+                        put_both(*kv, kv_put, block)
                         kv_put.advance()
                     tile = fetch(mCounter, tiles)
                     if const_expr(self.packed):
                         # What the list says of the next tile comes while the last stage is waited for.
                         listed = self.locate_listed(tile, mQ, mList)
                         for block in range(last, kv_blocks, unroll=1):
-                            put(k_ring, kv_put, load_K, tKgK[None, block], tKsK)
-                            put(v_ring, kv_put, load_V, tVgV[None, block], tVsV)
+                            put_both(*kv, kv_put, block)
                             kv_put.advance()
                     announced = Int32(FOLLOWS)
                 tell(tile_ring, tile_put, sTile, (END, *self.nowhere))
@@ -270,8 +269,7 @@ class FlashAttentionForward(QueryTiles):
             room.fill(self.growth)
             o_stores = WarpStores(mma_pv, sO, store_O, mO, thread, warp_idx, consumer_warps)
 
-            message = hear(tile_ring, tile_get, sTile)
-            announced, place = message[0], message[1:]
+            announced, place = hear_place(tile_ring, tile_get, sTile)
             tile_get.advance()
             if const_expr(self.plain):
                 q_ring.consumer_wait(q_get)
@@ -338,7 +336,7 @@ class FlashAttentionForward(QueryTiles):
                 # 4. the last P·V (if Q has two stages, beside the next tile's first Q·Kᵀ); then O and LSE
                 q_left = q_get.this
                 o_place = q_left.index if const_expr(self.o_over_q) else consumer
-                this_place, this_row = place, first_row
+                here, this_row = place, first_row
                 v_ring.consumer_wait(v_get)
                 multiply_pv(x, v_get, own_blocks - first)  # of the tile before `own_blocks`, the last
                 inverse, lse = [None, None], [None, None]
@@ -348,8 +346,7 @@ class FlashAttentionForward(QueryTiles):
                         total, row_max[r], factor = with_sink(total, row_max[r], mSink[place[1]])
                     inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total) * factor
                     lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
-                message = hear(tile_ring, tile_get, sTile)
-                announced, place = message[0], message[1:]
+                announced, place = hear_place(tile_ring, tile_get, sTile)
                 tile_get.advance()
                 q_get.advance()
                 ahead = hidden  # tiles of keys until this consumer's next one
@@ -375,12 +372,11 @@ class FlashAttentionForward(QueryTiles):
                     cute.arch.barrier(barrier_id=Barrier.Q_READ + consumer, number_of_threads=WARPGROUP)
                 else:
                     await_stores()
-                store_warp_rows(o_stores, rO16, o_place, this_place, self.batch)
+                store_warp_rows(o_stores, rO16, o_place, here, self.batch)
                 if const_expr(self.q_stages == 1):
                     await_stores()
                 # After O: the fence of its store would wait for this one (notes/k6.md, "Fewer instructions").
-                mLSE_rows = self.batch.query_values(mLSE, this_place)
-                store_of_rows(mLSE_rows, this_row, lengths[0], rows.where_S, lse)
+                store_of_rows(self.batch.query_values(mLSE, here), this_row, lengths[0], rows.where_S, lse)
                 if const_expr(self.q_stages == 1):
                     q_ring.consumer_release(q_left)
                     k_get = await_next(q_ring, k_ring, q_get, k_get, ahead, announced != END)
@@ -451,5 +447,13 @@ def compile_kernel(problem: Problem, **options: object) -> object:
     kernel = kernel_for(problem, **options)
     counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
     scratch = [fake_list(), counter] if kernel.packed else [counter]
-    given = fake_given(q.shape[1], kernel.has)
-    return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), *scratch, *given)
+    return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), *scratch, *fake_given(q.shape[1], kernel.has))
+
+
+MAXIMA = {"share 0.6": {"share": 0.6}, "growth 8 alone": {"share": 0.0}, "exact": {"exact": True}}
+VARIANTS = {str(config): {"config": config} for configs in CANDIDATES.values() for config in configs} | MAXIMA
+
+
+def variants_for(problem: Problem) -> list[str]:
+    """The labels in VARIANTS that are candidates at the problem's head_dim."""
+    return [*map(str, CANDIDATES.get(problem.head_dim, ())), *MAXIMA]

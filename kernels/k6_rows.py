@@ -50,7 +50,7 @@ supports = refuse_forward
 run_kernel = run_forward
 
 
-def workspace(problem: Problem, rows: int, **options: object) -> Scratch:
+def workspace(problem: Problem, rows: int | None = None, **options: object) -> Scratch:
     return forward_scratch(problem, rows)
 
 

@@ -14,7 +14,7 @@ from untraced import kernels
 from harness.sweep import HEAD_DIMS
 from hopper_attention.kernels.contract import Problem
 
-k6 = kernels("k6")
+k6, SHORT = kernels("k6"), kernels("k6_rows").SHORT
 Causal, ROWS = kernels("device.masks").Causal, kernels("device.query_tiles").ROWS
 
 LENGTHS = (
@@ -66,51 +66,64 @@ class Ring:
 
 
 class Cta:
-    """One CTA of `kernel`, at the tiles of queries `q_blocks` of heads of these lengths."""
+    """One CTA of `kernel`, at these tiles: (which one of the queries, (queries, keys) of its sequence)."""
 
-    def __init__(self, kernel: k6.FlashAttentionForward, seqlen_q: int, seqlen_kv: int, q_blocks: list[int]):
-        self.kernel, self.lengths, self.q_blocks = kernel, (seqlen_q, seqlen_kv), q_blocks
+    def __init__(self, kernel: k6.FlashAttentionForward, tiles: list[tuple[int, tuple[int, int]]]):
+        self.kernel, self.tiles = kernel, tiles
         everyone = kernel.consumers
         self.q = [Ring(kernel.q_stages, 1) for _ in range(everyone)]
         self.k, self.v = Ring(kernel.stages, everyone), Ring(kernel.stages, everyone)
         self.message = Ring(1, everyone)
 
-    def kv_blocks(self, q_block: int) -> int:
-        return int(self.kernel.kv_blocks((q_block + 1) * self.kernel.tile_q, *self.lengths))
+    def span(self, tile: tuple[int, tuple[int, int]] | None, index: int) -> tuple[int, ...]:
+        """Of a consumer: the CTA's tiles of keys end; its own end; how many of those hide no pair; those of
+        the CTA before its first; its first; the one behind those that may hide a row's first key."""
+        q_block, lengths = tile or (k6.NOWHERE, (0, 0))
+        (_, kv_blocks, own, visible), begin = self.kernel.span(q_block, index, *lengths), (0, 0, 1)
+        if self.kernel.mask.hides_first:
+            span = q_block * self.kernel.tile_q + index * ROWS, kv_blocks, own, visible
+            (_, kv_blocks, own, visible), begin = self.kernel.begin(span, q_block, *lengths)
+        return tuple(map(int, (kv_blocks, own, visible, *begin)))
 
     def producer(self) -> Iterator[None]:
         place = 0
-        for tile, q_block in enumerate(self.q_blocks):
-            yield from self.message.put(tile, q_block)
+        for tile, (q_block, lengths) in enumerate(self.tiles):
+            yield from self.message.put(tile, (q_block, lengths))
+            first = int(self.kernel.first_of_tile(q_block, *lengths))
             for consumer, q in enumerate(self.q):
                 yield from q.put(tile, tile)
                 if consumer == 0:
-                    yield from self.k.put(place, (tile, 0))
-            yield from self.v.put(place, (tile, 0))
+                    yield from self.k.put(place, (tile, first))
+            yield from self.v.put(place, (tile, first))
             place += 1
-            for block in range(1, self.kv_blocks(q_block)):
+            for block in range(first + 1, self.span(self.tiles[tile], 0)[0]):
                 yield from self.k.put(place, (tile, block))
                 yield from self.v.put(place, (tile, block))
                 place += 1
-        yield from self.message.put(len(self.q_blocks), None)
+        yield from self.message.put(len(self.tiles), None)
 
     def consumer(self, index: int) -> Iterator[None]:
         kernel, q, k, v = self.kernel, self.q[index], self.k, self.v
         at_k = at_v = tile = 0
-        q_block = yield from self.hear(0)
-        yield from q.wait(0)
-        yield from k.wait(0)
-        while q_block is not None:
-            assert (q.content[tile], k.content[at_k]) == (tile, (tile, 0))
+        work = yield from self.hear(0)
+        kv_blocks, own, visible, before, first, edge = self.span(work, index)
+        for _ in range(before):
+            yield from k.skip(at_k)
+            at_k += 1
+        if work is not None:
+            yield from q.wait(0)
+            yield from k.wait(at_k)
+        while work is not None:
+            assert (q.content[tile], k.content[at_k]) == (tile, (tile, first))
             k.leave(at_k)
             at_k += 1
-            first_row = q_block * kernel.tile_q + index * ROWS
-            past_the_end = first_row >= self.lengths[0]
-            own = int(kernel.own_blocks(first_row, *self.lengths))
-            visible = int(kernel.visible_blocks(first_row, own, *self.lengths))
+            for _ in range(before):
+                yield from v.skip(at_v)
+                at_v += 1
+            past_the_end = work[0] * kernel.tile_q + index * ROWS >= work[1][0]
             if kernel.o_over_q and kernel.q_stages == 2 and tile > 0:
                 q.leave(tile - 1)
-            for block in (*range(1, visible), *range(max(1, visible), own)):
+            for block in (*range(first + 1, edge), *range(edge, visible), *range(max(edge, visible), own)):
                 yield from k.wait(at_k)
                 yield from v.wait(at_v)
                 yield
@@ -121,7 +134,7 @@ class Cta:
                 assert v.content[at_v] == (tile, block - 1)
                 v.leave(at_v)
                 at_k, at_v = at_k + 1, at_v + 1
-            hidden = self.kv_blocks(q_block) - own
+            hidden = kv_blocks - own
             if past_the_end:
                 for _ in range(hidden):
                     yield from v.skip(at_v)
@@ -132,13 +145,14 @@ class Cta:
                 q.leave(tile)
             yield from v.wait(at_v)
             assert past_the_end or v.content[at_v] == (tile, own - 1)
-            q_block = yield from self.hear(tile + 1)
+            work = yield from self.hear(tile + 1)
+            kv_blocks, own, visible, before, first, edge = self.span(work, index)
             for overlapping in (True, False):
                 if overlapping == (kernel.q_stages == 2):  # the next tile's first Q·Kᵀ, before or after O
-                    for _ in range(hidden):
+                    for _ in range(hidden + before):
                         yield from k.skip(at_k)
                         at_k += 1
-                    if q_block is not None:
+                    if work is not None:
                         yield from q.wait(tile + 1)
                         yield from k.wait(at_k)
                 if overlapping:
@@ -151,11 +165,11 @@ class Cta:
                         q.leave(tile)
             tile += 1
 
-    def hear(self, tile: int) -> Generator[None, None, int | None]:
+    def hear(self, tile: int) -> Generator[None, None, tuple[int, tuple[int, int]] | None]:
         yield from self.message.wait(tile)
-        q_block = self.message.content[tile]
+        work = self.message.content[tile]
         self.message.leave(tile)
-        return q_block
+        return work
 
     def run(self, seed: int) -> bool:
         """Whether everyone comes to an end, taking turns at random, and leaves every K, V and message."""
@@ -175,9 +189,9 @@ class Cta:
 
 
 def ctas(kernel: k6.FlashAttentionForward) -> Iterator[Cta]:
-    for number, (seqlen_q, seqlen_kv) in enumerate(LENGTHS):
-        q_blocks = range(-(-seqlen_q // kernel.tile_q))
-        yield Cta(kernel, seqlen_q, seqlen_kv, random.Random(number).choices(q_blocks, k=4))
+    for number, lengths in enumerate(LENGTHS):
+        q_blocks = range(-(-lengths[0] // kernel.tile_q))
+        yield Cta(kernel, [(x, lengths) for x in random.Random(number).choices(q_blocks, k=4)])
 
 
 @pytest.mark.parametrize(("causal", "top_left"), MASKS)
@@ -187,7 +201,29 @@ def test_nobody_waits_forever(head_dim: int, causal: bool, top_left: bool) -> No
     for chosen in [{}, *(k6.VARIANTS[label] for label in k6.variants_for(mask))]:
         kernel = k6.kernel_for(mask, **chosen)
         for seed, cta in enumerate(ctas(kernel)):
-            assert cta.run(seed), f"{cta.lengths}: they wait for each other"
+            assert cta.run(seed), f"{cta.tiles}: they wait for each other"
+
+
+WINDOWS = ((0, 0), (63, 0), (64, 0), (127, 0), (130, 70), (-1, 10), (10, -1), (500, 3))
+
+
+@pytest.mark.parametrize("rows", [None, *SHORT])
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 256])
+def test_nobody_waits_forever_of_windows_and_packed_sequences(head_dim: int, rows: int | None) -> None:
+    """Tiles of sequences of any lengths, some without a key, in one CTA; a window's consumers begin and end at
+    different keys."""
+    for number, window in enumerate([None, *WINDOWS] * 3):
+        choose = random.Random(number)
+        problem = Problem.square(1, 1, 1, head_dim, window is None and number % 2 == 0, window=window)
+        packed = problem.with_(sequences=((1, 1),)) if number % 3 else problem
+        config = {"config": SHORT[rows][head_dim]} if rows else {}
+        kernel = k6.kernel_for(packed, **config)
+        for seed in range(4):
+            # Of one tensor all heads have the same lengths, of packed sequences each has its own.
+            lengths = [(choose.randint(1, 700), choose.randint(0 if number % 3 else 1, 700)) for _ in range(6)]
+            lengths = lengths if number % 3 else lengths[:1] * 6
+            tiles = [(choose.randrange(-(-x[0] // kernel.tile_q)), x) for x in lengths]
+            assert Cta(kernel, tiles).run(seed), f"{window} {tiles}: they wait for each other"
 
 
 def test_a_wait_that_has_no_end_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

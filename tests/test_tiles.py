@@ -86,6 +86,43 @@ def test_k6_visits_the_tiles_that_are_seen(head_dim: int, causal: bool, top_left
         assert math.isclose((sum(work.trips) + 1) * consumers, visits), "work counts other tiles"
 
 
+WINDOWS = ((0, 0), (63, 0), (64, 0), (127, 5), (130, 70), (-1, 10), (10, -1), (500, 3))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 256])
+def test_k6_visits_the_tiles_that_a_window_shows(head_dim: int, window: tuple[int, int]) -> None:
+    """Of each consumer: all keys that its rows see lie in its tiles, which lie in its CTA's; what hides a pair
+    is masked, and on which side; in an edge tile or before it each row that sees a key sees its first."""
+    plain = Problem.square(1, 1, 1, head_dim, False, window=window)
+    for problem in [plain.with_(seqlen_q=n, seqlen_kv=m) for n in LENGTHS for m in LENGTHS]:
+        kernel = k6.kernel_for(problem)
+        tile, lengths, visits = kernel.tile_kv, (problem.seqlen_q, problem.seqlen_kv), []
+        left, right = (10**6 if bound < 0 else bound for bound in window)
+        offset = problem.seqlen_kv - problem.seqlen_q
+        for q_block in range(math.ceil(problem.seqlen_q / kernel.tile_q)):
+            cta_first = kernel.first_of_tile(q_block, *lengths)
+            for consumer in range(kernel.consumers):
+                span = kernel.span(q_block, consumer, *lengths)
+                (row, end, own, visible), (before, first, edge) = kernel.begin(span, q_block, *lengths)
+                assert 0 <= cta_first == first - before and first < edge <= own <= end
+                visits.append((edge - first - 1, max(0, visible - edge), own - max(edge, visible)))
+                for query in range(row, min(row + ROWS, problem.seqlen_q)):
+                    low, high = query + offset - left, query + offset + right
+                    low, high = max(0, low), min(problem.seqlen_kv - 1, high)
+                    if low > high:
+                        assert visible <= edge, "a row that sees no key is in no tile that is not masked"
+                        continue
+                    assert first * tile <= low and high < own * tile, "a key that is seen is not visited"
+                    assert low < edge * tile, "a row has seen no key when the maximum is followed lazily"
+                    if visible > edge:
+                        assert low <= edge * tile and visible * tile - 1 <= high, "a hidden pair is not masked"
+                    assert low <= max(edge, visible) * tile, "of the last tiles only the far side is masked"
+        assert visits == list(kernel.steps_of(problem)), "work counts other tiles"
+        (work,) = k6.work(problem)
+        assert math.isclose(sum(work.trips) * len(visits), sum(map(sum, visits)))
+
+
 @pytest.mark.parametrize(("causal", "top_left"), MASKS)
 def test_dq_of_heads_of_256_comes_from_the_tiles_that_are_seen(causal: bool, top_left: bool) -> None:
     kernel = bwd4.kernel_for(Problem.square(1, 1, 1, 256, causal, top_left=top_left)).queries

@@ -266,7 +266,7 @@ class ListTiles:
 
     @cute.jit
     def loop_of(self, block, start_q, seqlen_q, start_kv, seqlen_kv):
-        """How long a tile's loop over the other side is, in rows; 0 of a window's, which are about the same."""
+        """How long a tile's loop over the other side is, in rows; 0 of windows, which are about the same."""
         length = Int32(0)
         if const_expr(not self.mask.hides_first and self.of_keys):
             length = seqlen_q - cutlass.max(0, self.mask.first_query(block * self.rows, seqlen_q, seqlen_kv))

@@ -10,9 +10,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from ..contract import Problem, Work
-from .constants import WARPGROUP
-from .masks import Mask
-from .packed import DENSE, Batch, Packed, locate_listed
+from .constants import LOG2_E, WARPGROUP
+from .limits import FINAL_LISTED
+from .masks import Mask, Window
+from .packed import DENSE, Batch, ListTiles, Packed, locate_listed
+from .softcap import SoftCap
 from .tile_order import ByHead, BySection
 
 ROWS = 64  # queries of a consumer: the M of a WGMMA
@@ -43,6 +45,15 @@ class QueryTiles:
         self.batch, self.packed = batch, isinstance(batch, Packed)
         # With a mask the tile that sees most, the last of a head, comes first (tile_order.py says why).
         self.order = BySection(backwards=True) if mask.hides else ByHead()
+
+    def take(self, scale, window, softcap) -> None:
+        """What a launch is given, inside the kernel. With a soft cap scores come out in powers of two."""
+        if scale is not None:
+            self.scale_log2 = scale * LOG2_E
+        if window is not None:
+            self.mask = Window(*window)
+        if softcap is not None:
+            self.cap, self.scale_log2 = SoftCap(scale, softcap, self.cap_way), 1.0
 
     def section_bytes(self, seqlen_kv):
         """Of K and V of the heads that are worked on together under a mask, and stay in L2."""
@@ -108,14 +119,14 @@ class QueryTiles:
     @cute.jit
     def begin(self, span, q_block, seqlen_q, seqlen_kv):
         """`span`, in tiles of all keys from the first on, where keys before a first one are hidden too; and
-        where a consumer begins: how many of the CTA's tiles it leaves, its first, and the one behind its last
-        from which a row's first key hides another. At least its first is its own."""
+        where a consumer begins: how many of the CTA's tiles it leaves, its first, and the one before which
+        each of its rows that sees a key has seen its first. At least its first is its own."""
         first_row, kv_blocks, own_blocks, visible = span
         cta_first = self.first_block(q_block * self.tile_q, kv_blocks, seqlen_q, seqlen_kv)
         first = self.first_block(first_row, own_blocks, seqlen_q, seqlen_kv)
-        # The first tile that hides no key before its last row's first one
-        last_first = cutlass.max(0, self.mask.first_key(first_row + ROWS - 1, seqlen_q, seqlen_kv))
-        edge = cute.ceil_div(last_first, self.tile_kv)
+        # Behind the tile with its last row's first key: until then that row may have seen none.
+        edge = cutlass.max(0, self.mask.first_key(first_row + ROWS - 1, seqlen_q, seqlen_kv))
+        edge = edge // self.tile_kv + 1
         if first_row >= seqlen_q:  # rows past the end take one tile, which nobody looks at
             first, own_blocks = cta_first, cta_first + 1
         edge = cutlass.min(cutlass.max(edge, first + 1), own_blocks)
@@ -136,11 +147,34 @@ class QueryTiles:
         kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
         return self.first_block(q_block * self.tile_q, kv_blocks, seqlen_q, seqlen_kv)
 
+    def steps_of(self, problem: Problem) -> Iterator[tuple[int, int, int]]:
+        """Of each consumer's 64 queries of a head how many tiles of keys there are beside the first: before
+        the end of which a row may have seen no key; behind them, that hide no pair; and the others."""
+        if problem.sequences is not None:
+            for one, often in problem.alone:
+                yield from list(self.steps_of(one)) * often
+            return
+        if not self.mask.hides_first:
+            for own, visible in self.blocks_of(problem):
+                yield 0, max(1, visible) - 1, own - max(1, visible)
+            return
+        tile, lengths = self.tile_kv, (problem.seqlen_q, problem.seqlen_kv)
+        for row in range(0, math.ceil(problem.seqlen_q / self.tile_q) * self.tile_q, ROWS):
+            own = math.ceil(max(1, min(problem.seqlen_kv, self.mask.last_key(row + ROWS, *lengths))) / tile)
+            first = min(own - 1, max(0, self.mask.first_key(row, *lengths)) // tile)
+            edge = max(0, self.mask.first_key(row + ROWS - 1, *lengths)) // tile + 1
+            seen = min(problem.seqlen_kv, max(0, self.mask.last_key(row + 1, *lengths)))
+            if row >= problem.seqlen_q:
+                own = first + 1
+            edge = min(max(edge, first + 1), own)
+            whole = max(edge, min(own, seen // tile))
+            yield edge - first - 1, whole - edge, own - whole
+
     def blocks_of(self, problem: Problem) -> Iterator[tuple[int, int]]:
         """Of each consumer's 64 queries of a head the `own_blocks`, and how many of them hide no pair."""
         lengths = problem.seqlen_q, problem.seqlen_kv
         for first_row in range(0, math.ceil(problem.seqlen_q / self.tile_q) * self.tile_q, ROWS):
-            seen = keys = problem.seqlen_kv
+            seen = keys = max(1, problem.seqlen_kv) if self.packed else problem.seqlen_kv
             if self.mask.hides:
                 seen = min(seen, max(0, self.mask.last_key(first_row + 1, *lengths)))
                 keys = max(1, min(keys, self.mask.last_key(first_row + ROWS, *lengths)))
@@ -164,6 +198,15 @@ class QueryTiles:
             # multiplied up: a head's bytes may not fit 32 bits, with 2²¹ keys and more.
             section = self.section_bytes(seqlen_kv) // (4 * self.head_dim) // seqlen_kv
         return section
+
+    @cute.jit
+    def list_tiles(self, mList, given, totals, heads, ctas, stream):
+        """Launch the kernel that lists a packed batch's tiles in the scratch mList: (the list, how many tiles
+        of all heads there may be)."""
+        mList = cute.recast_tensor(mList, Int32)
+        final = cutlass.min(FINAL_LISTED, cute.ceil_div(2 * ctas, heads))
+        ListTiles(self.tile_q, mask=self.mask)(mList, *given.sequences, *totals, stream, final)
+        return mList, cutlass.max(1, (mList.shape[0] - 1) * heads)
 
     def locate_listed(self, tile, mQ, mList):
         """The place of the tile-th tile of a list of packed ones: (block, head, start_q, …), `Packed`'s."""
@@ -202,20 +245,20 @@ class QueryTiles:
 
 def work_on_query_tiles(kernel: QueryTiles, problem: Problem) -> Work:
     """The `Work` of a forward kernel that walks them: a first tile of keys apart, then a loop over those that
-    are seen whole and a loop over the others. `kernel` also has sms, consumers and smem_bytes."""
-    heads, q_blocks = problem.batch * problem.heads, math.ceil(problem.seqlen_q / kernel.tile_q)
-    blocks = unmasked = 0
-    for own, visible in kernel.blocks_of(problem):
-        blocks += own
-        unmasked += max(1, visible) - 1  # the first is not in a loop
-    rows = q_blocks * kernel.consumers  # of 64 queries, each the work of one consumer
+    are seen whole and a loop over the others; before them, where keys before a first one are hidden, one over
+    those with that edge. `kernel` also has sms, consumers and smem_bytes."""
+    heads = problem.batch * problem.heads
+    steps = list(kernel.steps_of(problem))
+    rows = max(1, len(steps))  # of 64 queries, each the work of one consumer
+    q_blocks, trips = rows / kernel.consumers, [sum(each) / rows for each in zip(*steps)] or [0.0] * 3
+    blocks = rows + sum(map(sum, steps))
     return Work(
         kernel=type(kernel).__name__,
         unit=f"{kernel.tile_q} queries",
         threads=WARPGROUP * kernel.consumers,
-        ctas=min(kernel.sms, q_blocks * heads),
-        passes=q_blocks * heads,
-        trips=(unmasked / rows, (blocks - unmasked) / rows - 1),
+        ctas=min(kernel.sms, round(q_blocks * heads)),
+        passes=round(q_blocks * heads),
+        trips=tuple(trips[not kernel.mask.hides_first :]),
         ffma=0,
         hbm_bytes=problem.min_bytes / (q_blocks * heads),
         smem_bytes=kernel.smem_bytes,

@@ -40,6 +40,12 @@ def put(ring, state, atom, source: cute.Tensor, destination: cute.Tensor):
     cute.copy(atom, source, destination[None, state.index], tma_bar_ptr=ring.producer_get_barrier(state))
 
 
+def put_both(k_ring, load_K, K, sK, v_ring, load_V, V, sV, state, block) -> None:
+    """`put` of a tile of keys and of their values."""
+    put(k_ring, state, load_K, K[None, block], sK)
+    put(v_ring, state, load_V, V[None, block], sV)
+
+
 class OwnStages(PipelineState):
     """Where a consumer is in a ring whose stages are dealt out to all of them: of `stages` those are its own
     whose number is its own modulo `consumers`.
