@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from harness import models, reference
+from harness import models, policy_cases, reference  # noqa: F401  policy_cases registers its own
 from harness.inputs import as_read, poison, random_inputs
+from harness.registry import CASES, case, same
 from harness.results import repository
 from harness.stages import backward, forward, prepare, prepare_backward, starts_at_zero
 from harness.sweep import HEAD_DIMS
@@ -30,22 +31,8 @@ LENGTHS = (1, 3, 63, 64, 65, 113, 127, 128, 129, 203, 255, 257, 1023, 1025, 4097
 NEEDLE_LENGTHS = (16, 64, 65, 257, 1024, 4097)
 LONG = 8257  # twice as many keys as in any other case
 UNEQUAL = 257, 1025
-# By name: of which direction it is, what it does, whether it is for stages that take `Problem.policies` only.
-CASES: dict[str, tuple[str | None, Callable[[str, object], Iterator[str]], bool]] = {}
 worst_seen: dict[str, float] = {}
 Outputs = dict[str, torch.Tensor]  # o and lse, or dq, dk and dv
-
-
-def case(direction: str | None = None, policies: bool = False) -> Callable:
-    """Register a case: for stages of one direction, FP8's being forward ones, for those that `attention` and
-    its backward pass may run ("library"), or for all; or for those that take windows, soft caps, sinks and
-    packed sequences."""
-
-    def register(function: Callable) -> Callable:
-        CASES[function.__name__.replace("_", " ")] = direction, function, policies
-        return function
-
-    return register
 
 
 def small(stage_id: str, **changes: object) -> list[Problem]:
@@ -121,12 +108,6 @@ def noted(verdict: reference.Verdict, what: object) -> Iterator[str]:
         worst_seen[name] = max(worst_seen.get(name, 0.0), getattr(verdict, name))
     for failure in verdict.failures:
         yield f"{what}: {failure}"
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit-identical, NaN included."""
-    bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
 def differing(stage_id: str, found: Outputs, expected: Outputs) -> list[str]:
@@ -855,7 +836,7 @@ def run_cases(stage_id: str, args: object) -> Iterator[Outcome]:
         yield Outcome(name, failures, time.perf_counter() - begin)
 
 
-from harness import head_dims, policy_cases  # noqa: E402, F401  register their cases, for which they need these
+from harness import head_dims  # noqa: E402, F401  more cases, which need some of these
 
 if __name__ == "__main__":
     one_launch(sys.argv[1])

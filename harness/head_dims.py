@@ -1,7 +1,7 @@
 """Cases of head dims that have no kernel of their own, and of values of another width than the keys.
 
 A row's columns lie between others: NaN and ∞ that must not be read, and elements of a larger output that must
-stay. `harness.cases` registers them with the rest.
+stay. They are registered with `harness.cases`'.
 """
 
 import math
@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import torch
 
 from harness import reference
-from harness.cases import case, needle_in, noted, refused, same
+from harness.cases import needle_in, noted, refused
 from harness.inputs import poison, random_inputs
+from harness.registry import case, same
 from harness.stages import prepare, prepare_backward
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 
 from harness import reference
-from harness.cases import case, same
 from harness.inputs import hopper_gpu
 from harness.policies import Given, random_given, starts_of
+from harness.registry import CASES, case, same
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import compile_stage
@@ -137,7 +137,6 @@ PACKED = {
     "more keys": ((65, 301), (1, 513), (128, 129)),
     "more queries": ((301, 65), (513, 1), (129, 128)),
     "one long, many short": ((1500, 1500), *(((7, 7),) * 90)),
-    "none": (),
 }
 MASKED = ({}, {"causal": True}, {"window": (37, 0)}, {"window": (20, 11)})
 
@@ -231,8 +230,6 @@ def a_graph_of_other_lengths(stage_id, args):
 
 def main(stage_ids: list[str], only: str = "") -> int:
     """Run these cases alone, those whose name contains `only`."""
-    from harness.cases import CASES
-
     failed = 0
     for stage_id in stage_ids:
         for name, (_, function, policies) in CASES.items():

@@ -5,8 +5,9 @@
 
 A row is a problem and µs by provider. Ours is what the library's call runs (`policies.forward` and
 `backward`); "dense" is ours of equal sequences as one batch, by which packing is judged. Each call of ours is
-judged by the pass rule before and after the timing, of long problems one key head and its query heads. Peers: FlashAttention-2 through PyTorch's operators, FlashAttention-3, -4, and FlexAttention,
-compiled with the mask and the score that the problem has. What a peer refuses it has no time of.
+judged by the pass rule before and after the timing, of long problems one key head and its query heads. Peers:
+FlashAttention-2 through PyTorch's operators, FlashAttention-3, -4, and FlexAttention, compiled with the mask
+and the score that the problem has. What a peer refuses it has no time of.
 """
 
 import inspect
@@ -346,18 +347,19 @@ def run(
     """Measure the problems of a suite in the directions of the stages, print, and with a folder write after
     each. Returns whether every output was right. Raises Usage where none is wanted, and where rows that are
     kept are of another environment."""
-    found = peers.versions([x for x in peer_names if x in PEERS])
-    environment, passed = timing.environment(found), True
     problems = [named for named in SUITES[suite] if wanted(named.problem)]
     if not problems:
         raise Usage(f"no problem of the suite {suite!r} is of these lengths, head dims and masks")
+    found = peers.versions([x for x in peer_names if x in PEERS])
+    environment, passed = timing.environment(found), True
+    key_of = lambda name, problem: f"{name}: {problem}"
     for stage_id in stage_ids:
-        direction, rows = DIRECTIONS[stage_id], {}
+        direction = DIRECTIONS[stage_id]
         try:
             kept = results.library_rows(folder, direction, environment, place=suite) if folder else []
         except ValueError as error:
             raise Usage(str(error)) from None
-        rows = {row["problem"]: row for row in kept}
+        rows = {key_of(row["name"], row["problem"]): row for row in kept}
         for named in sorted(problems, key=lambda named: named.problem.flops):
             problem = named.problem.with_(direction=direction)
             try:
@@ -367,12 +369,12 @@ def run(
                 passed = False
                 continue
             row = {"name": named.name, "problem": str(problem), "flops": problem.flops, "us": us}
-            rows[row["problem"]] = row
+            rows[key_of(named.name, problem)] = row
             print(line_of(row), flush=True)
             torch.cuda.empty_cache()
             if folder:
-                every = [str(x.problem.with_(direction=direction)) for x in SUITES[suite]]
-                in_order = [rows[x] for x in dict.fromkeys(every) if x in rows]
+                every = [key_of(x.name, x.problem.with_(direction=direction)) for x in SUITES[suite]]
+                in_order = [rows[x] for x in every if x in rows]
                 results.save_library(direction, in_order, environment, folder, place=suite)
     return passed
 

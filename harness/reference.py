@@ -47,12 +47,12 @@ class Policies(NamedTuple):
     softcap: float = 0.0
     sink: torch.Tensor | None = None
 
-    def seen(self, rows: torch.Tensor, keys: int, offset: int) -> slice:
-        """The keys among which are all that these rows, in order, see."""
+    def seen(self, rows: torch.Tensor, keys: int, offset: int, tile: int = 1) -> slice:
+        """The keys among which are all that these rows, in order, see, from the first of a `tile` on."""
         left, right = self.window or (-1, -1)
         if not len(rows):
             return slice(0, keys)
-        begin = 0 if left < 0 else min(keys, max(0, int(rows[0]) + offset - left))
+        begin = 0 if left < 0 else min(keys, max(0, int(rows[0]) + offset - left) // tile * tile)
         end = keys if right < 0 else max(begin, min(keys, int(rows[-1]) + offset + right + 1))
         return slice(begin, end)
 
@@ -86,6 +86,51 @@ def _lazy_maximum(scores: torch.Tensor, lazy: LazyMaximum, seen: torch.Tensor) -
                 room = room.masked_fill(grown, 0.0)
         bases.append(base)
     return torch.stack(bases, -1).repeat_interleave(tile_kv, -1)[..., :keys]
+
+
+def _lazy_maximum_of_window(
+    scores: torch.Tensor, lazy: LazyMaximum, rows: torch.Tensor, begin: int, keys: int, offset: int,
+    window: tuple[int, int],
+) -> torch.Tensor:  # fmt: skip
+    """`_lazy_maximum` of scores of the keys from `begin` on, where a window hides keys on both sides. A block
+    of 64 rows begins with the tile that its first row sees first. Up to the tile from which its last row
+    sees all, its maxima are those of the scores so far; the sum and the room are of the tiles up to there."""
+    tile_kv, parts, growth, share = lazy.behind.values()
+    left, right = (2**30 if x < 0 else x for x in window)
+    first_row = rows // BLOCK_ROWS * BLOCK_ROWS
+    last_key = first_row + BLOCK_ROWS + offset + right  # behind the last that the block sees
+    own = (last_key.clamp(1, keys) / tile_kv).ceil()
+    first_tile = lambda row: (row + offset - left).clamp(min=0)
+    first = torch.minimum(first_tile(first_row) // tile_kv, own - 1)
+    edge = (first_tile(first_row + BLOCK_ROWS - 1) / tile_kv).ceil()
+    edge = torch.minimum(torch.maximum(edge, first + 1), own)
+    in_the_middle = math.ceil(min(keys, min(left, keys) + min(right, keys) + 1) / tile_kv)
+    padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % tile_kv), value=-math.inf)
+    tiles = padded.unflatten(-1, (-1, parts, tile_kv // parts))  # (heads, rows, tiles, parts, keys)
+    base = torch.zeros_like(scores[..., 0])
+    total, room = torch.zeros_like(base), torch.full_like(base, growth * math.log(2))
+    bases = []
+    for i in range(tiles.shape[-3]):
+        number = begin // tile_kv + i
+        exact, starts = (number >= first) & (number < edge), number == edge
+        highest = tiles[..., i, :, :].amax((-1, -2))
+        known = torch.where(total > 0, torch.maximum(base, highest), highest)
+        raised = torch.where(exact & (known > -math.inf), known, base)
+        total = torch.where(total > 0, total * (base - raised).exp(), total)
+        base = raised
+        added = (tiles[..., i, :, :] - base[..., None, None]).exp().sum((-1, -2))
+        total = torch.where(exact, total + added, total)
+        if share:
+            asked = (share * total * (own - first) / in_the_middle).log().clamp(0.0, growth * math.log(2))
+            room = torch.where(starts, asked, room)
+        for part in range(parts):
+            highest = tiles[..., i, part, :].amax(-1)
+            grown = (number >= edge) & (highest - base > room)
+            base = torch.where(grown, highest, base)
+            if share:
+                room = room.masked_fill(grown, 0.0)
+        bases.append(base)
+    return torch.stack(bases, -1).repeat_interleave(tile_kv, -1)[..., : scores.shape[-1]]
 
 
 def _seen_together(rows: torch.Tensor, keys: int, offset: int, causal: bool) -> torch.Tensor:
@@ -137,20 +182,18 @@ def _attention(
     """(O, LSE) of q, k, v (B, H, N, d) computed in `dtype`; `rows` selects query rows (all by default). Of P
     in e4m3 `exponents` (B, Hkv, Nkv) are what P is multiplied by before it is rounded, powers of two.
 
-    A query that sees no key has O = 0 and LSE = −∞, or with a sink its logit. Where keys are hidden from the
-    left P is rounded relative to the row's own maximum: what a lazy one starts at, the kernel alone knows.
+    A query that sees no key has O = 0 and LSE = −∞, or with a sink its logit.
     """
     batch, heads, seqlen_q, head_dim = q.shape
     seqlen_kv, group = k.shape[2], heads // max(1, k.shape[1])
     rows = torch.arange(seqlen_q, device=q.device) if rows is None else rows
     offset = diagonal_offset(seqlen_q, seqlen_kv, top_left)
-    if policies.window is not None and isinstance(rounds_p, LazyMaximum):
-        rounds_p = True
+    tile = rounds_p.tile_kv if isinstance(rounds_p, LazyMaximum) else 1
     o = torch.zeros(batch, heads, len(rows), v.shape[3], dtype=dtype, device=q.device)
     lse = torch.full((batch, heads, len(rows)), -math.inf, dtype=dtype, device=q.device)
     for b, some_heads, piece in _chunks(batch, heads, len(rows), seqlen_kv):
         kv_heads = torch.arange(some_heads.start, some_heads.stop, device=q.device) // group
-        seen = policies.seen(rows[piece], seqlen_kv, offset)
+        seen = policies.seen(rows[piece], seqlen_kv, offset, tile)
         if seen.start == seen.stop:
             continue
         columns = torch.arange(seen.start, seen.stop, device=q.device)
@@ -165,8 +208,13 @@ def _attention(
         if weights is not None:
             scores -= weights.log()
         if isinstance(rounds_p, tuple):
-            seen_together = _seen_together(rows[piece], seqlen_kv, offset, causal)
-            base = _lazy_maximum(scores, rounds_p, seen_together)
+            if policies.window is None:
+                seen_together = _seen_together(rows[piece], seqlen_kv, offset, causal)
+                base = _lazy_maximum(scores, rounds_p, seen_together)
+            else:
+                place = rows[piece], seen.start, seqlen_kv, offset
+                base = _lazy_maximum_of_window(scores, rounds_p, *place, policies.window)
+                base = torch.where(scores == -math.inf, maximum, base)  # where there is none yet
             base = base.masked_fill(base == -math.inf, 0.0)
             p, weight = (scores - base).exp_(), (base - maximum).exp_()
             if rounds_p.e4m3 is None:

@@ -28,6 +28,8 @@ FORWARD_IN_ROWS = {128: "k6_r128", 64: "k6_r64"}  # by the rows that `division.r
 BACKWARD, IN_PARTS = "bwd4", "bwd4_parts"
 DETERMINISTIC, DETERMINISTIC_IN_PARTS = "bwd4_det", "bwd4_parts_det"
 DECODE = "decode"  # what queries to a cache are computed with
+# The stages that take windows, soft caps, sinks and packed sequences.
+WITH_POLICIES = [FORWARD, *FORWARD_IN_ROWS.values(), BACKWARD, DETERMINISTIC]
 # The stages that a call may run.
 LIBRARY = [FORWARD, *FORWARD_IN_ROWS.values(), BACKWARD, IN_PARTS, DETERMINISTIC, DETERMINISTIC_IN_PARTS]
 FP8, FP8_ROWS, FP8_CAST = "k7", "k7_rows", "k8"  # of what `quantize` gave, of e4m3 in rows, of 16 bits
@@ -104,6 +106,26 @@ def reachable(stage_id: str) -> list[Problem]:
                     least = Problem(1, 1, 1, 1, 1, **kind)
                     if file.supports(least) is None and (what := compiled_for(stage_id, least)) not in found:
                         found.append(what)
+    return found
+
+
+def reachable_with_policies(stage_id: str) -> list[Problem]:
+    """Everything of a stage with windows, soft caps, sinks or packed sequences that a call can have compiled,
+    as `compiled_for` gives it: a closed list beside that of `reachable`."""
+    stage, file = ladder.load(stage_id)
+    masks = ({}, {"causal": True}, {"causal": True, "top_left": True}, {"window": CANONICAL["window"]})
+    others = [{name: CANONICAL[name]} for name in ("softcap", "sink", "sequences")]
+    found = []
+    for head_dim, dtype, mask in itertools.product(HEAD_DIMS, DTYPES, masks):
+        for softcap, sink, packed in itertools.product(*([{}, x] for x in others)):
+            for lse_grad in (False, True)[: 1 + (stage.direction == "bwd")]:
+                if (packed and mask.get("top_left")) or not (mask.get("window") or softcap or sink or packed):
+                    continue
+                fields = {"causal": False} | mask | softcap | sink | packed
+                fields |= {"dtype": dtype, "direction": stage.direction, "lse_grad": lse_grad}
+                least = Problem.square(1, 1, 1, head_dim, scaled=True, **fields)
+                if file.supports(least) is None:
+                    found.append(compiled_for(stage_id, least))
     return found
 
 

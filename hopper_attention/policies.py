@@ -61,6 +61,9 @@ class Tensors(NamedTuple):
         return *given, self.cu_q, self.cu_kv, used_q, used_kv, which
 
 
+NOTHING_MORE = Tensors()
+
+
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -171,11 +174,12 @@ def reason_against(
     v: torch.Tensor,
     *options: object,
     also: Callable[[Problem], str | None],
+    more: Tensors = NOTHING_MORE,
 ) -> str | None:
-    """Why `forward`, or with "bwd" `backward`, would refuse q, k and v, or None; or what `also` has against
+    """Why `forward`, or with "bwd" `backward`, would refuse these inputs, or None; or what `also` has against
     the problem. The options are theirs."""
     try:
-        problem, _ = _problem_of(direction, q, k, v, Tensors(), *options)
+        problem, _ = _problem_of(direction, q, k, v, more, *options)
         return also(problem)
     except (TypeError, ValueError) as error:
         return str(error)

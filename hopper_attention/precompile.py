@@ -1,6 +1,7 @@
 """Fill the cache of compiled kernels ahead of the first call.
 
     python -m hopper_attention.precompile             the kernels of `attention` and its backward pass
+    python -m hopper_attention.precompile policies    those with windows, soft caps, sinks, packed sequences
     python -m hopper_attention.precompile fp8         those of `attention_fp8` and `quantize`
     python -m hopper_attention.precompile k2 bwd3     of other stages; `all` for the ladder
 
@@ -19,17 +20,29 @@ from . import cache, tuned
 from .kernels import ladder
 from .kernels.contract import Problem
 from .kernels.device.constants import SMS
-from .launch import LIBRARY, QUANTIZE, kernel_for, reachable, reachable_in_fp8, sms_option
+from .launch import (
+    LIBRARY,
+    QUANTIZE,
+    WITH_POLICIES,
+    kernel_for,
+    reachable,
+    reachable_in_fp8,
+    reachable_with_policies,
+    sms_option,
+)
 
-FP8 = "fp8"  # beside stage ids
+FP8, POLICIES = "fp8", "policies"  # beside stage ids
 Job = tuple[str, Problem, dict[str, Any]]  # as `launch.kernel_for` takes it
 
 
 def jobs_of(stage_id: str, sms: int = SMS) -> list[Job]:
-    """Every kernel of a stage, or of "fp8", that a call can reach on a GPU with so many SMs."""
+    """Every kernel of a stage, or of "fp8" or "policies", that a call can reach on a GPU with so many SMs."""
     if stage_id == FP8:
         of_sms = lambda name: {} if name == QUANTIZE else sms_option(sms)
         return [(name, what, options | of_sms(name)) for name, what, options in reachable_in_fp8()]
+    if stage_id == POLICIES:
+        options = {name: ladder.load(name)[0].options | sms_option(sms) for name in WITH_POLICIES}
+        return [(name, what, x) for name, x in options.items() for what in reachable_with_policies(name)]
     options = ladder.load(stage_id)[0].options | (sms_option(sms) if stage_id in LIBRARY else {})
     return [(stage_id, problem, options) for problem in reachable(stage_id)]
 
@@ -57,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m hopper_attention.precompile", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("stages", nargs="*", default=LIBRARY, help="stage ids, `all`, or `fp8`")
+    parser.add_argument("stages", nargs="*", default=LIBRARY, help="stage ids, `all`, `policies` or `fp8`")
     here = tuned.gpu().sms
     parser.add_argument("--sms", type=int, default=here, help=f"SMs of the GPU, by default {here}")
     parser.add_argument("--workers", type=int, help="processes; by default one a core")

@@ -78,7 +78,7 @@ class Problem:
         if not isinstance(self.sink, bool):
             raise TypeError(f"sink must be True or False, not {self.sink!r}")
         if self.sequences is not None:
-            if not all(_are_integers(lengths, 2, 0) for lengths in self.sequences):
+            if not all(_are_integers(lengths, 2, 0) for lengths in set(self.sequences)):
                 raise ValueError("sequences must be pairs (queries, keys) of integers from 0 on")
             if self.batch != 1:
                 raise ValueError(f"packed sequences lie in tensors of batch 1, not {self.batch}")

@@ -82,3 +82,22 @@ def test_what_is_written_down() -> None:
     row = fuzz.summary("fwd", drawn, 0)
     assert row["problems"] == 100 and sum(row["layouts"].values()) == 100
     assert min(row[x] for x in ("windows", "softcaps", "sinks", "packed", "grouped_heads")) > 10
+
+
+def test_whatever_is_drawn_is_on_the_list_of_what_can_be_reached() -> None:
+    """So `precompile policies` has it."""
+    from hopper_attention.precompile import jobs_of
+
+    listed = jobs_of("policies")
+    assert len({(stage_id, what) for stage_id, what, _ in listed}) == len(listed)
+    every = {(stage_id, what) for stage_id, what, _ in listed}
+    for direction in fuzz.DIRECTIONS:
+        drawn = [fuzz.problem_of(number, direction) for number in range(300)]
+        needed = {(stage_id, what) for stage_id, what, _ in fuzz.jobs(drawn) if what.policies}
+        assert needed and needed <= every
+
+
+def test_a_device_whose_kernels_have_no_policies_is_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    if not torch.cuda.is_available():
+        assert fuzz.main(["0", "1", "--no-save"]) == 2
+        assert "there is no Hopper GPU here" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import torch
 
 from harness import policy_models, reference
 from harness.policies import Given, random_given
-from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.contract import LazyMaximum, Problem
 
 PLAIN = Problem(2, 4, 2, 37, 53, 64, False, direction="bwd", lse_grad=True, scaled=True)
 PACKED = PLAIN.with_(
@@ -170,3 +170,37 @@ def test_the_list_of_tiles() -> None:
         assert loops == sorted(loops)
     for shorter, longer in ((0, 2), (7, 8), (100, 126), (4096, 5000)):
         assert policy_models.class_of(shorter) >= policy_models.class_of(longer)
+
+
+@pytest.mark.parametrize("window", [(7, 0), (70, 0), (130, 40), (-1, 9), (200, -1)])
+@pytest.mark.parametrize("lengths", [(203, 203), (130, 300), (300, 130)])
+def test_a_lazy_maximum_under_a_window(window: tuple[int, int], lengths: tuple[int, int]) -> None:
+    """What P is rounded relative to never changes what is computed, and is never behind by more than there is
+    room for; without room it is the largest score so far."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, 2, n, 64, generator=generator).bfloat16() for n in (*lengths, lengths[1]))
+    q *= 3
+    queries, keys = lengths
+    rows, columns, offset = torch.arange(queries), torch.arange(keys), keys - queries
+    given = reference.Policies(window)
+    scores = reference._scores(q[0].double(), k[0].double(), rows, columns, offset, False, None, given)
+    best = scores.cummax(-1).values
+    for lazy in (LazyMaximum(64, 2, 8.0, 2.0), LazyMaximum(64, 1, 8.0), LazyMaximum(128, 1, 0.0)):
+        base = reference._lazy_maximum_of_window(scores, lazy, rows, 0, keys, offset, window)
+        here = scores > -math.inf
+        assert ((scores - base)[here] <= lazy.growth * math.log(2) + 1e-9).all()
+        if not lazy.growth:
+            at_ends = torch.nn.functional.pad(best, (0, -keys % 128), mode="replicate")[..., 127::128]
+            assert (base == at_ends.repeat_interleave(128, -1)[..., :keys])[here].all()
+        o = reference.yardstick(q, k, v, False, lazy, policies=given)
+        exact, _ = reference.reference(q, k, v, False, policies=given)
+        assert (o.double() - exact).abs().max() <= 2**-6
+
+
+def test_a_lazy_maximum_of_far_scores() -> None:
+    """Of rows that see nothing of their first tile, e^0 is far above everything."""
+    given = some("fwd", {"window": (70, 0)}, SHAPES[0])
+    given.q[..., 0], given.k[..., 0] = -64.0, 64.0
+    o, lse = zip(*(one.forward for one in given.expected))
+    outputs = {"o": given.spread("o", o, given.q), "lse": given.spread("lse", lse, torch.empty(1, 4, 203))}
+    assert given.judge(outputs, LazyMaximum(64, 2, 8.0, 2.0)) == []

@@ -3,10 +3,11 @@
 SDPA chooses a backend and calls that backend's operator. `enable()` puts these kernels under the operators
 of two of them, flash and cuDNN, since which of the two a plain call takes differs with cuDNN's version. What
 the kernels do not take, or would do slower, goes to the kernel that was there, forward and backward each by
-itself: either's backward can read the other's O and LSE.
+itself: either's backward can read the other's O and LSE. `varlen` does the same for packed sequences.
 """
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from torch.library import Library, get_kernel
 from .. import production, tuned
 from ..checks import problem_of
 from ..choice import slower
+from . import varlen
 
 DEVICE = "CUDA"  # the dispatch key of what is overridden
 FLASH, CUDNN = "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"
@@ -38,7 +40,8 @@ class Explanation:
 
 
 def enable() -> None:
-    """Put the kernels behind SDPA in this process, on every GPU, until `disable()`. Twice is as good as once.
+    """Put the kernels behind SDPA, and behind `torch.nn.attention.varlen.varlen_attn`, in this process, on
+    every GPU, until `disable()`. Twice is as good as once.
 
     Graphs that `torch.compile` made before call the operators too, and take part. Raises RuntimeError where
     PyTorch was built without CUDA.
@@ -56,6 +59,8 @@ def enable() -> None:
                 (f"{FLASH}_backward", flash_backward),
                 (CUDNN, cudnn_forward),
                 (f"{CUDNN}_backward", cudnn_backward),
+                (varlen.FLASH[0], varlen.forward_over(functools.partial(_original, varlen.FLASH[0]))),
+                (varlen.FLASH[1], varlen.backward_over(functools.partial(_original, varlen.FLASH[1]))),
             ):
                 _originals[name] = get_kernel(f"aten::{name}", DEVICE)
                 with warnings.catch_warnings():

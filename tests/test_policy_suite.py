@@ -1,0 +1,131 @@
+"""The suites of packed sequences and windows: their problems, and who is timed, on a CPU with stand-ins."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import peers, policy_models, policy_suite, timing
+from harness.command import Usage
+from harness.policies import Given
+from harness.policy_suite import Named
+from hopper_attention import policies, production
+from hopper_attention.kernels import ladder
+from hopper_attention.kernels.contract import Problem
+
+SMALL = [
+    Named("packed", Problem(1, 4, 2, 150, 150, 64, True, sequences=((100, 100), (50, 50)))),
+    Named("equal", Problem(1, 4, 2, 128, 128, 64, True, sequences=((64, 64), (64, 64)))),
+    Named("window", Problem(1, 4, 2, 128, 128, 64, False, window=(31, 0))),
+    Named("sink", Problem(1, 4, 2, 128, 128, 64, True, sink=True)),
+]
+
+
+@pytest.mark.parametrize("suite", policy_suite.SUITES)
+def test_the_problems(suite: str) -> None:
+    """Each once, taken by the library's stages, and with the FLOPs of the pairs that are seen."""
+    problems = [named.problem for named in policy_suite.SUITES[suite]]
+    assert len({x.name + str(x.problem) for x in policy_suite.SUITES[suite]}) == len(problems)
+    for problem in problems:
+        assert problem.policies
+        assert ladder.load("k6")[1].supports(problem) is None
+        if problem.window and not problem.sequences and problem.window[1] == 0:
+            n, width = problem.seqlen_q, problem.window[0] + 1
+            assert problem.pairs == width * (width + 1) // 2 + (n - width) * width
+
+
+def test_equal_sequences_are_also_a_batch() -> None:
+    dense = policy_suite.dense_of(SMALL[1].problem)
+    assert dense == Problem(2, 4, 2, 64, 64, 64, True)
+    assert dense.flops == SMALL[1].problem.flops
+    assert policy_suite.dense_of(SMALL[0].problem) is policy_suite.dense_of(SMALL[2].problem) is None
+
+
+@pytest.fixture
+def wrong(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str | None]]:
+    """The library computes by the models of what it is given, and times are made up."""
+    found: dict[str, str | None] = {"wrong": None}
+    seen: list[Given] = []
+    make = policy_suite.random_given
+
+    def on_cpu(problem: Problem) -> Given:
+        seen.append(make(problem, device="cpu"))
+        return seen[-1]
+
+    def call(direction: str, *inputs: torch.Tensor):
+        packed = inputs[0].dim() == 3
+        given = [x for x in seen if (x.problem.sequences is not None) == packed][-1]
+        given = dataclasses.replace(given, problem=given.problem.with_(direction=direction))
+        outputs = policy_models.outputs(given, found["wrong"])
+        rows = lambda name, x: x[0] if name == "lse" else x[0].transpose(0, 1)
+        result = [rows(name, x) if packed and name != "dsink" else x for name, x in outputs.items()]
+        return (*result, None) if len(result) == 3 else tuple(result)
+
+    monkeypatch.setattr(policy_suite, "random_given", on_cpu)
+    monkeypatch.setattr(policies, "forward", functools.partial(call, "fwd"))
+    monkeypatch.setattr(policies, "backward", functools.partial(call, "bwd"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(policy_suite, "SUITES", {"packed": SMALL, "window": SMALL[2:]})
+    monkeypatch.setattr(peers, "versions", lambda names: dict.fromkeys(names, "1"))
+    environment = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2", "cutlass_dsl": "4", "peers": {}}
+    monkeypatch.setattr(timing, "environment", lambda found: environment | {"peers": found})
+
+    def interleaved(calls: dict[str, Callable[[], object]], seconds: float):
+        for one in calls.values():
+            one()
+        return {name: timing.Timing(0.1 * (i + 1), 0.0, None, None) for i, name in enumerate(calls)}
+
+    monkeypatch.setattr(timing, "interleaved", interleaved)
+
+    def refuses(rows: policy_suite.Rows):
+        raise NotImplementedError("not today")
+
+    def takes(rows: policy_suite.Rows):
+        return (lambda: rows.q), (lambda: rows.q)
+
+    monkeypatch.setattr(policy_suite, "BUILDS", dict.fromkeys(policy_suite.PEERS, refuses) | {"fa3": takes})
+    yield found
+
+
+def test_what_is_written(wrong: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert policy_suite.run("window", ["k6", "bwd4"], tmp_path, ["fa3", "flex"])
+    for direction in ("fwd", "bwd"):
+        rows = json.loads((tmp_path / "h200" / "window" / f"{direction}.json").read_text())["rows"]
+        assert [row["name"] for row in rows] == ["window", "sink"]
+        assert all({*row["us"]} == {"hopper_attention", "fa3"} for row in rows)
+        assert rows[0]["flops"] == SMALL[2].problem.with_(direction=direction).flops
+    out = capsys.readouterr().out
+    assert "flex: not today" in out and "× fa3" in out
+
+
+def test_a_wrong_output_has_no_time(wrong: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong["wrong"] = "left edge a key short"
+    assert not policy_suite.run("window", ["k6"], tmp_path, [])
+    rows = json.loads((tmp_path / "h200" / "window" / "fwd.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["sink"]
+    assert "exceeds" in capsys.readouterr().out
+
+
+def test_packed_ones_stand_beside_their_batch(wrong: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    assert policy_suite.run("packed", ["k6"], None, ["fa3"])
+    lines = {line.split(":")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "× dense" in lines["equal"] and "× dense" not in lines["packed"]
+
+
+def test_a_suite_without_a_wanted_problem() -> None:
+    with pytest.raises(Usage, match="no problem of the suite 'packed'"):
+        policy_suite.run("packed", ["k6"], None, [], lambda problem: False)
+
+
+def test_peers_that_lack_a_policy_say_so() -> None:
+    rows = policy_suite.Rows(policy_suite.random_given(SMALL[3].problem, device="cpu"))
+    for name in ("fa2", "fa3"):
+        with pytest.raises(NotImplementedError, match="has no sink"):
+            policy_suite.BUILDS[name](rows)
+    assert rows.window == (-1, 0)
+    assert production.FORWARD == "k6"
