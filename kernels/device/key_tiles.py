@@ -225,11 +225,18 @@ class Tiles(Scores):
     def trips(self, problem: Problem) -> tuple[int, float, float]:
         """How often tiles of keys meet a query head, and how many of its tiles of queries, masked and not,
         one of them meets on average in the main loop, in which the last tile is not."""
+        if problem.sequences is not None:
+            found = [(often, *self.trips(one)) for one, often in problem.alone]
+            tiles = sum(often * tiles for often, tiles, *_ in found)
+            means = [sum(x[0] * x[1] * x[i] for x in found) / max(1, tiles) for i in (2, 3)]
+            return tiles, *means
         last, masked, unmasked = math.ceil(problem.seqlen_q / self.tile_q), 0, 0
         keys, lengths = problem.seqlen_kv, (problem.seqlen_q, problem.seqlen_kv)
         if problem.top_left:  # no tile of queries sees later ones, whose passes have no product
             keys = min(keys, last * self.tile_q)
         kv_blocks = math.ceil(keys / self.tile_kv)
+        if kv_blocks == 0:
+            return 0, 0.0, 0.0
         for kv_block in range(kv_blocks):
             first = split = 0
             if self.mask.hides:
@@ -383,7 +390,7 @@ def work_of(kernel: object, problem: Problem, products: int, unit: str, roles: i
         passes=tiles * roles,
         trips=(masked, unmasked),
         ffma=0,
-        hbm_bytes=problem.min_bytes / (tiles * roles),
+        hbm_bytes=problem.min_bytes / (max(1, tiles) * roles),
         smem_bytes=kernel.smem_bytes,
         tensor_flops=tile_flops * (1 + masked + unmasked),
     )

@@ -15,7 +15,7 @@ from .policies import DenseScratch, PackedScratch, Scores, listed
 from .query_tiles import QueryTiles
 
 
-class TilesOfQueries(QueryTiles, Scores):
+class TilesOfQueries(Scores, QueryTiles):  # `take` is the former's
     """Tiles of queries, two consumers a CTA."""
 
     def __init__(
@@ -70,11 +70,7 @@ class TilesOfQueries(QueryTiles, Scores):
     def trips(self, problem: Problem) -> tuple[int, float, float]:
         """How many tiles of queries there are, and how many of keys, masked and not, a consumer meets on
         average in the main loop, in which the last one is not."""
-        tiles = math.ceil(problem.seqlen_q / self.tile_q)
-        masked = unmasked = 0
-        for blocks, visible in self.blocks_of(problem):
-            split = min(blocks - visible, blocks - 1)
-            masked += split
-            unmasked += blocks - 1 - split
-        rows = tiles * CONSUMERS
-        return tiles * problem.batch * problem.heads, masked / rows, unmasked / rows
+        steps = list(self.steps_of(problem))
+        rows = max(1, len(steps))  # of 64 queries, each the work of one consumer
+        masked, unmasked = sum(edge + last for edge, _, last in steps), sum(whole for _, whole, _ in steps)
+        return rows // CONSUMERS * problem.batch * problem.heads, masked / rows, unmasked / rows
