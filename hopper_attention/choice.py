@@ -10,6 +10,8 @@ FEW = 16  # queries, beside more keys
 
 def slower(problem: Problem) -> str | None:
     """Why a problem is better left to the kernel that PyTorch has for it, or None."""
+    if problem.direction == "bwd" and problem.causal and problem.value_dim is not None:
+        return f"tiles of the wider of {problem.head_dim} and {problem.value_dim} columns: cuDNN's are faster"
     if problem.direction == "bwd" or problem.seqlen_kv <= problem.seqlen_q:
         return None
     rows = min(TILES[tile_dim(problem)])

@@ -5,6 +5,7 @@ import torch
 
 from hopper_attention import launch, production
 from hopper_attention.checks import problem_of
+from hopper_attention.choice import slower
 from hopper_attention.kernels import bwd4, calls, k6, k6_rows
 from hopper_attention.kernels.bwd4_operands import CONSUMERS, dq_columns, k_block
 from hopper_attention.kernels.contract import Problem, Tensors
@@ -132,3 +133,12 @@ def test_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = production._plan_backward(o, q, k, v, o, lse, None, None, True, False, False)
     assert [x[0] for x in plan.outputs] == [q.shape, k.shape, v.shape]
     assert problem_of(q, k, v).dims == (192, 128)
+
+
+def test_what_is_left_to_others() -> None:
+    """Gradients of values of another width, under a causal mask; nothing for its head_dim alone."""
+    asked = problem(192, 128, "bwd").with_(seqlen_kv=65)
+    assert "cuDNN" in slower(asked)
+    assert slower(asked.with_(causal=False)) is None
+    for other in (asked.with_(direction="fwd"), *(asked.with_(head_dim=d, value_dim=None) for d in EVERY)):
+        assert slower(other) is None
