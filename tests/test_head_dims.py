@@ -142,3 +142,14 @@ def test_what_is_left_to_others() -> None:
     assert slower(asked.with_(causal=False)) is None
     for other in (asked.with_(direction="fwd"), *(asked.with_(head_dim=d, value_dim=None) for d in EVERY)):
         assert slower(other) is None
+
+
+@pytest.mark.parametrize("stage_id", ["k6", "bwd4"])
+def test_policies_are_refused_by_name(stage_id: str) -> None:
+    """Between the head dims with kernels of their own they have never been run."""
+    stage, module = load(stage_id)
+    for more in ({"softcap": 5.0}, {"sink": True}, {"window": (64, 0), "causal": False}):
+        asked = problem(96, direction=stage.direction).with_(**more)
+        name = next(iter(asked.policies))
+        assert module.supports(asked) == f"takes head_dim 64, 128 or 256 with {name}, not 96:96"
+        assert module.supports(asked.with_(head_dim=128)) is None
