@@ -220,7 +220,9 @@ def test_nobody_waits_forever_of_windows_and_packed_sequences(head_dim: int, row
         kernel = k6.kernel_for(packed, **config)
         for seed in range(4):
             # Of one tensor all heads have the same lengths, of packed sequences each has its own.
-            lengths = [(choose.randint(1, 700), choose.randint(0 if number % 3 else 1, 700)) for _ in range(6)]
+            lengths = [
+                (choose.randint(1, 700), choose.randint(0 if number % 3 else 1, 700)) for _ in range(6)
+            ]
             lengths = lengths if number % 3 else lengths[:1] * 6
             tiles = [(choose.randrange(-(-x[0] // kernel.tile_q)), x) for x in lengths]
             assert Cta(kernel, tiles).run(seed), f"{window} {tiles}: they wait for each other"

@@ -116,7 +116,9 @@ def test_k6_visits_the_tiles_that_a_window_shows(head_dim: int, window: tuple[in
                     assert first * tile <= low and high < own * tile, "a key that is seen is not visited"
                     assert low < edge * tile, "a row has seen no key when the maximum is followed lazily"
                     if visible > edge:
-                        assert low <= edge * tile and visible * tile - 1 <= high, "a hidden pair is not masked"
+                        assert low <= edge * tile and visible * tile - 1 <= high, (
+                            "a hidden pair is not masked"
+                        )
                     assert low <= max(edge, visible) * tile, "of the last tiles only the far side is masked"
         assert visits == list(kernel.steps_of(problem)), "work counts other tiles"
         (work,) = k6.work(problem)
