@@ -15,10 +15,11 @@ def random_inputs(problem: Problem, device: str = "cuda", seed: int = 0) -> tupl
     Never zeros or small integers: they hide masking errors and make the chip faster.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    q_shape = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
-    kv_shape = (problem.batch, problem.kv_heads, problem.seqlen_kv, problem.head_dim)
+    (of_keys, of_values), of_q = problem.dims, (problem.batch, problem.heads, problem.seqlen_q)
+    of_kv = (problem.batch, problem.kv_heads, problem.seqlen_kv)
     dtype = getattr(torch, problem.dtype)
-    shapes = (q_shape, kv_shape, kv_shape, *([q_shape] if problem.direction == "bwd" else []))
+    shapes = (*of_q, of_keys), (*of_kv, of_keys), (*of_kv, of_values), (*of_q, of_values)
+    shapes = shapes if problem.direction == "bwd" else shapes[:3]
     found = (torch.randn(shape, device=device, dtype=dtype, generator=generator) for shape in shapes)
     return as_read(problem.direction, *found)
 

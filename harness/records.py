@@ -15,7 +15,7 @@ of a stage whose record is not current.
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import compile_stage, reachable
 
 SCHEMA = 1
-KERNEL_FIELDS = ("head_dim", "causal", "top_left", "dtype", "direction", "scaled", "lse_grad")
+KERNEL_FIELDS = ("head_dim", "causal", "top_left", "dtype", "direction", "scaled", "lse_grad", "value_dim")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Record:
         if gap := missing(self):
             raise ValueError(f"the record of {self.stage} lacks {gap}; nothing was written")
         kernels = [
-            {key: asdict(x.kernel)[key] for key in KERNEL_FIELDS}
+            {key: value for key in KERNEL_FIELDS if (value := getattr(x.kernel, key)) is not None}
             | {"cubin_sha256": x.cubin_sha256, "forms": x.forms}
             for x in self.kernels
         ]

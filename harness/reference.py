@@ -189,7 +189,7 @@ def _attention(
     rows = torch.arange(seqlen_q, device=q.device) if rows is None else rows
     offset = diagonal_offset(seqlen_q, seqlen_kv, top_left)
     tile = rounds_p.tile_kv if isinstance(rounds_p, LazyMaximum) else 1
-    o = torch.zeros(batch, heads, len(rows), head_dim, dtype=dtype, device=q.device)
+    o = torch.zeros(batch, heads, len(rows), v.shape[3], dtype=dtype, device=q.device)
     lse = torch.full((batch, heads, len(rows)), -math.inf, dtype=dtype, device=q.device)
     for b, some_heads, piece in _chunks(batch, heads, len(rows), seqlen_kv):
         kv_heads = torch.arange(some_heads.start, some_heads.stop, device=q.device) // group
@@ -333,7 +333,7 @@ def gradients_of(
     rounded = (lambda x: x.to(q.dtype).to(dtype)) if rounds_p else (lambda x: x)
     dq = torch.empty(batch, heads, len(rows), head_dim, dtype=dtype, device=q.device)
     dk, dv = (
-        torch.zeros(batch, k.shape[1], len(columns), head_dim, dtype=dtype, device=q.device) for _ in range(2)
+        torch.zeros(*x.shape[:2], len(columns), x.shape[3], dtype=dtype, device=q.device) for x in (k, v)
     )
     for b, some_heads, piece in _chunks(batch, heads, len(rows), len(columns)):
         kv_heads = torch.arange(some_heads.start, some_heads.stop, device=q.device) // group

@@ -9,8 +9,9 @@ CASES: dict[str, tuple[str | None, Callable[[str, object], Iterator[str]], bool]
 
 
 def case(direction: str | None = None, policies: bool = False) -> Callable:
-    """Register a case: for stages of one direction, FP8's being forward ones, or of all; or for those that
-    take windows, soft caps, sinks and packed sequences."""
+    """Register a case: for stages of one direction, FP8's being forward ones, for those that `attention` and
+    its backward pass may run ("library"), or for all; or for those that take windows, soft caps, sinks and
+    packed sequences."""
 
     def register(function: Callable) -> Callable:
         CASES[function.__name__.replace("_", " ")] = direction, function, policies

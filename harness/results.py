@@ -91,6 +91,7 @@ class Row:
     softcap: float = 0.0
     sink: bool = False
     sequences: None = None
+    value_dim: int | None = None
     ms_median: float | None = None
     ms_iqr: float | None = None
     tflops: float | None = None
@@ -140,7 +141,8 @@ class Row:
 
 ROW_TYPES = get_type_hints(Row)
 # Fields that a file's rows otherwise lack.
-ONLY_WHERE_TRUE = ("top_left", "scaled", "lse_grad", "window", "softcap", "sink", "sequences", "peak_bytes")
+OF_POLICIES = ("window", "softcap", "sink", "sequences")
+ONLY_WHERE_TRUE = ("top_left", "scaled", "lse_grad", *OF_POLICIES, "value_dim", "peak_bytes")
 TIMING_FIELDS = ("ms_median", "ms_iqr", "tflops", "tflops_sustained")
 
 

@@ -13,6 +13,7 @@ from hopper_attention.checks import (
     check_layouts,
     check_like,
     gradient_problem_of,
+    like_o,
     problem_of,
 )
 from hopper_attention.kernels import ladder
@@ -64,7 +65,7 @@ def allocate(
     so that the next launch finds them so: integers, which are counters and semaphores, and tensors whose name
     begins with "zero_", into which a kernel accumulates.
     """
-    o = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    o = q.new_empty((*q.shape[:3], problem.dims[1])) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     scales, signs = (), None
     if problem.reads_codes:
@@ -128,7 +129,7 @@ def prepare(
     check_device(stage, q)
     check_layouts(q=q, k=k, v=v)
     if out is not None:
-        check_like("out", out, "q", q)
+        check_like("out", out, "q", like_o(q, v))
         check_layout("out", out, written=True)
     check_memory(stage, problem, q.device)
     tensors = allocate(module, problem, q.detach(), k.detach(), v.detach(), out, **found.options)

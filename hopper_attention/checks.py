@@ -16,16 +16,20 @@ E4M3 = torch.float8_e4m3fn
 def problem_of(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, top_left: bool = False
 ) -> Problem:
-    """The `Problem` of tensors (batch, heads, seqlen, head_dim).
+    """The `Problem` of tensors (batch, heads, seqlen, head_dim), of which v's may be another.
 
     Raises TypeError for what is not a tensor or has another dtype, ValueError for shapes that do not belong
     together, and as `Problem` does for `top_left`.
     """
-    _check_qkv(q, k, v, DTYPES)
-    return _problem(q, k, causal, top_left, dtype=name_of(q.dtype))
+    _check_qkv(q, k, v, DTYPES, as_wide=False)
+    value_dim = None if v.shape[3] == q.shape[3] else v.shape[3]
+    return _problem(q, k, causal, top_left, dtype=name_of(q.dtype), value_dim=value_dim)
 
 
-def _check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[str, ...]) -> None:
+def _check_qkv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[str, ...], as_wide: bool = True
+) -> None:
+    """`as_wide`: values must have the keys' head_dim."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
         if x.dim() != 4:
@@ -36,8 +40,9 @@ def _check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[
         raise TypeError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device, not {q.device}, {k.device} and {v.device}")
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape, not {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[:3] != v.shape[:3] or (as_wide and k.shape != v.shape):
+        but = "" if as_wide else " but for head_dim"
+        raise ValueError(f"k and v must have one shape{but}, not {tuple(k.shape)} and {tuple(v.shape)}")
     _check_heads(q, k)
 
 
@@ -77,8 +82,9 @@ def gradient_problem_of(
     """The backward `Problem` of tensors as `problem_of` takes them, with o, lse and o's gradient. Raises as
     that does."""
     problem = problem_of(q, k, v, causal, top_left).with_(direction="bwd")
-    check_like("o", o, "q", q)
-    check_like("do", do, "q", q)
+    like = like_o(q, v)
+    check_like("o", o, "q", like)
+    check_like("do", do, "q", like)
     check_lse("lse", lse, q)
     return problem
 
@@ -156,14 +162,16 @@ def check_packing(q: torch.Tensor, cu_q: object, cu_kv: object, used_q: object, 
 def check_gradients(
     do: torch.Tensor,
     q: torch.Tensor,
+    v: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
     packed: bool,
 ) -> None:
-    """Raise unless o, lse and their gradients are as `attention` gives them of q."""
-    check_like("o", o, "q", q)
-    check_like("do", do, "q", q)
+    """Raise unless o, lse and their gradients are as `attention` gives them of q and v."""
+    like = like_o(q, v)
+    check_like("o", o, "q", like)
+    check_like("do", do, "q", like)
     rows = q.transpose(0, 1) if packed else q
     check_lse("lse", lse, rows)
     if dlse is not None:
@@ -282,6 +290,11 @@ def check_output(dtype: torch.dtype) -> None:
     if not isinstance(dtype, torch.dtype) or name_of(dtype) not in DTYPES:
         shown = name_of(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
         raise TypeError(f"dtype, the output's, must be {' or '.join(DTYPES)}, not {shown}")
+
+
+def like_o(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q, or where values are of another width something else of O's shape, dtype and device."""
+    return q if q.shape[-1] == v.shape[-1] else q[..., :1].expand(*q.shape[:-1], v.shape[-1])
 
 
 # ---- of tensors -------------------------------------------------------------------------------------------

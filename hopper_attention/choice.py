@@ -2,6 +2,7 @@
 
 from .kernels.contract import Problem
 from .kernels.device.constants import SMS
+from .kernels.device.limits import tile_dim
 from .kernels.division import TILES
 
 FEW = 16  # queries, beside more keys
@@ -9,9 +10,11 @@ FEW = 16  # queries, beside more keys
 
 def slower(problem: Problem) -> str | None:
     """Why a problem is better left to the kernel that PyTorch has for it, or None."""
-    if problem.direction == "bwd" or problem.head_dim not in TILES or problem.seqlen_kv <= problem.seqlen_q:
+    if problem.direction == "bwd" and problem.causal and problem.value_dim is not None:
+        return f"tiles of the wider of {problem.head_dim} and {problem.value_dim} columns: cuDNN's are faster"
+    if problem.direction == "bwd" or problem.seqlen_kv <= problem.seqlen_q:
         return None
-    rows = min(TILES[problem.head_dim])
+    rows = min(TILES[tile_dim(problem)])
     tiles = -(-problem.seqlen_q // rows) * problem.heads * problem.batch
     if problem.seqlen_q <= FEW:
         return (

@@ -54,10 +54,11 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale·q·kᵀ)·v on PyTorch's current stream.
 
-    q, k, v: (batch, heads, seqlen, head_dim), bf16 or fp16, head_dim 64, 128 or 256, rows 16-byte aligned and
-    contiguous, any other strides; k and v may have fewer heads. Returns o like q, dense, its dimensions in
-    memory in q's order, and with `return_lse` also the natural-log logsumexp of each row's scaled scores,
-    fp32 (batch, heads, seqlen). o and lse can be differentiated, once.
+    q, k, v: (batch, heads, seqlen, head_dim), bf16 or fp16, head_dim a multiple of 8 up to 256 and of v
+    perhaps another, rows 16-byte aligned and contiguous, any other strides; k and v may have fewer heads.
+    Returns o like q with v's head_dim, dense, its dimensions in memory in q's order, and with `return_lse`
+    also the natural-log logsumexp of each row's scaled scores, fp32 (batch, heads, seqlen). o and lse can be
+    differentiated, once.
 
     `softmax_scale` is positive, by default 1/√head_dim; all others share a kernel. With `causal` query i sees
     keys up to i + seqlen_kv − seqlen_q, a mask aligned at the bottom right; one that sees none has o = 0 and

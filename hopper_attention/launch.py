@@ -20,7 +20,7 @@ from . import cache
 from .kernels import calls_decode, calls_fp8, ladder
 from .kernels.contract import DTYPES, Problem
 from .kernels.device.constants import SMS
-from .kernels.device.limits import HEAD_DIMS
+from .kernels.device.limits import HEAD_DIMS, compiled_dims, other_dims
 
 FORWARD = "k6"
 FORWARD_IN_ROWS = {128: "k6_r128", 64: "k6_r64"}  # by the rows that `division.rows_of` may choose instead
@@ -89,7 +89,8 @@ CANONICAL = {"window": (0, 0), "softcap": 1.0, "sink": True, "sequences": ((1, 1
 def least_of(problem: Problem) -> Problem:
     """The smallest problem with the same kernel, of a stage that tells masks of equal lengths apart."""
     extents = {"batch": 1, "heads": 1, "kv_heads": 1, "seqlen_q": 1, "seqlen_kv": 1}
-    return problem.with_(**extents, **{name: CANONICAL[name] for name in problem.policies})
+    policies = {name: CANONICAL[name] for name in problem.policies}
+    return problem.with_(**extents, **policies, **compiled_dims(problem))
 
 
 def reachable(stage_id: str) -> list[Problem]:
@@ -97,12 +98,12 @@ def reachable(stage_id: str) -> list[Problem]:
     stage, file = ladder.load(stage_id)
     found: list[Problem] = []
     backward = stage.direction == "bwd"
-    for head_dim in HEAD_DIMS:
+    for dims in [*({"head_dim": x} for x in HEAD_DIMS), *other_dims(stage.direction)]:
         for dtype in DTYPES:
             for mask in ({"causal": False}, {"causal": True}, {"causal": True, "top_left": True}):
                 for more in ({}, {"scaled": True}, *([{"scaled": True, "lse_grad": True}] * backward)):
-                    least = Problem.square(1, 1, 1, head_dim, **mask, dtype=dtype, direction=stage.direction)
-                    least = least.with_(**more)
+                    kind = dims | mask | more | {"dtype": dtype, "direction": stage.direction}
+                    least = Problem(1, 1, 1, 1, 1, **kind)
                     if file.supports(least) is None and (what := compiled_for(stage_id, least)) not in found:
                         found.append(what)
     return found

@@ -86,7 +86,8 @@ library.impl("decode_append", run_decode_append, "CompositeExplicitAutograd")
 
 @register_fake("hopper_attention::forward", lib=library)
 def fake_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    o = torch.empty_strided((*q.shape[:-1], v.shape[-1]), q.stride(), dtype=q.dtype, device=q.device)
+    return torch.empty_like(o), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @register_fake("hopper_attention::backward", lib=library)
@@ -311,10 +312,11 @@ def vmap_backward(info, in_dims, do, q, k, v, o, lse, dlse=None, *options, **mor
     return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0, 0, 0)
 
 
-def _flops(q_shape, k_shape, causal: bool, top_left: bool, direction: str) -> int:
-    (batch, heads, seqlen_q, head_dim), (_, kv_heads, seqlen_kv, _) = q_shape, k_shape
+def _flops(q_shape, v_shape, causal: bool, top_left: bool, direction: str) -> int:
+    (batch, heads, seqlen_q, head_dim), (_, kv_heads, seqlen_kv, of_values) = q_shape, v_shape
     shape = batch, heads, kv_heads, seqlen_q, seqlen_kv, head_dim
-    return int(Problem(*shape, causal, top_left=top_left, direction=direction).flops)
+    more = {"value_dim": of_values} if of_values != head_dim else {}
+    return int(Problem(*shape, causal, top_left=top_left, direction=direction, **more).flops)
 
 
 @register_flop_formula(torch.ops.hopper_attention.forward)
@@ -322,7 +324,7 @@ def forward_flops(
     q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False, *, out_shape=None, **_
 ) -> int:
     """Of what a mask leaves over, half of all for a square causal one (FlashAttention's convention)."""
-    return _flops(q, k, causal, top_left, "fwd")
+    return _flops(q, v, causal, top_left, "fwd")
 
 
 @register_flop_formula(torch.ops.hopper_attention.backward)
@@ -330,4 +332,4 @@ def backward_flops(
     do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False,
     *, out_shape=None, **_,
 ) -> int:  # fmt: skip
-    return _flops(q, k, causal, top_left, "bwd")
+    return _flops(q, v, causal, top_left, "bwd")

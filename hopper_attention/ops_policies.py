@@ -67,7 +67,8 @@ library.impl("attend_backward", run_backward, "CompositeExplicitAutograd")
 @register_fake("hopper_attention::attend", lib=library)
 def fake_forward(q, k, v, *more):
     shape = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
-    return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
+    o = torch.empty_strided((*q.shape[:-1], v.shape[-1]), q.stride(), dtype=q.dtype, device=q.device)
+    return torch.empty_like(o), q.new_empty(shape, dtype=torch.float32)
 
 
 @register_fake("hopper_attention::attend_backward", lib=library)
@@ -177,16 +178,17 @@ def autocast_on(device: str):
 library.impl("attend", autocast_on("cuda"), "AutocastCUDA")
 
 
-def _flops(direction: str, q, k, *more) -> int:
+def _flops(direction: str, q, v, *more) -> int:
     """Of the pairs that a mask or a window shows. Lengths are read here; of tensors without values, sequences
     count as equally long."""
     (_, cu_q, cu_k, used_q, used_k), (_, causal, top_left, left, right, _, _) = _complete(more)
     window = None if (left, right) == (-1, -1) else (left, right)
     mask = {"causal": causal, "top_left": top_left, "window": window, "direction": direction}
+    mask["value_dim"] = v.shape[-1] if v.shape[-1] != q.shape[-1] else None
     if cu_q is None:
-        (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
+        (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, v.shape
         return int(Problem(batch, heads, kv_heads, queries, keys, head_dim, **mask).flops)
-    (queries, heads, head_dim), (keys, kv_heads, _) = q.shape, k.shape
+    (queries, heads, head_dim), (keys, kv_heads, _) = q.shape, v.shape
     given = (queries, cu_q, used_q), (keys, cu_k, used_k)
     lengths = tuple(zip(*(_lengths_of(*of_side) for of_side in given)))
     extents = (max(rows, sum(x)) for rows, x in zip((queries, keys), zip(*lengths) if lengths else ((), ())))
@@ -202,9 +204,9 @@ def _lengths_of(total: int, cu: torch.Tensor, used: torch.Tensor | None) -> list
 
 @register_flop_formula(torch.ops.hopper_attention.attend, get_raw=True)
 def forward_flops(q, k, v, *more, out_val=None, **named) -> int:
-    return _flops("fwd", q, k, *more)
+    return _flops("fwd", q, v, *more)
 
 
 @register_flop_formula(torch.ops.hopper_attention.attend_backward, get_raw=True)
 def backward_flops(do, q, k, v, o, lse, dlse=None, *more, out_val=None, **named) -> int:
-    return _flops("bwd", q, k, *more)
+    return _flops("bwd", q, v, *more)

@@ -11,11 +11,19 @@ from typing import NamedTuple
 import torch
 
 from . import production, tuned
-from .checks import check_gradients, check_packing, check_scale, check_sink, check_softcap, check_window
+from .checks import (
+    check_gradients,
+    check_packing,
+    check_scale,
+    check_sink,
+    check_softcap,
+    check_window,
+    like_o,
+)
 from .checks import general_problem_of as problem_of
 from .kernels import calls
 from .kernels.contract import Problem
-from .kernels.device.limits import bounds
+from .kernels.device.limits import bounds, has_own_kernel
 from .launch import DETERMINISTIC, DETERMINISTIC_IN_PARTS
 from .production import WHOLE, Plan, plan_of, run_on
 
@@ -77,7 +85,7 @@ def forward(
     plan, numbers = plan_of(_plans, ("fwd", *_kind(q, k, v, *more), options), plan_anew)
     device = q.device
     if plan.launch is None:
-        return _of_no_key(q, more)
+        return _of_no_key(q, v, more)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         o, lse = (production.empty(*x) for x in plan.outputs)
@@ -209,7 +217,8 @@ def _problem_of(
         sequences = check_packing(q, **{name: getattr(more, name) for name in NAMES})
         problem = problem.with_(sequences=((0, 0),) * sequences)
     scale = check_scale(softmax_scale, problem.head_dim)
-    problem = problem.with_(scaled=scale is not None or bool(problem.policies))
+    given = scale is not None or bool(problem.policies) or not has_own_kernel(problem)
+    problem = problem.with_(scaled=given)
     numbers = (scale or problem.head_dim**-0.5,) if problem.scaled else ()
     if problem.window is not None:
         numbers = *numbers, *bounds(problem.window)
@@ -240,7 +249,7 @@ def _plan_forward(q, k, v, more: Tensors, *options: object, rows: int | None = N
     """`rows` are for who measures: otherwise what `division` chooses."""
     problem, numbers = _problem_of("fwd", q, k, v, more, *options)
     lse_shape = q.shape[:3] if more.cu_q is None else (q.shape[1], q.shape[0])
-    outputs = production._dense_like(q), production._dense(lse_shape, torch.float32)
+    outputs = production._dense_like(q, v.shape[-1]), production._dense(lse_shape, torch.float32)
     if not q.numel() or not k.numel() or problem.sequences == ():
         return Made(Plan(None, outputs, (), ()), numbers)
     gpu = tuned.gpu(q.device)
@@ -256,7 +265,7 @@ def _plan_backward(
 ) -> Made:
     *options, deterministic = options
     problem, numbers = _problem_of("bwd", q, k, v, more, *options)
-    check_gradients(do, q, o, lse, dlse, packed=more.cu_q is not None)
+    check_gradients(do, q, v, o, lse, dlse, packed=more.cu_q is not None)
     if dlse is not None:
         numbers = numbers or (problem.head_dim**-0.5,)
         problem = problem.with_(scaled=True, lse_grad=True)
@@ -278,14 +287,14 @@ def _plan_backward(
 # ---- without a key ----------------------------------------------------------------------------------------
 
 
-def _of_no_key(q: torch.Tensor, more: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_no_key(q: torch.Tensor, v: torch.Tensor, more: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse where there is no key at all: 0, and −∞ or the sink."""
     packed = more.cu_q is not None
     shape = (q.shape[1], q.shape[0]) if packed else q.shape[:3]
     lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
     if more.sink is not None:
         lse = more.sink.view(-1, 1).expand(shape).contiguous()
-    return torch.zeros_like(q), lse
+    return torch.zeros_like(like_o(q, v)), lse
 
 
 def _sink_of_no_key(q: torch.Tensor, dlse: torch.Tensor | None, more: Tensors) -> torch.Tensor:

@@ -24,7 +24,7 @@ from .kernels import calls, division
 from .kernels.calls import UNDIVIDED, Parts
 from .kernels.contract import Problem, Scratch
 from .kernels.device.constants import GRID_YZ_MAX
-from .kernels.device.limits import TILE_KV
+from .kernels.device.limits import TILE_KV, has_own_kernel, tile_dim
 from .launch import (
     BACKWARD,
     DETERMINISTIC,
@@ -97,12 +97,12 @@ def forward(
     # alignment) the launch itself checks, in less time than reading it here takes.
     device = q.device
     options = softmax_scale, causal, top_left
-    kind = q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, device, options, margin()
+    kind = q.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, device, options, margin()
     plan = _plans.get(kind)
     if plan is None:
         plan = _plan_forward(q, k, v, *options)
         if plan.launch is None:
-            return torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=device)
+            return tuple(torch.empty_strided(*x[:2], dtype=x[2], device=device) for x in plan.outputs)
         _keep(_plans, KINDS_MAX, kind, plan)
     try:
         if device.index == current_device():
@@ -141,7 +141,7 @@ def backward(
     device = q.device
     options = softmax_scale, causal, top_left, deterministic
     strides = q.stride(), k.stride(), v.stride(), o.stride(), do.stride(), lse.stride()
-    kind = q.shape, k.shape, strides, q.dtype, device, dlse is None, options, margin()
+    kind = q.shape, v.shape, strides, q.dtype, device, dlse is None, options, margin()
     plan = _plans.get(kind)
     if plan is None:
         plan = _plan_backward(do, q, k, v, o, lse, dlse, *options)
@@ -218,7 +218,7 @@ def _plan_forward(
     problem, given = _scaled(problem_of(q, k, v, causal, top_left), softmax_scale)
     _check_inputs(FORWARD, problem, q=q, k=k, v=v)
     whole = _part(WHOLE, WHOLE, calls.forward_scratch(problem))
-    outputs = _dense_like(q), _dense(q.shape[:3], torch.float32)
+    outputs = _dense_like(q, v.shape[3]), _dense(q.shape[:3], torch.float32)
     if not q.numel():
         return Plan(None, outputs, (whole,), given)
     gpu = tuned.gpu(q.device)
@@ -254,7 +254,7 @@ def forward_stage(problem: Problem, rows: int | None = None, gpu: tuned.Gpu = tu
     """The stage that computes O of a problem that FORWARD takes, by default in tiles of as many rows as
     `division` chooses."""
     rows = rows or division.rows_of(problem, *gpu)
-    return FORWARD if rows == next(iter(division.TILES[problem.head_dim])) else FORWARD_IN_ROWS[rows]
+    return FORWARD if rows == next(iter(division.TILES[tile_dim(problem)])) else FORWARD_IN_ROWS[rows]
 
 
 def backward_stage(
@@ -263,8 +263,9 @@ def backward_stage(
     """The stage that computes the gradients of a problem that BACKWARD takes, and its parts, if it has any:
     by default those that `division` chooses."""
     # Where a query's gradient comes from one tile of keys, nobody waits for a turn, and no zeros are needed.
-    alone = problem.sequences is None and problem.seqlen_kv <= TILE_KV[problem.head_dim]
-    deterministic |= problem.head_dim < 256 and alone
+    columns = tile_dim(problem)
+    alone = problem.sequences is None and problem.seqlen_kv <= TILE_KV[columns]
+    deterministic |= columns <= 128 and alone
     if problem.policies:  # which the stages in parts do not take
         parts = UNDIVIDED
     if parts is None:
@@ -282,6 +283,8 @@ def _scaled(problem: Problem, softmax_scale: float | None) -> tuple[Problem, tup
     """The problem with that scale, and what its kernel is given: the scale, unless it has it as a
     constant."""
     scale = check_scale(softmax_scale, problem.head_dim)
+    if scale is None and not has_own_kernel(problem):
+        scale = problem.head_dim**-0.5
     return problem.with_(scaled=scale is not None), () if scale is None else (scale,)
 
 
@@ -322,9 +325,12 @@ def _dense(shape: torch.Size, dtype: torch.dtype) -> Dense:
     return tuple(shape), torch.empty(shape, device="meta").stride(), dtype
 
 
-def _dense_like(x: torch.Tensor) -> Dense:
-    """As `torch.empty_like` allocates it: its dimensions in memory in the order of those of x."""
-    return tuple(x.shape), torch.empty_like(x, device="meta").stride(), x.dtype
+def _dense_like(x: torch.Tensor, columns: int | None = None) -> Dense:
+    """As `torch.empty_like` allocates it, its dimensions in memory in the order of those of x; but for the
+    last, if `columns` are given."""
+    shape = *x.shape[:-1], x.shape[-1] if columns is None else columns
+    like = torch.empty_strided(shape, x.stride(), dtype=x.dtype, device="meta")
+    return shape, torch.empty_like(like).stride(), x.dtype
 
 
 def _part(at_q: Place, at_kv: Place, scratch: Scratch) -> Part:

@@ -11,15 +11,14 @@ What changes      against bwd3: persistent CTAs and a tile counter; a warp that 
                   head_dim 256, with two kernels of its own. `bwd4_det` adds to dQ in one order, whatever
                   order the CTAs arrive in.
 What does not     preprocess and postprocess, who owns what, which products take registers.
-Supports          bf16 and fp16; head_dim 64, 128 and 256; seqlen_q and seqlen_kv ≥ 1; GQA and MQA. A causal
+Supports          bf16 and fp16; head_dims as k6, 96 in tiles of its own; seqlens ≥ 1; GQA and MQA. A causal
                   mask is aligned at the bottom right or, with top_left, there, as k6's; a query that sees no
                   key, and a key that no query sees, gives and gets no gradient. Windows, soft caps, sinks and
                   packed sequences as policies (notes/bwd4_policies.md).
 Where to read     The schedule, drawn: notes/bwd4.md, "The schedule". Here are the roles of the warps and the
-                  main loop of head_dim 64 and 128; in bwd4_operands.py shared memory, registers and operands
-                  with their shapes; in bwd4_dkv.py and bwd4_dq.py the kernels of head_dim 256; in
-                  bwd4_passes.py what else a call launches; in device/key_tiles.py which tiles see which, and
-                  the mask; in device/dq_sums.py dQ's way to its sum.
+                  main loop up to head_dim 128; in bwd4_operands.py shared memory, registers, operands; in
+                  bwd4_dkv.py and bwd4_dq.py the kernels of head_dim 256; in bwd4_passes.py what else a call
+                  launches; in device/key_tiles.py which tiles see which; in device/dq_sums.py dQ's sums.
 """
 
 from enum import IntEnum
@@ -40,8 +39,10 @@ from .bwd4_operands import (
     Fragments,
     allocate,
     config_of,
+    dq_columns,
     fragments,
     issue_dQ,
+    k_block,
     make_rings,
     shared_bytes,
     tiled_mmas,
@@ -54,10 +55,11 @@ from .device.constants import SMS, WARP, WARPGROUP
 from .device.dq_sums import AND_ADDER
 from .device.key_parts import halves, leave_part
 from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS
+from .device.limits import tile_dim
 from .device.masks import Mask, mask_of
 from .device.rings import CONSUMER
 from .device.tile_order import hear_place
-from .device.tma import load_atom, partition_tma, store_atom, swizzled_tiles
+from .device.tma import load_atom, partition_tma, store_atom, tiles_at
 from .device.wgmma import round_fragment
 
 STAGES = (
@@ -143,6 +145,7 @@ class Backward(LoadingTiles):
         options = divides, sms
         super().__init__(head_dim, mask, dtype, deterministic, config.tile_q, TILE_KV, *options, **policies)
         self.config = config
+        self.part = ROWS * dq_columns(head_dim)
 
     @property
     def smem_bytes(self) -> int:
@@ -158,15 +161,16 @@ class Backward(LoadingTiles):
         batch, kv_heads, seqlen_kv, _ = mK.shape
         mQ, mDO, mK, mV, mDK, mDV = [self.batch.view(mX) for mX in (mQ, mDO, mK, mV, mDK, mDV)]
         tma = []
-        for mX, rows in ((mQ, self.tile_q), (mDO, self.tile_q), (mK, ROWS), (mV, ROWS)):
-            tma += load_atom(mX, rows)
+        q, of_K = self.tile_q, k_block(self.head_dim)
+        for mX, rows, block in ((mQ, q, None), (mDO, q, None), (mK, ROWS, of_K), (mV, ROWS, None)):
+            tma += load_atom(mX, rows, self.head_dim, block)
         if const_expr(self.divides):
             key_parts, value_parts = halves(mParts)
             tma += [None, key_parts, None, value_parts]
             seqlen_kv, kv_heads = mTiled.shape[0], mTiled.shape[2]
         else:
             for mX in (mDK, mDV):
-                tma += store_atom(mX, ROWS)
+                tma += store_atom(mX, ROWS, self.head_dim)
         mmas = tiled_mmas(self.config, self.head_dim, self.dtype)
         kv_blocks = cute.ceil_div(seqlen_kv, TILE_KV)
         tiles = kv_blocks * kv_heads * batch
@@ -313,13 +317,13 @@ class Backward(LoadingTiles):
                 self.sync(Barrier.DQ_EMPTY, consumer, AND_ADDER)
                 self.sync(Barrier.K_READ, 0, BOTH)  # the other's dQ is done with this tile
                 at = k_get.index * CONSUMERS + consumer
-                layout = swizzled_tiles(self.dtype, ROWS, self.head_dim, 1)
-                own_sdQ = cute.recast_ptr(
-                    shared.dQ[None, None, None, consumer].iterator, layout.inner, self.dtype
-                )
-                sdK = cute.make_tensor(own_sdQ, layout.outer)  # (key, head_dim, 1)
+                kind = self.dtype, ROWS, self.head_dim
+                sdK = tiles_at(shared.dQ[None, None, None, consumer].iterator, *kind, 1)  # (key, head_dim, 1)
+                sdV = shared.K
+                if const_expr(k_block(self.head_dim) is not None):  # as the TMA stores it
+                    sdV = tiles_at(shared.K.iterator, *kind, CONSUMERS * self.config.k_stages)
                 for rX, sX, stage, factor in (
-                    (f.dV.acc, shared.K, at, 1.0),
+                    (f.dV.acc, sdV, at, 1.0),
                     (f.dK.acc, sdK, 0, self.scale),
                 ):
                     rX16 = cute.make_rmem_tensor(rX.layout, self.dtype)  # ((2, 2, d/8), 1, 1)
@@ -330,7 +334,7 @@ class Backward(LoadingTiles):
                 cute.arch.mbarrier_arrive(own + consumer)
                 if is_first_warp:
                     cute.arch.mbarrier_wait(own + consumer, own_phase)
-                    for store, mX, sX, stage in ((store_dV, mDV, shared.K, at), (store_dK, mDK, sdK, 0)):
+                    for store, mX, sX, stage in ((store_dV, mDV, sdV, at), (store_dK, mDK, sdK, 0)):
                         tXgX, tXsX = partition_tma(store, self.batch.keys(mX, place[1], place), sX)
                         cute.copy(store, tXsX[None, stage], tXgX[None, kv_block * CONSUMERS + consumer])
                     cute.arch.cp_async_bulk_commit_group()
@@ -406,7 +410,7 @@ class Backward(LoadingTiles):
         rings.q.consumer_release(q_get)
         rings.do.consumer_release(q_get)
         self.sync(Barrier.DQ_EMPTY, x.index, AND_ADDER)
-        for quad in range(8):
+        for quad in range(cute.size(f.dQ.acc) // 4):
             registers = cute.make_tensor(f.dQ.acc.iterator + 4 * quad, cute.make_layout(4))
             cute.autovec_copy(registers, shared.dQ[None, x.thread, quad, x.index])
         cute.arch.fence_view_async_shared()  # written by threads, read by the bulk reduction
@@ -418,9 +422,10 @@ def kernel_for(
     problem: Problem, deterministic: bool = False, config: Config | None = None, sms: int = SMS
 ) -> FlashAttentionBackward | WideFlashAttentionBackward:
     """The kernels of the problem's head_dim, mask and type."""
-    options = problem.head_dim, mask_of(problem), ELEMENTS[problem.dtype]
+    columns = tile_dim(problem)
+    options = columns, mask_of(problem), ELEMENTS[problem.dtype]
     policies = {"sms": sms, "capped": problem.softcap > 0, "packed": problem.sequences is not None}
-    if problem.head_dim == 256:
+    if columns > 128:
         main, queries = KeyGradients(*options, **policies), QueryGradient(*options, **policies)
         return WideFlashAttentionBackward(main, queries, problem)
     main = Backward(*options, deterministic, config or config_of(problem), **policies)

@@ -130,14 +130,14 @@ class KeyGradients(Tiles):
         mQ, mDO, mK, mV, mDK, mDV = [self.batch.view(mX) for mX in (mQ, mDO, mK, mV, mDK, mDV)]
         tma = []
         for mX in (mQ, mDO, mK, mV):
-            tma += load_atom(mX, ROWS)
+            tma += load_atom(mX, ROWS, self.head_dim)
         if const_expr(self.divides):
             key_parts, value_parts = halves(mParts)
             tma += [None, key_parts, None, value_parts]
             seqlen_kv, kv_heads = mTiled.shape[0], mTiled.shape[2]
         else:
             for mX in (mDK, mDV):
-                tma += store_atom(mX, ROWS)
+                tma += store_atom(mX, ROWS, self.head_dim)
         source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
         mma_s, mma_kv = [
             make_trivial_tiled_mma(self.dtype, self.dtype, K, b, Float32, (1, 1, 1), (ROWS, n), place)

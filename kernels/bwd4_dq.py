@@ -119,7 +119,7 @@ class QueryGradient(TilesOfQueries):
         mQ, mDO, mK, mV, mDQ = [self.batch.view(mX) for mX in (mQ, mDO, mK, mV, mDQ)]
         tma = []
         for mX in (mQ, mDO, mK, mV):
-            tma += load_atom(mX, ROWS)
+            tma += load_atom(mX, ROWS, self.head_dim)
         source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
         mma_s, mma_q = [
             make_trivial_tiled_mma(self.dtype, self.dtype, K, b, Float32, (1, 1, 1), (ROWS, n), place)
@@ -131,7 +131,7 @@ class QueryGradient(TilesOfQueries):
         tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
         if const_expr(self.packed):
             tiles = (mList.shape[0] - 1) * heads  # at most
-        store = store_atom(mDQ, ROWS)
+        store = store_atom(mDQ, ROWS, self.head_dim)
         self.kernel(mma_s, mma_q, *tma, *store, mStats, mCounter, tiles, numbers, mList).launch(
             grid=(cutlass.min(tiles, self.sms), 1, 1),
             block=(THREADS, 1, 1),

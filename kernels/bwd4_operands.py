@@ -10,7 +10,7 @@ are rows, so that P and dS come out as operand A of dV and dK, in registers:
     dQ  = dS·K       (64, 128) · (128, 64)         dS of both consumers, in shared memory
 
 dQ sums over the keys of both, so a consumer computes not what its own keys add but half of the result: 64 of
-the columns of 64 queries (d = 128), or all 64 columns of 64 of the 128 queries (d = 64).
+the columns of 64 queries (d = 128; of 96, 48), or all 64 columns of 64 of the 128 queries (d = 64).
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from .contract import Problem
 from .device.constants import WARPGROUP
 from .device.fragments import Coordinates, Product, coordinates
 from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, Rings
-from .device.limits import TILE_Q
+from .device.limits import TILE_Q, tile_dim
 from .device.rings import tma_rings
 from .device.tile_order import message_ring
 from .device.tma import allocate_tiles, swizzled_tiles
@@ -49,11 +49,26 @@ class Config:
         return self.tile_q // ROWS  # of 64 queries
 
 
-CONFIGS = {64: Config(TILE_Q[64], False, True), 128: Config(TILE_Q[128], True, False)}
+CONFIGS = {
+    64: Config(TILE_Q[64], False, True),
+    96: Config(TILE_Q[96], True, True),
+    128: Config(TILE_Q[128], True, False),
+}
+
+
+def dq_columns(head_dim: int) -> int:
+    """Columns of dQ that a consumer computes, of 64 queries: all, or half of them."""
+    return 64 if head_dim == 64 else head_dim // CONSUMERS
+
+
+def k_block(head_dim: int) -> int | None:
+    """Bytes that the swizzle of K lays out together: of 96 columns 32, since half of them are no multiple of
+    what 64 bytes hold."""
+    return 32 if head_dim == 96 else None
 
 
 def config_of(problem: Problem) -> Config:
-    config = CONFIGS[problem.head_dim]
+    config = CONFIGS[tile_dim(problem)]
     if problem.window is not None or problem.softcap > 0:  # whose registers V has otherwise
         config = replace(config, keep_V=False)
     return config
@@ -68,7 +83,7 @@ class Shared:
     Q: cute.Tensor  # (query, head_dim, stage)
     dO: cute.Tensor  # (query, head_dim, stage)
     dS: cute.Tensor  # (key, query, consumer + 2 · parity of the step)
-    dQ: cute.Tensor  # (register, thread, quad, consumer) fp32: as the accumulator of 64×64 holds it
+    dQ: cute.Tensor  # (register, thread, quad, consumer) fp32: as its accumulator holds it
     stats: cute.Tensor  # (query, LSE or D, block of 64 queries, stage) fp32
     tile: cute.Tensor  # (4,) int32: valid, and the place of a tile of keys; of packed ones (8,)
     places: cute.Tensor | None  # (consumer warp,) int32, where keys are in parts: the warp's `place_of_part`
@@ -78,10 +93,10 @@ def allocate(
     smem: SmemAllocator, config: Config, head_dim: int, dtype: type, divides: bool, words: int
 ) -> Shared:
     """Shared memory but for the barriers, in the order of `Shared`; a tile's place has so many words."""
-    quads = cute.make_layout((4, WARPGROUP, 8, CONSUMERS))
+    quads = cute.make_layout((4, WARPGROUP, dq_columns(head_dim) // 8, CONSUMERS))
     stats = cute.make_layout((ROWS, 2, config.blocks, config.stages))
     return Shared(
-        K=allocate_tiles(smem, dtype, ROWS, head_dim, CONSUMERS * config.k_stages),
+        K=allocate_tiles(smem, dtype, ROWS, head_dim, CONSUMERS * config.k_stages, k_block(head_dim)),
         V=allocate_tiles(smem, dtype, ROWS, head_dim, CONSUMERS),
         Q=allocate_tiles(smem, dtype, config.tile_q, head_dim, config.stages),
         dO=allocate_tiles(smem, dtype, config.tile_q, head_dim, config.stages),
@@ -97,7 +112,7 @@ def shared_bytes(config: Config, head_dim: int, divides: bool, words: int) -> in
     """What `allocate` takes, and the barriers of the rings and of `own`."""
     rows = TILE_KV * (config.k_stages + 1) + 2 * config.stages * config.tile_q  # K, V, Q and dO
     ds = 2 * TILE_KV * config.tile_q * 2
-    dq = TILE_KV * 64 * 4
+    dq = TILE_KV * dq_columns(head_dim) * 4
     stats = 2 * config.stages * config.tile_q * 4
     barriers = 2 * (2 * config.stages + config.k_stages + 2) * 8 + CONSUMERS * 8
     return rows * head_dim * 2 + ds + dq + stats + 4 * (1 + words) + 4 * CONSUMER_WARPS * divides + barriers
@@ -144,7 +159,7 @@ def tiled_mmas(config: Config, head_dim: int, dtype: type) -> list[cute.TiledMma
             (K, K, config.tile_q, source.SMEM),  # Sᵀ = K·Qᵀ
             (K, K, config.tile_q, source.RMEM if config.keep_V else source.SMEM),  # dPᵀ = V·dOᵀ
             (K, MN, head_dim, source.RMEM),  # dV = Pᵀ·dO, dK = dSᵀ·Q
-            (MN, MN, 64, source.SMEM),  # dQ = dS·K
+            (MN, MN, dq_columns(head_dim), source.SMEM),  # dQ = dS·K
         )
     ]
 
@@ -188,7 +203,9 @@ def fragments(
     rdK, rdV = [
         cute.make_rmem_tensor(mma_kv.partition_shape_C((ROWS, d)), Float32) for _ in range(2)
     ]  # ((2, 2, d/8), 1, 1)
-    rdQ = cute.make_rmem_tensor(mma_q.partition_shape_C((ROWS, 64)), Float32)  # ((2, 2, 8), 1, 1)
+    rdQ = cute.make_rmem_tensor(
+        mma_q.partition_shape_C((ROWS, dq_columns(d))), Float32
+    )  # ((2, 2, 8), 1, 1), of 96 columns ((2, 2, 6), 1, 1)
     words_P, words_dS = [
         cute.make_rmem_tensor(cute.make_layout(cute.size(rS) // 2), Int32) for _ in range(2)
     ]  # (tile_q/4,)
@@ -212,12 +229,13 @@ def fragments(
         mma_kv.make_fragment_B(thr_kv.partition_B(exchanged(sX))) for sX in (shared.Q, shared.dO)
     ]  # (MMA, 1, tile_q/16, stage)
     # dS and K once more, as tiles of 64 columns, which is how the swizzle lays them out: dQ is divided by
-    # those columns between the consumers.
+    # those columns between the consumers. Of 96 columns K's come 16 by 16 (`k_block`), and 48 are a tile.
     blocks = config.blocks * CONSUMERS * 2
     sdS = cute.make_tensor(shared.dS.iterator, swizzled_tiles(dtype, ROWS, 64, blocks).outer)
     tQdS = mma_q.make_fragment_A(thr_q.partition_A(exchanged(sdS)))  # (MMA, 1, 64/16, block + …)
-    columns = d // 64 * CONSUMERS * config.k_stages
-    sK = cute.make_tensor(shared.K.iterator, swizzled_tiles(dtype, ROWS, 64, columns).outer)
+    own = dq_columns(d)
+    columns = d // own * CONSUMERS * config.k_stages
+    sK = cute.make_tensor(shared.K.iterator, swizzled_tiles(dtype, ROWS, own, columns, k_block(d)).outer)
     tQK = mma_q.make_fragment_B(thr_q.partition_B(exchanged(sK)))  # (MMA, 1, 64/16, column block + …)
     places = coordinates(mma_s, (ROWS, tile_q), thread)
     stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
@@ -243,8 +261,9 @@ def fragments(
 
 def issue_dQ(f: Fragments, config: Config, consumer: Int32, k_get, parity) -> None:
     """Issue dQ = dS·K over the keys of both consumers, as one commit group. At head_dim 128: of the one block
-    of 64 queries the consumer's 64 columns; at 64: of two blocks the consumer's, all 64 columns."""
-    columns = cute.size(f.dV.acc) * WARPGROUP // ROWS // 64  # blocks of 64: what the swizzle permutes
+    of 64 queries the consumer's 64 columns, at 96 its 48; at 64: all columns of the consumer's block."""
+    d = cute.size(f.dV.acc) * WARPGROUP // ROWS
+    columns = d // dq_columns(d)  # tiles beside each other as the product takes K
     warpgroup.fence()
     atom = cute.make_mma_atom(f.dQ.mma.op)  # its own, as in `multiply`
     own_block, own_column = (consumer, 0) if config.blocks == CONSUMERS else (0, consumer)

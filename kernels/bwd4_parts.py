@@ -25,7 +25,7 @@ from .calls import DETERMINISTIC, UNDIVIDED, backward_scratch, refuse_backward, 
 from .contract import Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS
 from .device.constants import SMS
-from .device.limits import refuse_policies
+from .device.limits import refuse_policies, tile_dim
 from .device.masks import mask_of
 from .division import divisions, parts_of
 
@@ -64,11 +64,12 @@ def kernel_for(
     problem: Problem, deterministic: bool = False, sms: int = SMS
 ) -> DividedFlashAttentionBackward | DividedWideFlashAttentionBackward:
     """The kernels of the problem's head_dim, mask and type."""
-    options = problem.head_dim, mask_of(problem), ELEMENTS[problem.dtype]
-    if problem.head_dim == 256:
+    columns = tile_dim(problem)
+    options = columns, mask_of(problem), ELEMENTS[problem.dtype]
+    if columns > 128:
         main = KeyGradients(*options, divides=True, sms=sms)
         return DividedWideFlashAttentionBackward(main, QueryGradient(*options, sms=sms), problem)
-    main = Backward(*options, deterministic, CONFIGS[problem.head_dim], divides=True, sms=sms)
+    main = Backward(*options, deterministic, CONFIGS[columns], divides=True, sms=sms)
     return DividedFlashAttentionBackward(main, problem)
 
 

@@ -20,6 +20,7 @@ from .device.dq_sums import SummedTiles
 from .device.given import Given, fake_given, fake_heads, fake_list, take_given
 from .device.key_parts import PartSums, fake_parts, tiled_in_parts
 from .device.key_tiles import CONSUMERS, ROWS, Tiles, work_of
+from .device.limits import has_own_kernel
 from .device.packed import ListBoth
 from .device.policies import Numbers
 from .device.query_tiles import QueryTiles
@@ -198,7 +199,7 @@ class DividedWideFlashAttentionBackward(WideFlashAttentionBackward):
 def compile_backward(kernel: Pass) -> object:
     """The call of a backward pass, with the arguments that its problem's options add."""
     problem = kernel.problem
-    q, *rest = fake_gqa_backward(problem.head_dim, problem.dtype)
+    q, *rest = fake_gqa_backward(problem.head_dim if has_own_kernel(problem) else None, problem.dtype)
     given = fake_given(q.shape[1], kernel.names)
     given += [fake_fp32(q)] * problem.lse_grad + [fake_heads(q.shape[1])] * problem.sink
     return compile_for_torch(kernel, q, *rest, fake_fp32(q), *kernel.fake_workspace(), *given)

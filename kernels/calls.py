@@ -13,6 +13,9 @@ from .device.limits import (
     TILE_KV,
     TILE_Q,
     bounds,
+    column_blocks,
+    has_own_kernel,
+    is_own,
     list_shape,
     listed_tiles,
     refuse_heads_on_grid,
@@ -21,6 +24,7 @@ from .device.limits import (
     refuse_unless_gqa,
     scratch_shapes,
     sums_of_dq,
+    tile_dim,
 )
 
 DETERMINISTIC = {"deterministic": True}  # bwd4_det's options
@@ -51,7 +55,7 @@ def refuse_backward(problem: Problem) -> str | None:
     return (
         refuse_unless_gqa(problem, "bwd")
         or refuse_policies(problem, takes=tuple(POLICIES))
-        or refuse_long_heads(problem, COLUMN_BYTES[problem.head_dim])
+        or refuse_long_heads(problem, COLUMN_BYTES[tile_dim(problem)])
         or refuse_heads_on_grid(problem)
     )
 
@@ -61,34 +65,35 @@ def forward_scratch(problem: Problem, rows: int | None = None) -> Scratch:
     counter = {"counter": ((1,), "int32")}  # of tiles taken, 0 again after each launch; not for two at once
     if problem.sequences is None:
         return counter
-    rows = rows or FORWARD_ROWS[problem.head_dim]
+    rows = rows or FORWARD_ROWS[tile_dim(problem)]
     # Integers, which a launch leaves as they come: as floats they need not be zero.
     return {"tiles": (list_shape(problem.seqlen_q, len(problem.sequences), rows), "float32"), **counter}
 
 
 def given_names(problem: Problem) -> tuple[str, ...]:
     """What a launch is given beside tensors and scratch: `device.given`."""
-    return ("scale",) * problem.scaled + problem.policies
+    return ("scale",) * (problem.scaled or not has_own_kernel(problem)) + problem.policies
 
 
 def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None = None) -> Scratch:
     """No two launches at once may share any of it. Floats come before counters. With `parts`, that of
     bwd4_parts."""
-    tile_q, of_keys = TILE_Q[problem.head_dim], {}
+    columns, of_keys = tile_dim(problem), {}
+    tile_q, tile_kv = TILE_Q[columns], TILE_KV[columns]
     key_heads = problem.batch * problem.kv_heads * (parts.heads if parts else 1)
     if parts is not None:  # `key_parts`
-        blocks = math.ceil(problem.seqlen_kv / TILE_KV[problem.head_dim]) * TILE_KV[problem.head_dim] // BLOCK
-        shape = 2, key_heads, parts.queries, blocks, problem.head_dim // BLOCK, BLOCK * BLOCK
+        blocks = math.ceil(problem.seqlen_kv / tile_kv) * tile_kv // BLOCK
+        shape = 2, key_heads, parts.queries, blocks, column_blocks(columns), BLOCK * BLOCK
         of_keys = {"parts": (shape, "float32")}
     zeroed = key_heads
     lists, tiles = {}, math.ceil(problem.seqlen_q / tile_q)
     if problem.sequences is not None:  # as `forward_scratch`'s
-        totals, rows = (problem.seqlen_q, problem.seqlen_kv), (tile_q, TILE_KV[problem.head_dim])
+        totals, rows = (problem.seqlen_q, problem.seqlen_kv), (tile_q, tile_kv)
         shapes = [list_shape(total, len(problem.sequences), of) for total, of in zip(totals, rows)]
         lists = {"tiles_q": (shapes[0], "float32"), "tiles_kv": (shapes[1], "float32")}
         tiles = listed_tiles(problem.seqlen_q, len(problem.sequences), tile_q)
-        zeroed *= listed_tiles(problem.seqlen_kv, len(problem.sequences), TILE_KV[problem.head_dim])
-    if problem.head_dim == 256:
+        zeroed *= listed_tiles(problem.seqlen_kv, len(problem.sequences), tile_kv)
+    if columns > 128:
         # of tiles taken, a kernel each
         stats = scratch_shapes(problem, tile_q)["stats"]
         return {"stats": stats, **of_keys, **lists, "counter": ((2,), "int32")}
@@ -133,8 +138,11 @@ def run_backward(compiled: Compiled, t: Tensors) -> None:
 
 
 def _given(t: Tensors) -> list[object]:
+    scale, head_dim = t.softmax_scale, t.q.shape[3]
+    if scale is None and not is_own(head_dim, t.v.shape[3]):
+        scale = head_dim**-0.5
     window = bounds(t.window) if t.window is not None else ()
-    alone = (t.softmax_scale, *window, t.softcap, t.sink, *_sequences(t), t.dlse, t.dsink)
+    alone = (scale, *window, t.softcap, t.sink, *_sequences(t), t.dlse, t.dsink)
     return [x for x in alone if x is not None]
 
 

@@ -51,6 +51,7 @@ class Problem:
     # (queries, keys) of each sequence, one behind the other in tensors whose batch is 1; the mask is aligned
     # in each. seqlen_q and seqlen_kv are the tensors', where more rows may lie, between sequences or behind.
     sequences: tuple[tuple[int, int], ...] | None = None
+    value_dim: int | None = None  # of V and O, where it is not head_dim
 
     def __post_init__(self) -> None:
         if not isinstance(self.top_left, bool):
@@ -59,6 +60,8 @@ class Problem:
             raise ValueError("top_left aligns a causal mask, and there is none: causal is False")
         if self.lse_grad and not (self.scaled and self.direction == "bwd"):
             raise ValueError("kernels for a gradient of the LSE are backward ones that are given their scale")
+        if self.value_dim == self.head_dim:
+            raise ValueError(f"a value_dim that is head_dim is none: {self.head_dim}")
         self._check_policies()
 
     def _check_policies(self) -> None:
@@ -118,6 +121,11 @@ class Problem:
         return self.direction in ("fp8", "fp8_rows")
 
     @property
+    def dims(self) -> tuple[int, int]:
+        """Columns of Q and K, and of V and O."""
+        return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
     def not_blind(self) -> tuple[int, int]:
         """How many queries see a key, and how many keys a query sees: a window, or at unequal lengths a
         causal mask, may leave some out."""
@@ -156,9 +164,11 @@ class Problem:
 
     @property
     def flops(self) -> float:
-        """4·B·H·d for each of `pairs`; × 2.5 for the backward pass (FlashAttention's convention)."""
-        forward = 4.0 * self.batch * self.heads * self.pairs * self.head_dim
-        return forward * (2.5 if self.direction == "bwd" else 1.0)
+        """4·B·H·d for each of `pairs`; × 2.5 for the backward pass (FlashAttention's convention). Of a pair
+        2·d are Q·Kᵀ's, dK's and dQ's each, and 2·value_dim those of P·V, dP and dV."""
+        of_keys, of_values = self.dims
+        columns = 3 * of_keys + 2 * of_values if self.direction == "bwd" else of_keys + of_values
+        return 2.0 * self.batch * self.heads * self.pairs * columns
 
     @property
     def min_bytes(self) -> int:
@@ -167,12 +177,13 @@ class Problem:
         queries, keys = self.not_blind
         all_queries, all_keys = self.totals if self.sequences is not None else (self.seqlen_q, self.seqlen_kv)
         element = 1 if self.reads_codes else BYTES_PER_ELEMENT
-        row = self.head_dim * self.batch
-        q, kv = (heads * row * element for heads in (self.heads, 2 * self.kv_heads))  # of one position
-        o = self.heads * row * BYTES_PER_ELEMENT
+        of_keys, of_values = (columns * self.batch for columns in self.dims)
+        q = self.heads * of_keys * element  # of a position
+        kv = self.kv_heads * (of_keys + of_values) * element
+        o = self.heads * of_values * BYTES_PER_ELEMENT
         lse = 4 * self.batch * self.heads
         if self.direction == "bwd":  # read q, o, dO, lse, k, v; write dq, dk, dv
-            return queries * (3 * q + lse) + keys * kv + all_queries * q + all_keys * kv
+            return queries * (q + 2 * o + lse) + keys * kv + all_queries * q + all_keys * kv
         return queries * q + keys * kv + all_queries * (o + lse)
 
     def with_(self, **changes: Any) -> "Problem":
@@ -188,7 +199,8 @@ class Problem:
         more += f" softcap {self.softcap:g}" * bool(self.softcap) + " sink" * self.sink
         if self.sequences is not None:
             n = f"{len(self.sequences)} sequences {n}"
-        return f"b{self.batch} {heads} {n} d{self.head_dim} {causal} {self.dtype}{more}"
+        d = f"d{self.head_dim}" + (f":{self.value_dim}" if self.value_dim is not None else "")
+        return f"b{self.batch} {heads} {n} {d} {causal} {self.dtype}{more}"
 
 
 def _are_integers(given: object, count: int, least: int) -> bool:
@@ -209,11 +221,11 @@ def _pairs_up_to(ahead: int, queries: int, keys: int) -> int:
 class Tensors:
     """What `run_kernel` reads and writes.
 
-    q, o, do, dq are (B, H, Nq, d), k, v, dk, dv (B, Hkv, Nkv, d), all of one 16-bit type; lse is fp32 (B, H,
-    Nq), natural logarithms. Of a problem that reads codes q, k and v are e4m3 instead, of an "fp8" one v as
-    `device.fp8` has Vt8, and `scales` are fp32. A forward stage writes o and lse. A backward stage reads
-    them, and do, and writes dq, dk, dv; a row that sees no key comes with o = 0 and lse = −∞ and has gradient
-    zero.
+    q, o, do, dq are (B, H, Nq, d), k, v, dk, dv (B, Hkv, Nkv, d), all of one 16-bit type, o, do, v and dv
+    with value_dim for d if a problem has one; lse is fp32 (B, H, Nq), natural logarithms. Of a problem that
+    reads codes q, k and v are e4m3 instead, of an "fp8" one v as `device.fp8` has Vt8, and `scales` are fp32.
+    A forward stage writes o and lse. A backward stage reads them, and do, and writes dq, dk, dv; a row that
+    sees no key comes with o = 0 and lse = −∞ and has gradient zero.
 
     Of packed sequences q, o, do, dq are (1, H, total_q, d), k, v, dk, dv (1, Hkv, total_kv, d), lse (1, H,
     total_q); rows that belong to no sequence are neither read nor written.

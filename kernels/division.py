@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .calls import UNDIVIDED, Parts
 from .contract import Problem
 from .device.constants import SMS
-from .device.limits import COLUMN_BYTES, FINAL_SECTIONS, SECTION_BYTES, TILE_KV
+from .device.limits import COLUMN_BYTES, FINAL_SECTIONS, SECTION_BYTES, TILE_KV, tile_dim
 
 # ---- forward: queries of a tile ----------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ class Tile(NamedTuple):
 
 
 Tiles = dict[int, dict[int, Tile]]
-"""Tile shapes by head_dim and rows; the first is k6's own, the others k6_rows'."""
+"""Tile shapes by columns (`limits.tile_dim`) and rows; the first is k6's own, the others k6_rows'."""
 
 TILES: Tiles = {
     64: {
@@ -39,11 +39,17 @@ TILES: Tiles = {
         128: Tile(64, 1, 0.535, 0.535, 0.721, 8.075),
         64: Tile(64, 3, 0.230, 0.495, 0.594, 5.275),
     },
+    96: {
+        192: Tile(96, 1, 1.217, 1.217, 1.253, 10.18),
+        128: Tile(128, 1, 1.175, 1.175, 1.461, 8.9),
+        64: Tile(128, 1, 0.859, 0.859, 0.677, 7.82),
+    },
     128: {
         192: Tile(64, 1, 0.930, 0.930, 1.659, 5.171),
         128: Tile(128, 1, 1.268, 1.268, 2.576, 7.065),
         64: Tile(128, 1, 0.910, 0.910, 1.239, 8.359),
     },
+    192: {128: Tile(80, 1, 1.189, 1.189, 2.139, 8.45), 64: Tile(64, 1, 0.705, 0.705, 1.227, 7.87)},
     256: {128: Tile(64, 1, 1.216, 1.216, 5.792, 5.449), 64: Tile(64, 1, 0.826, 0.826, 2.712, 6.890)},
 }
 CLEARLY = 0.99  # of k6's own tiles' time, since the list is not exact
@@ -57,14 +63,14 @@ def rows_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> int:
         count = max(1, len(problem.sequences))
         mean = {"seqlen_q": -(-problem.seqlen_q // count), "seqlen_kv": -(-problem.seqlen_kv // count)}
         problem = problem.with_(sequences=None, batch=count, **mean)
-    us = {rows: forward_us(problem, rows, sms, tiles) for rows in tiles[problem.head_dim]}
+    us = {rows: forward_us(problem, rows, sms, tiles) for rows in tiles[tile_dim(problem)]}
     own, best = next(iter(us)), min(us, key=us.get)
     return best if us[best] < CLEARLY * us[own] else own
 
 
 def forward_us(problem: Problem, rows: int, sms: int = SMS, tiles: Tiles = TILES) -> float:
     """The time of a forward pass in tiles of so many queries, in µs of the GPU whose costs `tiles` are."""
-    tile = tiles[problem.head_dim][rows]
+    tile = tiles[tile_dim(problem)][rows]
     heads = problem.batch * problem.heads
     steps = [math.ceil(keys / tile.keys) for keys in _keys_seen(problem, rows)]
     count = len(steps) * heads
@@ -100,7 +106,7 @@ def _loads(costs: Iterable[float], workers: int) -> list[float]:
 
 # ---- backward: parts of the work on a tile of keys ---------------------------------------------------------
 
-STEP_Q = {64: 128, 128: 64, 256: 64}  # queries of a step on a tile of keys
+STEP_Q = {64: 128, 96: 64, 128: 64, 256: 64}  # queries of a step on a tile of keys, by `tile_dim`
 
 # What `parts_of` reckons with, in steps of bwd4's main loop: a tile of queries on a tile of keys. Fitted to
 # the measured times of notes/bwd4_parts.md, "How to divide".
@@ -117,7 +123,7 @@ QUERY_PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 def parts_of(problem: Problem, sms: int = SMS) -> Parts:
     """How to divide a backward pass: with the least time, by what the busiest SM has to do and what parts
     cost."""
-    tiles = math.ceil(problem.seqlen_kv / TILE_KV[problem.head_dim]) * problem.batch * problem.kv_heads
+    tiles = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)]) * problem.batch * problem.kv_heads
     if tiles >= FEW_TILES * sms:
         # Too many for the list, and the longer they are the more a group gains by being divided once.
         if min(problem.seqlen_q, problem.seqlen_kv) < LONG or not _is_grouped(problem):
@@ -133,16 +139,16 @@ def parts_of(problem: Problem, sms: int = SMS) -> Parts:
 
 def _is_grouped(problem: Problem) -> bool:
     """Whether a step takes longer where the heads of a group stay together."""
-    return problem.causal and problem.heads > problem.kv_heads and problem.head_dim < 256
+    return problem.causal and problem.heads > problem.kv_heads and tile_dim(problem) <= 128
 
 
 def divisions(problem: Problem, sms: int = SMS) -> list[Parts]:
     """The ways to divide a backward pass that may gain anything: heads by any divisor of their group, 1
     among them, and queries too while a part has two steps and tiles are no more than four for each SM."""
     group = problem.heads // max(1, problem.kv_heads)
-    key_tiles = math.ceil(problem.seqlen_kv / TILE_KV[problem.head_dim])
+    key_tiles = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
     tiles = key_tiles * problem.batch * problem.kv_heads
-    q_tiles = math.ceil(problem.seqlen_q / STEP_Q[problem.head_dim])
+    q_tiles = math.ceil(problem.seqlen_q / STEP_Q[tile_dim(problem)])
     found = []
     for heads in (x for x in range(1, group + 1) if group % x == 0):
         for queries in QUERY_PARTS:
@@ -158,7 +164,7 @@ def steps_of(problem: Problem, parts: Parts, sms: int = SMS) -> float:
     if parts == UNDIVIDED:
         return busiest * (UNDIVIDED_CAUSAL if _is_grouped(problem) else 1.0)
     keys = problem.batch * problem.kv_heads * parts.count * problem.seqlen_kv
-    part_bytes = 2 * keys * problem.head_dim * 4  # of dK and dV, which are written, and read again
+    part_bytes = 2 * keys * tile_dim(problem) * 4  # of dK and dV, which are written, and read again
     if parts.queries > 1:
         busiest *= QUERIES_DIVIDED
     return busiest + ADDING_STEPS + 2 * part_bytes / BYTES_PER_STEP
@@ -167,12 +173,12 @@ def steps_of(problem: Problem, parts: Parts, sms: int = SMS) -> float:
 def loads_of(problem: Problem, parts: Parts, sms: int = SMS) -> list[float]:
     """The steps of each SM, when tiles of keys go in their order (`Tiles.locate`), one after the other, to
     whoever is free."""
-    tile_q, tile_kv = STEP_Q[problem.head_dim], TILE_KV[problem.head_dim]
+    tile_q, tile_kv = STEP_Q[tile_dim(problem)], TILE_KV[tile_dim(problem)]
     heads = problem.batch * problem.kv_heads * parts.heads
     query_heads = problem.heads // problem.kv_heads // parts.heads
     section = heads
     if problem.causal:
-        head_bytes = problem.seqlen_q * COLUMN_BYTES[problem.head_dim] * problem.head_dim * query_heads
+        head_bytes = problem.seqlen_q * COLUMN_BYTES[tile_dim(problem)] * tile_dim(problem) * query_heads
         section = max(1, min(heads, SECTION_BYTES // max(1, head_bytes)))
     final = max(0, heads - FINAL_SECTIONS * section) // section * section
     offset = 0 if problem.top_left else problem.seqlen_kv - problem.seqlen_q

@@ -9,7 +9,8 @@ What changes      against k6_2: persistent CTAs and a tile counter; a tile's las
                   first Q·Kᵀ, up to head_dim 128; hidden keys in a loop of their own; lazy rescaling; O by
                   TMA; a tile shape by head_dim; fp16, GQA, unequal lengths, head_dim 256; no more turns.
 What does not     rings, warp specialisation, the half-tile lag of P·V behind Q·Kᵀ.
-Supports          bf16 and fp16; head_dim 64, 128, 256; lengths ≥ 1; GQA and MQA; causal masks, windows, soft
+Supports          bf16 and fp16; head_dim 64, 128, 256, and multiples of 8 between in wider tiles, V's and
+                  O's its own (notes/head_dims.md); lengths ≥ 1; GQA and MQA; causal masks, windows, soft
                   caps, sinks and packed sequences, as `contract.Problem` defines them. A query that sees no
                   key gives O = 0, and LSE = −∞ or the sink.
 Note              notes/k6.md: the schedule drawn, what each idea is worth, what lost; k6_policies.md.
@@ -29,9 +30,10 @@ from .calls import forward_scratch, given_names, refuse_forward, run_forward
 from .contract import LazyMaximum, Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
-from .device.forward_shapes import CANDIDATES, CONFIGS
+from .device.forward_shapes import CANDIDATES, CONFIGS, config_of
 from .device.given import fake_given, fake_list, take_apart
 from .device.lazy import exponentiate, first_room, first_softmax, follow_maximum, raise_maximum, subtract
+from .device.limits import has_own_kernel, tile_dims
 from .device.masks import Mask, mask_of
 from .device.packed import DENSE, Packed
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
@@ -96,11 +98,13 @@ class FlashAttentionForward(QueryTiles):
     def __init__(
         self, head_dim: int, mask: Mask, dtype: str, config: Config | None = None, sms: int = SMS,
         share: float = SHARE, exact: bool = False, has: tuple[str, ...] = (), cap: str = "polynomial",
+        value_dim: int | None = None,
     ):  # fmt: skip
         """`share` 0 leaves GROWTH alone to decide; `exact` follows the maximum in every tile, as an eager
         softmax does. `has` names what a launch is given: `calls.given_of`; `cap` is SoftCap's way."""
         assert share >= 0.0, "a share of a sum"
         self.share, self.growth = (0.0, 0.0) if exact else (share, GROWTH)
+        self.value_dim = value_dim or head_dim  # columns of V and O
         config = config or CONFIGS[head_dim]
         self.has, self.cap_way, self.cap = has, cap, None
         batch = Packed() if "sequences" in has else DENSE
@@ -123,7 +127,8 @@ class FlashAttentionForward(QueryTiles):
         return cutlass.min(seqlen_kv, 2048) * 4096  # the same heads up to 2048 keys, then 8 MiB
 
     def tile_bytes(self, q_and_o: int) -> int:
-        return (q_and_o * self.tile_q + 2 * self.stages * self.tile_kv) * self.head_dim * 2
+        q = (q_and_o * self.head_dim if q_and_o < 3 else 2 * self.head_dim + self.value_dim) * self.tile_q
+        return (q + self.stages * self.tile_kv * (self.head_dim + self.value_dim)) * 2
 
     @property
     def smem_bytes(self) -> int:
@@ -140,9 +145,11 @@ class FlashAttentionForward(QueryTiles):
             totals = seqlen_q, mK.shape[2]
             mList, tiles = self.list_tiles(mList, given, totals, heads, self.sms * self.config.ctas, stream)
         mQ, mK, mV, mO = [self.batch.view(mX) for mX in (mQ, mK, mV, mO)]
-        loads = *load_atom(mQ, ROWS), *load_atom(mK, self.tile_kv), *load_atom(mV, self.tile_kv)
-        mmas = attention_mmas(self.dtype, self.tile_kv, self.head_dim)
-        tensors = *loads, *store_atom(mO, WARP_ROWS), mLSE, mCounter
+        columns, of_values = self.head_dim, self.value_dim
+        loads = *load_atom(mQ, ROWS, columns), *load_atom(mK, self.tile_kv, columns)
+        loads = *loads, *load_atom(mV, self.tile_kv, of_values)
+        mmas = attention_mmas(self.dtype, self.tile_kv, of_values)
+        tensors = *loads, *store_atom(mO, WARP_ROWS, of_values), mLSE, mCounter
         self.kernel(*mmas, *tensors, tiles, mList, *given[:4]).launch(
             grid=(cutlass.min(tiles, self.sms * self.config.ctas), 1, 1),
             block=(self.threads, 1, 1),
@@ -167,17 +174,22 @@ class FlashAttentionForward(QueryTiles):
         q_places = self.q_stages * self.consumers  # of Q; a consumer's are its number, and that + consumers
         sO = sQ = allocate_tiles(smem, self.dtype, ROWS, self.head_dim, q_places)  # (row, head_dim, place)
         if const_expr(not self.o_over_q):
-            sO = allocate_tiles(smem, self.dtype, ROWS, self.head_dim, self.consumers)
-        kv_tiles = smem, self.dtype, self.tile_kv, self.head_dim, self.stages
-        sK, sV = allocate_tiles(*kv_tiles), allocate_tiles(*kv_tiles)  # (key, head_dim, stage)
+            sO = allocate_tiles(smem, self.dtype, ROWS, self.value_dim, self.consumers)
+        elif const_expr(self.value_dim < self.head_dim):
+            sO = cute.local_tile(sQ, (ROWS, self.value_dim, q_places), (0, 0, 0))
+        sK, sV = [  # (key, column, stage)
+            allocate_tiles(smem, self.dtype, self.tile_kv, columns, self.stages)
+            for columns in (self.head_dim, self.value_dim)
+        ]
         sVt = exchanged(sV)  # (head_dim, key, stage): the same bytes, as operand B of P·V takes them
         sTile = smem.allocate_tensor(Int32, cute.make_layout(self.message), 16)
-        own_bytes, kv_bytes = ROWS * self.head_dim * 2, self.tile_kv * self.head_dim * 2
+        own_bytes = ROWS * self.head_dim * 2
+        k_bytes, v_bytes = (self.tile_kv * columns * 2 for columns in (self.head_dim, self.value_dim))
         q_ring, k_ring, v_ring = tma_rings(
             smem,
             (q_places, own_bytes, WARPS),  # every consumer waits for its own rows of Q
-            (self.stages, kv_bytes, consumer_warps),
-            (self.stages, kv_bytes, consumer_warps),
+            (self.stages, k_bytes, consumer_warps),
+            (self.stages, v_bytes, consumer_warps),
             # From a shuffle it stays in a register (notes/gotchas.md, "A loop's bound may be computed anew").
             lane=cute.arch.shuffle_sync(cute.arch.lane_idx(), cute.arch.lane_idx()),
         )
@@ -412,12 +424,14 @@ run_kernel = run_forward
 
 
 def workspace(problem: Problem, config: Config | None = None, **options: object) -> Scratch:
-    return forward_scratch(problem, ROWS * (config or CONFIGS[problem.head_dim]).consumers)
+    return forward_scratch(problem, ROWS * (config or config_of(problem)).consumers)
 
 
-def kernel_for(problem: Problem, **options: object) -> FlashAttentionForward:
+def kernel_for(problem: Problem, config: Config | None = None, **options: object) -> FlashAttentionForward:
+    (columns, of_values), config = tile_dims(problem), config or config_of(problem)
+    kind = columns, mask_of(problem), problem.dtype, config
     names = given_names(problem)
-    return FlashAttentionForward(problem.head_dim, mask_of(problem), problem.dtype, has=names, **options)
+    return FlashAttentionForward(*kind, value_dim=of_values, has=names, **options)
 
 
 def work(problem: Problem, **options: object) -> list[Work]:
@@ -430,7 +444,7 @@ def lazy_maximum(problem: Problem, **options: object) -> LazyMaximum:
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:
-    q, k, v, o = fake_gqa(problem.head_dim, problem.dtype)
+    q, k, v, o = fake_gqa(problem.head_dim if has_own_kernel(problem) else None, problem.dtype)
     kernel = kernel_for(problem, **options)
     counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
     scratch = [fake_list(), counter] if kernel.packed else [counter]

@@ -13,18 +13,23 @@ Where to read     k6.py; `division.rows_of` has the choice.
 from . import k6
 from .calls import forward_scratch, refuse_forward, run_forward
 from .contract import LazyMaximum, Problem, Scratch, Stage, Work
+from .device.limits import NARROW_VALUES
 from .device.query_tiles import Config
 
-SHORT = {  # by rows of a tile and head_dim
+SHORT = {  # by rows of a tile, then as k6.CONFIGS
     128: {
         64: Config(consumers=2, tile_kv=64, stages=8, registers=(24, 240), parts=2),
+        96: Config(consumers=2, tile_kv=128, stages=3, registers=(24, 240)),
         128: Config(consumers=2, tile_kv=128, stages=2, registers=(24, 240)),
-        256: k6.CONFIGS[256],
+        **{columns: k6.CONFIGS[columns] for columns in (192, 256, NARROW_VALUES)},
     },
     64: {
         64: Config(consumers=1, tile_kv=64, stages=3, registers=(24, 136), parts=2, ctas=3),
+        96: Config(consumers=1, tile_kv=128, stages=3, registers=(24, 240), parts=2),
         128: Config(consumers=1, tile_kv=128, stages=3, registers=(24, 240), parts=2),
+        192: Config(consumers=1, tile_kv=64, stages=3, registers=(24, 240)),
         256: Config(consumers=1, tile_kv=64, stages=2, registers=(24, 240)),
+        NARROW_VALUES: Config(consumers=1, tile_kv=128, stages=2, registers=(24, 240), parts=2),
     },
 }
 
@@ -50,16 +55,16 @@ def workspace(problem: Problem, rows: int | None = None, **options: object) -> S
 
 
 def kernel_for(problem: Problem, rows: int, **options: object) -> k6.FlashAttentionForward:
-    return k6.kernel_for(problem, config=SHORT[rows][problem.head_dim], **options)
+    return k6.kernel_for(problem, config=k6.config_of(problem, SHORT[rows]), **options)
 
 
 def work(problem: Problem, rows: int, **options: object) -> list[Work]:
-    return k6.work(problem, config=SHORT[rows][problem.head_dim], **options)
+    return k6.work(problem, config=k6.config_of(problem, SHORT[rows]), **options)
 
 
 def lazy_maximum(problem: Problem, rows: int, **options: object) -> LazyMaximum:
-    return k6.lazy_maximum(problem, config=SHORT[rows][problem.head_dim], **options)
+    return k6.lazy_maximum(problem, config=k6.config_of(problem, SHORT[rows]), **options)
 
 
 def compile_kernel(problem: Problem, rows: int, **options: object) -> object:
-    return k6.compile_kernel(problem, config=SHORT[rows][problem.head_dim], **options)
+    return k6.compile_kernel(problem, config=k6.config_of(problem, SHORT[rows]), **options)

@@ -15,7 +15,7 @@ import torch
 from of_codes import read as read_back
 from torch.overrides import TorchFunctionMode
 
-from harness import cases, quantized, reference, stages
+from harness import cases, head_dims, quantized, reference, stages
 from harness.inputs import random_inputs
 from hopper_attention import ops, production_fp8
 from hopper_attention.kernels import ladder
@@ -57,7 +57,9 @@ class Kernel:
         self.reading, self.writing = reading, writing
 
     def supports(self, problem: Problem) -> str | None:
-        return None if problem.head_dim in (64, 128) else f"takes head_dim 64 or 128, not {problem.head_dim}"
+        if problem.head_dim % 8 == 0 and problem.head_dim < 256:
+            return None
+        return f"takes head_dim in multiples of 8 below 256, not {problem.head_dim}"
 
     def workspace(self, problem: Problem) -> dict:
         return {"zero_sum": ((3,), "float32")}
@@ -160,6 +162,9 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
     monkeypatch.setattr(cases, "HEAD_DIMS", (64,))
     monkeypatch.setattr(cases, "LENGTHS", (1, 3, 65))
     monkeypatch.setattr(cases, "NEEDLE_LENGTHS", (16, 65))
+    few = {"HEAD_DIMS": (40, 96), "WITH_VALUES": ((192, 128),), "LENGTHS": ((65, 97),), "NEEDLES": (96, 160)}
+    for name, value in few.items():
+        monkeypatch.setattr(head_dims, name, value)
     monkeypatch.setattr(cases, "LONG", 1057)
     monkeypatch.setattr(cases, "UNEQUAL", (65, 257))
     for name in ("OTHER_SHAPES", "TOP_LEFT_SHAPES", "TOP_LEFT_WIDE_SHAPES"):
@@ -169,7 +174,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
     monkeypatch.setattr(cases, "BACKWARD", "bwd")
     mask_of = lambda stage_id, problem: {"causal": problem.causal, "top_left": problem.top_left}
     compile_to(monkeypatch, mask_of)
-    monkeypatch.setattr(cases, "random_inputs", functools.partial(random_inputs, device="cpu"))
+    for module in (cases, head_dims):
+        monkeypatch.setattr(module, "random_inputs", functools.partial(random_inputs, device="cpu"))
     for name in ("needle_inputs", "needle_gradient_inputs"):
         make = getattr(reference, name)
         on_cpu = lambda problem, device, *rest, make=make, **options: make(problem, "cpu", *rest, **options)
@@ -191,7 +197,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
 
 def cases_of(stage_id: str) -> list[str]:
     direction = STAGES[stage_id].direction
-    here = (None, "bwd" if direction == "bwd" else "fwd")
+    here = (None, "bwd" if direction == "bwd" else "fwd", "library" if direction in ("fwd", "bwd") else None)
     return [
         name
         for name, (only, _, policies) in cases.CASES.items()
@@ -237,6 +243,19 @@ def writes_too_far(t: Tensors) -> None:
         x.as_strided((1,), (1,), past).fill_(1.0)
 
 
+def beside(x: torch.Tensor) -> torch.Tensor:
+    """The column behind a tensor's last one."""
+    return x.as_strided(x.shape[:3], x.stride()[:3], x.storage_offset() + x.shape[3])
+
+
+def writes_beside(t: Tensors) -> None:
+    beside(last_output(t))[:, :, -1] = 1.0
+
+
+def reads_beside(t: Tensors) -> None:
+    first_output(t)[..., 0] += 0 * beside(t.q)
+
+
 def leaves_scratch(t: Tensors) -> None:
     t.workspace["zero_sum"][1] = 1.0
 
@@ -279,13 +298,18 @@ def overflows(t: Tensors) -> None:
 FAULTS = {
     "forgets a key": (
         {"reading": forgets_a_key},
-        ("lengths", "needle", "gradient needle", "other shapes", "top left mask", "after the forward stage"),
+        (
+            *("lengths", "needle", "gradient needle", "other shapes", "top left mask"),
+            *("after the forward stage", "head dims between", "needles of head dims between"),
+        ),
     ),
     "leaves a NaN": (
         {"writing": leaves_a_nan},
         ("lengths", "needle", "gradient needle", "gradients that vanish", "extreme logits"),
     ),
     "writes too far": ({"writing": writes_too_far}, ("output inside a larger allocation",)),
+    "writes beside": ({"writing": writes_beside}, ("head dims between",)),
+    "reads beside": ({"writing": reads_beside}, ("head dims between",)),
     "leaves scratch": ({"writing": leaves_scratch}, ("repeats",)),
     "is random": ({"writing": is_random}, ("repeats", "strided views", "inputs inside nan")),
     "reads ahead": ({"writing": reads_ahead}, ("causality", "causality of gradients")),

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from harness import cases, policy_cases, reference
+from harness import cases, head_dims, policy_cases, reference
 from harness.inputs import random_inputs
 from hopper_attention.kernels.contract import Problem
 
@@ -61,6 +61,7 @@ BOTH = {
     "beside memory traffic",
     "sanitizer",
 }
+HEAD_DIMS = {"head dims between", "needles of head dims between", "other head dims are refused"}
 POLICIES = {  # for stages that take them
     "policies alone",
     "policies together",
@@ -92,7 +93,12 @@ BACKWARD = BOTH | {
 
 @pytest.mark.parametrize(
     ("stage_id", "expected"),
-    [("k6", FORWARD | POLICIES), ("k7", FORWARD), ("bwd4", BACKWARD | POLICIES), ("bwd3", BACKWARD)],
+    [
+        ("k6", FORWARD | HEAD_DIMS | POLICIES),
+        ("k7", FORWARD),
+        ("bwd4", BACKWARD | HEAD_DIMS | POLICIES),
+        ("bwd3", BACKWARD),
+    ],
 )
 def test_no_case_is_left_out(stage_id: str, expected: set[str]) -> None:
     """A case that goes, or a new one, is written down here as well."""
@@ -107,10 +113,12 @@ def test_every_case_is_registered() -> None:
 
     written = {
         function
-        for module in (cases, policy_cases)
+        for module in (cases, head_dims, policy_cases)
         for function in vars(module).values()
         if is_case(function, module)
     } - {cases.run_cases}
     assert written == {function for _, function, _ in cases.CASES.values()}
-    assert {function.__name__.replace("_", " ") for function in written} == FORWARD | BACKWARD | POLICIES
+    assert {
+        function.__name__.replace("_", " ") for function in written
+    } == FORWARD | BACKWARD | HEAD_DIMS | POLICIES
     assert all(inspect.isgeneratorfunction(function) for function in written)

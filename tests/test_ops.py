@@ -229,7 +229,7 @@ WRONG = {
     "shapes": (lambda q, k, v: (q, k, v[:, :, 1:]), ValueError, "k and v must have one shape"),
     "heads": (lambda q, k, v: (q[:, :3], k, v), ValueError, "the 3 query heads must be a multiple of"),
     "head_dim": (
-        lambda q, k, v: (q[..., :32], k[..., :32], v[..., :32]), ValueError, "k6 takes head_dim 64, 128",
+        lambda q, k, v: (q[..., :36], k[..., :36], v[..., :36]), ValueError, "k6 takes head_dim in multiples",
     ),
     "device": (lambda q, k, v: (q, k, v), ValueError, "q, k and v must be on a CUDA device, not cpu"),
 }  # fmt: skip

@@ -195,7 +195,7 @@ def ctas(kernel: k6.FlashAttentionForward) -> Iterator[Cta]:
 
 
 @pytest.mark.parametrize(("causal", "top_left"), MASKS)
-@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 256])
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 96, 192, 256])
 def test_nobody_waits_forever(head_dim: int, causal: bool, top_left: bool) -> None:
     mask = Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)
     for chosen in [{}, *(k6.VARIANTS[label] for label in k6.variants_for(mask))]:

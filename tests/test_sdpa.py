@@ -114,7 +114,7 @@ def test_what_is_left_to_pytorch(call, called: Called, monkeypatch: pytest.Monke
     hopper_attention.enable()
     hopper_attention.enable()  # twice is as good as once
     both(call, inputs(), dropout_p=0.1)
-    both(call, inputs(head_dim=32))
+    both(call, inputs(head_dim=36))
     assert called == own * 2
     called.clear()
     monkeypatch.setattr(production, "_reasons", {})
@@ -183,7 +183,7 @@ def test_explanations(called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "enable_gqa is not set" in explain(q, k, v).forward
     assert explain(q, k, v, dropout_p=0.1, enable_gqa=True).backward == "PyTorch's: dropout"
     assert "mask" in explain(q, k, v, attn_mask=torch.ones(16, 16)).forward
-    assert "takes head_dim" in explain(*(x[..., :32] for x in (q, q, q))).forward
+    assert "takes head_dim" in explain(*(x[..., :36] for x in (q, q, q))).forward
     monkeypatch.setattr(production, "_reasons", {})
     monkeypatch.setattr(sdpa, "slower", lambda p: "slow" if p.direction == "bwd" else None)
     assert explain(q, k, v, enable_gqa=True) == sdpa.Explanation("k6_r64", "PyTorch's: slow")

@@ -15,6 +15,7 @@ import torch
 from .. import policies, production
 from ..choice import slower
 from ..functional import attention, flash_attn_varlen_func
+from ..kernels.device.constants import VECTOR
 from ..kernels.device.limits import HEAD_DIMS
 
 NAME = "hopper_attention"
@@ -139,7 +140,8 @@ def _takes(query, key, value, *options: object, extras: dict[str, object]) -> bo
             query.is_cuda
             and query.dtype in DTYPES
             and query.dtype == key.dtype == value.dtype
-            and query.shape[3] in HEAD_DIMS
+            and query.shape[3] % VECTOR == 0
+            and query.shape[3] <= HEAD_DIMS[-1]
             and query.shape[3] == key.shape[3] == value.shape[3]
             and query.shape[1] % key.shape[1] == 0
             and torch.cuda.get_device_capability(query.device) == (9, 0)

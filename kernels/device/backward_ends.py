@@ -22,7 +22,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .constants import LOG2_E, VECTOR, WARP, WARPGROUP
-from .limits import BLOCK
+from .limits import BLOCK, column_blocks
 from .packed import DENSE, Packed
 from .policies import listed
 from .tma import allocate_tiles, partition_tma, store_atom
@@ -36,7 +36,7 @@ def fake_scratch(head_dim: int, sums: int = 1) -> tuple[object, object]:
     heads, blocks = cute.sym_int(), cute.sym_int()
     of_sums = heads if sums == 1 else cute.sym_int()
     stand_ins = []
-    for rows, inner in ((heads, (2, BLOCK)), (of_sums, (head_dim // BLOCK, BLOCK * BLOCK))):
+    for rows, inner in ((heads, (2, BLOCK)), (of_sums, (column_blocks(head_dim), BLOCK * BLOCK))):
         size = math.prod(inner)
         strides = (cute.sym_int64(divisibility=size), size, inner[1], 1)
         stand_ins.append(make_fake_tensor(Float32, (rows, blocks, *inner), strides, assumed_align=128))
@@ -62,7 +62,8 @@ class Preprocess:
 
     def __init__(self, head_dim: int, packed: int | None = None):
         self.packed = packed // BLOCK if packed else None  # blocks of a tile of packed sequences' queries
-        self.chunks = head_dim // VECTOR  # lanes that share a row
+        # Lanes that share a row: a power of two, as a sum over them must be.
+        self.chunks = 2 ** math.ceil(math.log2(head_dim // VECTOR))
         self.threads = BLOCK * self.chunks // ROWS_IN_FLIGHT
 
     @cute.jit
@@ -136,6 +137,12 @@ class Preprocess:
         tidx, _, _ = cute.arch.thread_idx()
         heads = mO.shape[1]
         group, chunk = tidx // self.chunks, tidx % self.chunks
+        columns, past_columns = mO.shape[3], False
+        if const_expr(not cute.is_static(columns)):  # past them, the last ones again, which count for nothing
+            past_columns = chunk * VECTOR >= columns
+            chunk_read = cutlass.min(chunk, columns // VECTOR - 1)
+        else:
+            chunk_read = chunk
 
         # Rows past the end read the last row again, and count for nothing: loads without branches are all in
         # flight before the first is waited for.
@@ -144,7 +151,7 @@ class Preprocess:
         for i in range_constexpr(ROWS_IN_FLIGHT):
             row = cutlass.min(block * BLOCK + group + BLOCK // ROWS_IN_FLIGHT * i, seqlen - 1)
             for mX, rX in ((mO, rO), (mDO, rDO)):
-                gX = cute.local_tile(mX[batch, head, row, None], (VECTOR,), (chunk,))
+                gX = cute.local_tile(mX[batch, head, row, None], (VECTOR,), (chunk_read,))
                 cute.autovec_copy(gX, rX[None, i])
 
         if const_expr(mDQ_sum is not None and theirs is None):
@@ -159,6 +166,8 @@ class Preprocess:
             row = group + BLOCK // ROWS_IN_FLIGHT * i
             products = rO[None, i].load().to(Float32) * rDO[None, i].load().to(Float32)
             row_dot = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            if const_expr(not cute.is_static(columns)):
+                row_dot = Float32(0.0) if past_columns else row_dot
             row_dot = cute.arch.warp_reduction_sum(row_dot, threads_in_group=self.chunks)
             if chunk == 0:
                 past = block * BLOCK + row >= seqlen
@@ -195,8 +204,8 @@ class Postprocess:
     def __init__(self, head_dim: int, tiles: object = None, scaled: bool = True, packed: int | None = None):
         self.packed = packed // BLOCK if packed else None  # as `Preprocess`
         self.batch = Packed() if packed else DENSE
-        self.head_dim, self.tiles = head_dim, tiles
-        self.columns = head_dim // BLOCK
+        self.columns, self.tiles = column_blocks(head_dim), tiles
+        self.head_dim = BLOCK * self.columns
         self.threads = WARPGROUP * self.columns
         self.scale = 1.0 / math.sqrt(head_dim) if scaled else 1.0
 
@@ -213,7 +222,7 @@ class Postprocess:
             mDQ.element_type, mDQ.element_type, OperandMajorMode.K, OperandMajorMode.K, Float32,
             (1, self.columns, 1), (BLOCK, BLOCK), warpgroup.OperandSource.SMEM,
         )  # fmt: skip
-        store = store_atom(self.batch.view(mDQ), BLOCK)
+        store = store_atom(self.batch.view(mDQ), BLOCK, self.head_dim)
         shape = {"grid": (blocks, heads, batch), "block": (self.threads, 1, 1)}
         self.postprocess(mma, *store, mDQ_sum, mZeroed, seqlen_kv, numbers, parts, mList).launch(
             **shape,

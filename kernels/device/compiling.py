@@ -8,7 +8,7 @@ from cutlass import Float32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ..contract import Problem
-from .constants import ROWS_MAX
+from .constants import ROWS_MAX, VECTOR
 from .limits import COMPUTES, refuse_options
 
 # The target is an option, not an environment variable that other users of the DSL in the process would see.
@@ -46,13 +46,17 @@ def fake_qkvo(head_dim: int) -> tuple[object, ...]:
     return tuple(fake_rows(cutlass.BFloat16, (*extents, head_dim)) for _ in range(4))
 
 
-def fake_gqa(head_dim: int, dtype: str) -> tuple[object, ...]:
+def fake_gqa(head_dim: int | None, dtype: str) -> tuple[object, ...]:
     """Stand-ins for q, k, v, o as `fake_qkvo`'s, bf16 or fp16, with heads and lengths of their own for k and
-    v."""
+    v. Without a head_dim the tensors say it, v and o one of their own."""
     element = ELEMENTS[dtype]
     batch = cute.sym_int()
-    of_q, of_kv = ((batch, cute.sym_int(), cute.sym_int(), head_dim) for _ in range(2))
-    return tuple(fake_rows(element, shape) for shape in (of_q, of_kv, of_kv, of_q))
+    of_q, of_kv = ((batch, cute.sym_int(), cute.sym_int()) for _ in range(2))
+    columns = values = head_dim
+    if head_dim is None:
+        columns, values = cute.sym_int(divisibility=VECTOR), cute.sym_int(divisibility=VECTOR)
+    shapes = (*of_q, columns), (*of_kv, columns), (*of_kv, values), (*of_q, values)
+    return tuple(fake_rows(element, shape) for shape in shapes)
 
 
 def fake_backward(head_dim: int) -> tuple[object, ...]:
@@ -61,7 +65,7 @@ def fake_backward(head_dim: int) -> tuple[object, ...]:
     return tuple(fake_rows(cutlass.BFloat16, (*extents, head_dim)) for _ in range(8))
 
 
-def fake_gqa_backward(head_dim: int, dtype: str) -> tuple[object, ...]:
+def fake_gqa_backward(head_dim: int | None, dtype: str) -> tuple[object, ...]:
     """Stand-ins for q, k, v, o, do, dq, dk, dv: `fake_gqa`'s, and what is shaped like them."""
     q, k, v, o = fake_gqa(head_dim, dtype)
     return q, k, v, o, *(fake_rows(like.element_type, like.shape) for like in (o, q, k, v))

@@ -32,6 +32,8 @@ class SummedTiles(Tiles):
     mZeroed (key head), how many shares of its sums are zero; mOrder (head, q_tile · sums), whose turn it is.
     """
 
+    part: int  # elements of it that a consumer's dQ of a step is, one behind the other
+
     @property
     def zeroes_ahead(self) -> bool:
         """Whether zeros are written a section ahead: not where the first to come stores."""
@@ -95,7 +97,7 @@ class SummedTiles(Tiles):
                             self.sync(full, CONSUMERS * mine + c, AND_ADDER)
                             gDQ_sum = mSums[head_index * self.sums + at, i * self.blocks, 0, None].iterator
                             source = sdQ[None, None, None, c].iterator
-                            add_to_sum(gDQ_sum + c * PART, source, PART * 4, turn)
+                            add_to_sum(gDQ_sum + c * self.part, source, self.part * 4, turn)
                             self.sync(empty, c, AND_ADDER, arrive=True)
                         if const_expr(self.deterministic):
                             pass_turn(order, turn, final)

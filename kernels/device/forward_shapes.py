@@ -2,12 +2,17 @@
 
 from dataclasses import replace
 
+from ..contract import Problem
+from .limits import NARROW_VALUES, tile_dims
 from .query_tiles import Config
 
-CONFIGS = {  # by head_dim; registers of a producer's thread and of a consumer's, stages of K and of V
+CONFIGS = {  # by columns of a tile, `limits.tile_dims`; registers of a producer's thread and of a consumer's
     64: Config(consumers=4, tile_kv=64, stages=8, registers=(24, 112), parts=2),
+    96: Config(consumers=3, tile_kv=96, stages=3, registers=(32, 160)),
     128: Config(consumers=3, tile_kv=64, stages=4, registers=(32, 160)),
+    192: Config(consumers=2, tile_kv=80, stages=2, registers=(24, 240)),
     256: Config(consumers=2, tile_kv=64, stages=2, registers=(24, 240)),
+    NARROW_VALUES: Config(consumers=2, tile_kv=96, stages=2, registers=(24, 240)),
 }
 
 CANDIDATES = {  # what CONFIGS were chosen from
@@ -16,3 +21,9 @@ CANDIDATES = {  # what CONFIGS were chosen from
     128: [replace(CONFIGS[128], parts=parts) for parts in (1, 2)]
     + [Config(3, 80, 3, (32, 160)), Config(2, 128, 2, (24, 240))],
 }
+
+
+def config_of(problem: Problem, configs: dict[object, Config] = CONFIGS) -> Config:
+    """That of the problem's tiles, of CONFIGS or others like them."""
+    columns, of_values = tile_dims(problem)
+    return configs[columns if columns == of_values else (columns, of_values)]

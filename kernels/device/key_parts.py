@@ -20,13 +20,13 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from .backward_ends import QUAD, Postprocess
 from .constants import WARPGROUP
-from .limits import BLOCK
+from .limits import BLOCK, column_blocks
 
 
 def fake_parts(head_dim: int) -> object:
     """A stand-in for mParts, contiguous."""
     heads, queries, blocks = (cute.sym_int() for _ in range(3))
-    inner = head_dim // BLOCK, BLOCK * BLOCK
+    inner = column_blocks(head_dim), BLOCK * BLOCK
     size = math.prod(inner)
     outer = (cute.sym_int64(divisibility=size) for _ in range(3))
     shape, strides = (2, heads, queries, blocks, *inner), (*outer, size, inner[1], 1)
@@ -62,13 +62,13 @@ def halves(mParts):
 def leave_part(rX, gX, thread):
     """A thread of a consumer stores its rows of dK or dV, the accumulator of 64 keys × head_dim, to its block
     gX (column block, 4096)."""
-    columns = gX.shape[0]
-    quads = cute.make_tensor(rX.iterator, cute.make_layout((QUAD, BLOCK // 8, columns)))
-    for column in range_constexpr(columns):
+    groups = cute.size(rX) // QUAD  # of 8 columns; the last block may have fewer
+    quads = cute.make_tensor(rX.iterator, cute.make_layout((QUAD, groups)))
+    for column in range_constexpr(gX.shape[0]):
         held = cute.make_layout((QUAD, WARPGROUP, BLOCK // 8))
         gQuads = cute.make_tensor(gX[column, None].iterator, held)
-        for g in range_constexpr(BLOCK // 8):
-            cute.autovec_copy(quads[None, g, column], gQuads[None, thread, g])
+        for g in range_constexpr(min(BLOCK // 8, groups - BLOCK // 8 * column)):
+            cute.autovec_copy(quads[None, BLOCK // 8 * column + g], gQuads[None, thread, g])
 
 
 class PartSums:

@@ -3,16 +3,22 @@
 import math
 
 from ..contract import Problem, Scratch
-from .constants import GRID_YZ_MAX, ROWS_MAX
+from .constants import GRID_YZ_MAX, ROWS_MAX, VECTOR
 
-HEAD_DIMS = (64, 128, 256)  # of the production kernels
+HEAD_DIMS = (64, 128, 256)  # of the production kernels; compiled in
+# Columns of a tile, for these head dims and all others: `tile_dims`. A kernel for the others is compiled once
+# for a tile, and told the head_dim by the tensors.
+TILE_DIMS = {"fwd": (64, 96, 128, 192, 256), "bwd": (64, 96, 128, 256)}
+NARROW_VALUES = (192, 128)  # columns of Q and K, and of V and O, in tiles of their own
 BLOCK = 64  # query rows of a block of scratch, and columns of a column block: M and N of dQ's product
-TILE_Q = {64: 128, 128: 64, 256: 128}  # queries in a tile of bwd4, by head_dim, to which scratch is padded
-TILE_KV = {64: 128, 128: 128, 256: 64}  # keys in a tile of bwd4, by head_dim
-COLUMN_BYTES = {64: 8, 128: 8, 256: 4}  # of a query's column in Q and dO, up to head_dim 128 in dQ_sum too
+# By `tile_dim`, of bwd4: queries in a tile, to which scratch is padded; keys in one; bytes of a query's
+# column in Q and dO, up to head_dim 128 in dQ_sum too.
+TILE_Q = {64: 128, 96: 64, 128: 64, 256: 128}
+TILE_KV = {64: 128, 96: 128, 128: 128, 256: 64}
+COLUMN_BYTES = {64: 8, 96: 8, 128: 8, 256: 4}
 SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked on together and stay in L2
 FINAL_SECTIONS = 4  # of them, at the end, worked on as one: what is fetched last is then short
-FORWARD_ROWS = {64: 256, 128: 192, 256: 128}  # queries in a tile of k6, by head_dim
+FORWARD_ROWS = {64: 256, 96: 192, 128: 192, 192: 128, 256: 128}  # queries in a tile of k6, by `tile_dim`
 UNBOUNDED = 2**30  # keys that a window reaches back or ahead if it has no bound there
 FINAL_LISTED = 64  # tiles of a head at most that are listed one by one, at the end
 LISTED = 8  # numbers that `packed.ListTiles` says of a tile
@@ -40,13 +46,71 @@ COMPUTES = {
 }
 
 
+def has_own_kernel(problem: Problem) -> bool:
+    """Whether the problem's head_dim is compiled into a kernel of its own. That of another has tiles of
+    `tile_dims` and is told the head_dim and the scale. What of a tile lies past the head_dim the TMA loads as
+    zeros, which add nothing, and does not store."""
+    return is_own(*problem.dims)
+
+
+def is_own(head_dim: int, value_dim: int) -> bool:
+    return head_dim == value_dim and head_dim in HEAD_DIMS
+
+
+def tile_dims(problem: Problem) -> tuple[int, int]:
+    """Columns of Q and K, and of V and O, in the tiles of the production kernel for a 16-bit problem."""
+    of_keys, of_values = problem.dims
+    columns = min(x for x in TILE_DIMS[problem.direction] if max(of_keys, of_values) <= x)
+    if (problem.direction, columns) == ("fwd", NARROW_VALUES[0]) and of_values <= NARROW_VALUES[1]:
+        return NARROW_VALUES
+    return columns, columns
+
+
+def tile_dim(problem: Problem) -> int:
+    """The first of `tile_dims`: what configurations are chosen by, and in a backward pass the second too."""
+    return tile_dims(problem)[0]
+
+
+def compiled_dims(problem: Problem) -> dict[str, object]:
+    """What stands in a problem for every other of the same kernel."""
+    if has_own_kernel(problem):
+        return {}
+    return _one_of(*tile_dims(problem))
+
+
+def other_dims(direction: str) -> list[dict[str, object]]:
+    """`compiled_dims` of all head dims without a kernel of their own: a closed list."""
+    equal = [_one_of(columns, columns) for columns in TILE_DIMS.get(direction, ())]
+    return [*equal, _one_of(*NARROW_VALUES)] if direction == "fwd" else equal
+
+
+def _one_of(columns: int, of_values: int) -> dict[str, object]:
+    head_dim = columns - VECTOR if is_own(columns, of_values) else columns
+    return {"head_dim": head_dim, "value_dim": of_values if of_values < columns else None, "scaled": True}
+
+
+def _refuse_dims(problem: Problem) -> str | None:
+    """Why kernels for every multiple of 8, or those of other directions for HEAD_DIMS, refuse `problem`."""
+    if problem.direction not in TILE_DIMS:
+        if problem.head_dim not in HEAD_DIMS:
+            return f"takes head_dim 64, 128 or 256, not {problem.head_dim}"
+        return _refuse_other_values(problem)
+    for name, columns in zip(("head_dim", "value_dim"), problem.dims):
+        if columns % VECTOR or not 0 < columns <= HEAD_DIMS[-1]:
+            return f"takes {name} in multiples of {VECTOR} up to {HEAD_DIMS[-1]}, not {columns}"
+    if problem.policies and not has_own_kernel(problem):  # which nobody has run
+        with_what = ", ".join(problem.policies)
+        return f"takes head_dim 64, 128 or 256 with {with_what}, not {':'.join(map(str, problem.dims))}"
+    return None
+
+
 def refuse_unless_gqa(problem: Problem, direction: str = "fwd") -> str | None:
-    """Why a stage with grouped heads, unequal lengths, both 16-bit types and three head dims refuses
+    """Why a stage with grouped heads, unequal lengths, both 16-bit types and many head dims refuses
     `problem`, or None."""
     if problem.direction != direction:
         return f"computes the {COMPUTES[direction]}, not {problem.direction!r}"
-    if problem.head_dim not in HEAD_DIMS:
-        return f"takes head_dim 64, 128 or 256, not {problem.head_dim}"
+    if reason := _refuse_dims(problem):
+        return reason
     if direction != "bwd" and problem.seqlen_q > 0 and problem.seqlen_kv == 0:
         return "takes at least one key"
     no_pair = (problem.seqlen_q == 0) != (problem.seqlen_kv == 0)
@@ -80,13 +144,17 @@ def refuse_options(problem: Problem) -> str | None:
         return "takes no gradient of the LSE"
     if problem.scaled:
         return "scales scores by 1/√head_dim, and takes no other softmax_scale"
-    return None
+    return _refuse_other_values(problem)
+
+
+def _refuse_other_values(problem: Problem) -> str | None:
+    return None if problem.value_dim is None else f"takes values of head_dim, not of {problem.value_dim}"
 
 
 def refuse_long_heads(problem: Problem, column_bytes: int) -> str | None:
     """Why `key_tiles.Tiles.section` cannot count the bytes of a head, of which a query's column takes
     `column_bytes`, or None."""
-    head_bytes = column_bytes * problem.head_dim * problem.seqlen_q
+    head_bytes = column_bytes * tile_dim(problem) * problem.seqlen_q
     head_bytes *= problem.heads // max(1, problem.kv_heads)
     masked = problem.causal or problem.window is not None
     if masked and problem.sequences is None and head_bytes > SECTION_BYTES_MAX:
@@ -95,6 +163,11 @@ def refuse_long_heads(problem: Problem, column_bytes: int) -> str | None:
             f"causal mask, not {head_bytes}: the order of tiles is computed from them, in 32 bits"
         )
     return None
+
+
+def column_blocks(columns: int) -> int:
+    """Blocks of scratch beside each other that so many columns take."""
+    return math.ceil(columns / BLOCK)
 
 
 def listed_tiles(total: int, sequences: int, rows: int) -> int:
@@ -114,7 +187,7 @@ def scratch_shapes(problem: Problem, tile_q: int, sums: int = 1) -> Scratch:
     if problem.sequences is not None:
         tiles = listed_tiles(problem.seqlen_q, len(problem.sequences), tile_q)
     blocks = tiles * tile_q // BLOCK
-    heads, columns = problem.batch * problem.heads, problem.head_dim // BLOCK
+    heads, columns = problem.batch * problem.heads, column_blocks(tile_dim(problem))
     return {
         "stats": ((heads, blocks, 2, BLOCK), "float32"),
         "dQ_sum": ((heads * sums, blocks, columns, BLOCK * BLOCK), "float32"),

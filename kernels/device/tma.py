@@ -10,12 +10,16 @@ SWIZZLE_COLUMNS = 64  # 16-bit elements in the 128 bytes that the swizzle permut
 SWIZZLE_BYTES = 1024  # the 128-byte swizzle repeats every 8 rows of 128 bytes: regions start on its period
 
 
-def swizzled_tiles(dtype: object, rows: int, columns: int, stages: int) -> cute.ComposedLayout:
+def swizzled_tiles(
+    dtype: object, rows: int, columns: int, stages: int, block: int | None = None
+) -> cute.ComposedLayout:
     """(row, column, stage) in shared memory as the TMA's 128-byte swizzle lays it out, 64 columns of 16 bits
-    a block; rows of 64 bytes as its 64-byte swizzle does."""
+    a block; rows that are no multiple of 128 bytes as its 64-byte swizzle does, or whatever rows in blocks of
+    so many bytes as the swizzle of those does."""
     kinds = warpgroup.SmemLayoutAtomKind
-    kind = kinds.K_SW128 if columns * dtype.width % (128 * 8) == 0 else kinds.K_SW64
-    atom = warpgroup.make_smem_layout_atom(kind, dtype)  # 8 rows × 128 bytes, or 64
+    block = block or (128 if columns * dtype.width % (128 * 8) == 0 else 64)
+    kind = {128: kinds.K_SW128, 64: kinds.K_SW64, 32: kinds.K_SW32}[block]
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)  # 8 rows × 128 bytes, 64 or 32
     return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
 
 
@@ -27,10 +31,19 @@ def swizzled_chunks(rows: int, head_dim: int, stages: int) -> cute.Layout:
     return cute.make_layout(shape, stride=(SWIZZLE_COLUMNS, chunk_stride, 1, rows * head_dim))
 
 
-def allocate_tiles(smem: object, dtype: object, rows: int, head_dim: int, stages: int) -> cute.Tensor:
-    """(row, head_dim, stage): shared memory for `stages` tiles as the TMA writes and WGMMA reads them."""
-    layout = swizzled_tiles(dtype, rows, head_dim, stages)
+def allocate_tiles(
+    smem: object, dtype: object, rows: int, head_dim: int, stages: int, block: int | None = None
+) -> cute.Tensor:
+    """(row, head_dim, stage): shared memory for `stages` tiles as the TMA writes and WGMMA reads them, laid
+    out as `swizzled_tiles`."""
+    layout = swizzled_tiles(dtype, rows, head_dim, stages, block)
     return smem.allocate_tensor(dtype, layout.outer, SWIZZLE_BYTES, layout.inner)
+
+
+def tiles_at(place: cute.Pointer, dtype: object, rows: int, head_dim: int, stages: int) -> cute.Tensor:
+    """`allocate_tiles`, where shared memory has been allocated for something else."""
+    layout = swizzled_tiles(dtype, rows, head_dim, stages)
+    return cute.make_tensor(cute.recast_ptr(place, layout.inner, dtype), layout.outer)
 
 
 def row_slices(sX: cute.Tensor, count: int) -> cute.Tensor:
@@ -41,28 +54,31 @@ def row_slices(sX: cute.Tensor, count: int) -> cute.Tensor:
     return cute.composition(sX, layout)
 
 
-def load_atom(mX: cute.Tensor, rows: int, columns: int | None = None) -> tuple[cute.CopyAtom, cute.Tensor]:
+def load_atom(
+    mX: cute.Tensor, rows: int, columns: int | None = None, block: int | None = None
+) -> tuple[cute.CopyAtom, cute.Tensor]:
     """The TMA descriptor that loads tiles of `rows` rows of mX (batch, heads, seqlen, head_dim), whole ones
     unless told how many `columns`, and mX as the descriptor sees it: (seqlen, head_dim, heads, batch).
 
     The descriptor (CUDA's CUtensorMap) is made on the host and handed to the kernel with its arguments. The
     tensor beside it holds coordinates instead of addresses: a slice of it is where in mX a copy begins, and
-    the TMA itself computes the addresses and fills what lies past the end of seqlen with zeros.
+    the TMA itself computes the addresses and fills what lies past the end of seqlen, or of head_dim, with
+    zeros.
     """
-    return _tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, rows, columns)
+    return _tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, rows, columns, block)
 
 
-def store_atom(mX: cute.Tensor, rows: int) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """`load_atom`'s counterpart: the descriptor that stores tiles of `rows` rows; rows past the end stay
-    unwritten."""
-    return _tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, rows)
+def store_atom(mX: cute.Tensor, rows: int, columns: int | None = None) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """`load_atom`'s counterpart: the descriptor that stores tiles of `rows` rows; rows and columns past the
+    end stay unwritten."""
+    return _tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, rows, columns)
 
 
 def _tma_atom(
-    op: object, mX: cute.Tensor, rows: int, columns: int | None = None
+    op: object, mX: cute.Tensor, rows: int, columns: int | None = None, block: int | None = None
 ) -> tuple[cute.CopyAtom, cute.Tensor]:
     columns = mX.shape[3] if columns is None else columns
-    one_tile = cute.slice_(swizzled_tiles(mX.element_type, rows, columns, 1), (None, None, 0))
+    one_tile = cute.slice_(swizzled_tiles(mX.element_type, rows, columns, 1, block), (None, None, 0))
     mX = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[2, 3, 1, 0]))
     return cpasync.make_tiled_tma_atom(op, mX, one_tile, (rows, columns))
 
