@@ -104,7 +104,7 @@ def missing(record: Record) -> str | None:
     """What a record lacks of all that its stage must pass, or None."""
     if lacking := [key for key in ENVIRONMENT_IDENTITY if not record.environment.get(key)]:
         return f"the environment's {', '.join(lacking)}"
-    if lacking := [name for name in cases.chosen(record.stage) if name not in record.cases]:
+    if lacking := [name for name in cases.of_reachable(record.stage) if name not in record.cases]:
         return f"the cases {', '.join(lacking)}"
     if record.repeats < 1:
         return "repeats"

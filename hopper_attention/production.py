@@ -274,7 +274,7 @@ def backward_stage(
     if parts == UNDIVIDED:
         # Of few tiles under a causal mask turns cost less than zeros.
         short = problem.causal and problem.seqlen_q == problem.seqlen_kv <= TURNS_SEQLEN
-        deterministic |= problem.head_dim < 256 and short
+        deterministic |= columns <= 128 and not problem.policies and short
         return DETERMINISTIC if deterministic else BACKWARD, None
     return DETERMINISTIC_IN_PARTS if deterministic else IN_PARTS, parts
 
