@@ -1,10 +1,11 @@
 # make bench KERNEL=k2    check and benchmark one stage (on a machine without a Hopper GPU: compile and inspect it)
 # make test               lint and test; needs no GPU
+# make site               the notes as a site in site/: open site/index.html
 PYTHON ?= python3
 KERNEL ?= k2
 READY := .venv/.ready
 
-.PHONY: bench test check report clean
+.PHONY: bench test check report site clean
 
 bench: $(READY)
 	.venv/bin/python bench.py $(KERNEL)
@@ -18,6 +19,11 @@ check: $(READY)
 
 report: $(READY)
 	.venv/bin/python -m harness.report
+	.venv/bin/python -m harness.draw
+
+site: $(READY)
+	.venv/bin/python -m harness.site
+	.venv/bin/python -m zensical build --strict --clean
 
 $(READY): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -28,4 +34,4 @@ $(READY): requirements.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache
+	rm -rf .venv .pytest_cache .ruff_cache .site .cache site

@@ -4,6 +4,7 @@
     python bench.py k1 fa1 k2             several stages in one interleaved run; `all` for the 16-bit ladder
     python bench.py bwd4                  a backward stage, beside the peers' backward passes
     python bench.py k7 k7_rows k8         stages in FP8, beside the peers that have it, in a run of their own
+    python bench.py context_parallel      a sequence on several GPUs (harness/context_parallel.py)
     python bench.py decode                a few queries to a cache, with rows of its own (harness/decoding.py)
     python bench.py k6 --suite models     the library on models' shapes (harness/suite.py), beside the peers
     python bench.py k6 bwd4 --suite packed    packed sequences, or `window`: harness/policy_suite.py
@@ -24,7 +25,18 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from harness import cases, decoding, machine_code, peers, policy_suite, results, suite, suites, timing
+from harness import (
+    cases,
+    context_parallel,
+    decoding,
+    machine_code,
+    peers,
+    policy_suite,
+    results,
+    suite,
+    suites,
+    timing,
+)
 from harness.command import Parser, Usage, run
 from harness.inputs import hopper_gpu
 from harness.measuring import Bench, Contender, Saved, stages_for
@@ -78,7 +90,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args.peers = [] if args.peers == "none" else args.peers.split(",")
     if unknown := [name for name in args.peers if name not in peers.PEERS]:
         raise Usage(f"unknown peer {unknown[0]!r}; there are {', '.join(peers.PEERS)}")
-    if other := [x for x in args.stages if x in ladder.BESIDE]:
+    if other := [x for x in args.stages if x in (*ladder.BESIDE, "context_parallel")]:
         if args.stages != other[:1] or args.suite:
             raise Usage(f"{other[0]} has rows of its own: measure it alone")
         return args
@@ -242,6 +254,10 @@ def command(arguments: list[str] | None) -> bool:
         if args.save and not hopper_gpu():
             raise Usage("nothing to save without a Hopper GPU: no kernel would be executed")
         return decoding.run(args.save, console) if hopper_gpu() else decoding.run_model(console)
+    if args.stages == ["context_parallel"]:
+        if args.save and not hopper_gpu():
+            raise Usage("nothing to save without a Hopper GPU: no kernel would be executed")
+        return context_parallel.run(args.save) if hopper_gpu() else context_parallel.run_model(console.print)
     if args.suite:
         if not hopper_gpu():
             raise Usage("--suite times the library: it needs a Hopper GPU")

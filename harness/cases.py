@@ -366,18 +366,23 @@ def every_kernel(stage_id, args):
         for name, problem in forms_of(stage_id, kernel).items():
             q, k, v, *do = random_inputs(problem)
             mask = {"causal": problem.causal, "top_left": problem.top_left}
-            scale = SCALE / math.sqrt(problem.head_dim) if problem.scaled else None
+            given = SCALE / math.sqrt(problem.head_dim)
+            # A kernel in FP8 is given a scale in any case.
+            scales = [None, given] if problem.in_fp8 else [given if problem.scaled else None]
             dlse = None
             if problem.lse_grad:  # the same in every run
                 dlse = torch.randn(q.shape[:3], generator=torch.Generator().manual_seed(1)).to(q.device)
-            expected = reference.Expected(
-                q, k, v, do=(do or [None])[0], **mask, softmax_scale=scale, dlse=dlse
-            )
-            tensors = expected.allocate(module, problem, **stage.options)
             rounding = reference.rounding_of(stage, module, problem, **stage.options)
-            verdict = expected.run(module, compile_stage(stage_id, kernel), tensors, rounding)
-            yield from noted(verdict, problem)
-            if verdict.passed:
+            verdicts = []
+            for scale in scales:
+                expected = reference.Expected(
+                    q, k, v, do=(do or [None])[0], **mask, softmax_scale=scale, dlse=dlse
+                )
+                tensors = expected.allocate(module, problem, **stage.options)
+                verdicts.append(expected.run(module, compile_stage(stage_id, kernel), tensors, rounding))
+                scaled = f", softmax_scale {scale:.3g}" if problem.in_fp8 and scale else ""
+                yield from noted(verdicts[-1], f"{problem}{scaled}")
+            if all(verdict.passed for verdict in verdicts):
                 forms_passed.setdefault(kernel, []).append(name)
 
 

@@ -9,10 +9,8 @@ come from memory in each; and as single calls, which a host that does not captur
 import dataclasses
 import json
 import math
-import random
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,116 +22,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from hopper_attention import flash_attn_with_kvcache
 from hopper_attention.cache import write_atomically
 from hopper_attention.checks import E4M3
+from hopper_attention.kernels import calls_decode
+from hopper_attention.kernels.contract import Problem
 
 from . import decoding_model as model
-from . import fa3, results, timing
+from . import decoding_records, fa3, results, timing
+from .decoding_cases import ROWS, Case, Row, cases, kernel_of
 from .reference import LSE_TOLERANCE, MAX_FACTOR, RMS_FACTOR
 
 ROTATION_BYTES = 1.05e9  # of caches that calls go through: 20 times L2
 CALLS = 40  # of a graph, at least
 REPEATS = 9
 Call = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A batch of sequences with caches, as it is timed."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
-    head_dim: int = 128
-    page: int = 0
-    eight_bits: bool = False
-    ragged: bool = False  # lengths between 1 and `keys`, at random
-
-    @property
-    def lengths(self) -> list[int]:
-        if not self.ragged:
-            return [self.keys] * self.batch
-        return [random.Random(b).randint(1, self.keys) for b in range(self.batch)]
-
-    @property
-    def bytes(self) -> int:
-        """Of K and V that must be read."""
-        return sum(self.lengths) * 2 * self.kv_heads * self.head_dim * (1 if self.eight_bits else 2)
-
-    def __str__(self) -> str:
-        more = (
-            f" pages of {self.page}" * (self.page > 0) + " e4m3" * self.eight_bits + " ragged" * self.ragged
-        )
-        shape = f"b{self.batch} h{self.heads}:{self.kv_heads} q{self.queries} n{self.keys} d{self.head_dim}"
-        return shape + more
-
-
-EVEN = [
-    Row(1, 32, 8, 1, 2048), Row(1, 32, 8, 1, 8192), Row(1, 64, 8, 1, 8192), Row(4, 16, 1, 1, 16384),
-    Row(1, 32, 8, 1, 32768), Row(8, 32, 8, 1, 4096), Row(1, 32, 32, 1, 8192), Row(1, 32, 8, 1, 131072),
-    Row(64, 32, 8, 1, 2048), Row(16, 64, 8, 1, 8192), Row(8, 32, 8, 1, 32768), Row(16, 32, 32, 1, 4096),
-    Row(64, 32, 8, 1, 8192), Row(8, 32, 8, 4, 8192), Row(1, 32, 8, 8, 32768),
-]  # fmt: skip
-MORE = [
-    *(dataclasses.replace(EVEN[i], page=page) for i in (0, 5, 7, 12) for page in (16, 64, 256)),
-    Row(32, 32, 8, 1, 16384, ragged=True),
-    Row(32, 32, 8, 1, 16384, page=16, ragged=True),
-    Row(8, 32, 8, 1, 32768, eight_bits=True),
-    Row(8, 32, 8, 1, 32768, eight_bits=True, page=64),
-    Row(16, 32, 8, 1, 8192, 64),
-    Row(8, 32, 8, 1, 8192, 256),
-]
-ROWS = [*EVEN, *MORE]
-
-
-# ---- cases ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """A call to judge. What lies behind a length is NaN, and −1 in the page table."""
-
-    lengths: tuple[int, ...]
-    queries: int = 1
-    group: int = 4
-    kv_heads: int = 2
-    head_dim: int = 128
-    dtype: str = "bfloat16"
-    page: int = 0
-    eight_bits: bool = False
-    causal: bool = True
-    left: int = -1
-    appends: bool = False
-    invariant: bool = False
-
-
-EDGES = (0, 1, 17, 63, 64, 65, 128, 129, 1000)
-
-
-def cases() -> Iterator[Case]:
-    """Every head_dim, type, number of rows and feature, on lengths 0 and 1, around a chunk, and long."""
-    many = tuple(random.Random(1).randint(0, 700) for _ in range(40))
-    for head_dim in (64, 128, 256):
-        for queries, group in ((1, 1), (1, 8), (4, 4), (8, 4), (16, 4), (16, 8), (9, 16)):
-            for lengths in (EDGES, (8199,), many):
-                yield Case(lengths, queries, group, head_dim=head_dim)
-        for page in (16, 64, 128, 256):
-            for eight_bits in (False, True):
-                yield Case(EDGES, 1, 4, head_dim=head_dim, page=page, eight_bits=eight_bits)
-                yield Case((8199, 300), 4, 4, head_dim=head_dim, page=page, eight_bits=eight_bits)
-        yield Case(EDGES, 1, 8, head_dim=head_dim, eight_bits=True)
-        yield Case(EDGES, 4, 4, head_dim=head_dim, dtype="float16")
-        yield Case(many, 4, 4, head_dim=head_dim, left=100)
-        yield Case(EDGES, 4, 4, head_dim=head_dim, left=0, page=16)
-        yield Case(EDGES, 1, 4, head_dim=head_dim, appends=True)
-        yield Case(EDGES, 4, 4, head_dim=head_dim, appends=True, page=16)
-        yield Case(EDGES, 1, 4, head_dim=head_dim, appends=True, page=64, eight_bits=True)
-        yield Case((8199, 5000, 1), 4, 4, head_dim=head_dim, invariant=True)
-    yield Case((4, 5), 4, 4, causal=False)
-    yield Case(tuple(n % 200 for n in range(300)), 1, 8, 1)
-    yield Case((20001,), 1, 16, 1)
-    yield Case((4096,) * 8, 1, 4, 8)
-    yield Case((333, 4000), 1, 5, 7)
 
 
 def inputs_of(case: Case, device: str = "cuda") -> tuple[dict[str, object], torch.Tensor, torch.Tensor]:
@@ -174,7 +74,8 @@ def inputs_of(case: Case, device: str = "cuda") -> tuple[dict[str, object], torc
                 end = max(0, min(page, n - added - p * page))
                 cache[table[b, p], :end] = x[b, p * page : p * page + end]
     options |= {"q": q, "k_cache": caches[0], "v_cache": caches[1], "window_size": (case.left, -1)}
-    options["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=device) - added
+    if not case.whole:
+        options["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=device) - added
     if case.page:
         options["block_table"] = table.to(device)
     if added:
@@ -299,6 +200,31 @@ def ours(row: Row, q: torch.Tensor, caches) -> list[Call]:
     return [lambda k=k, v=v: flash_attn_with_kvcache(q, k, v, **options) for k, v in caches]
 
 
+def plain_launches(row: Row, q: torch.Tensor, caches) -> list[Call]:
+    """The same kernel, launched when the one before it has ended: without programmatic dependent launch."""
+    least, options = kernel_of(row)
+    kernel = decoding_records.compiled(least, options | {"pdl": False})
+    problem = Problem(
+        row.batch, row.heads, row.kv_heads, row.queries, row.keys, row.head_dim, least.causal,
+        direction="decode",
+    )  # fmt: skip
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    scratch = [
+        torch.zeros(shape, dtype=getattr(torch, kind), device="cuda")
+        for shape, kind in calls_decode.decode_scratch(problem, options, sms).values()
+    ]
+    together = calls_decode.together_of(calls_decode.columns_of(problem), sms)
+    lengths = table = None
+    if options["lengths"]:
+        lengths = torch.tensor(row.lengths, dtype=torch.int32, device="cuda")
+    if row.page:
+        table, caches = in_pages(row, caches)
+    descale = torch.ones(row.batch, row.kv_heads, device="cuda") if row.eight_bits else None
+    o, lse = torch.empty_like(q), q.new_empty(row.batch, row.heads, row.queries, dtype=torch.float32)
+    rest = lengths, table, (None, None), (descale, descale), scratch, together, row.head_dim**-0.5, None
+    return [lambda k=k, v=v: calls_decode.launch_decode(kernel, q, k, v, o, lse, *rest) for k, v in caches]
+
+
 def sdpa(backend: SDPBackend) -> Callable[[Row, torch.Tensor, object], list[Call]]:
     def calls(row: Row, q: torch.Tensor, caches) -> list[Call]:
         if row.page or row.ragged or row.eight_bits or row.queries > 1:
@@ -343,9 +269,11 @@ def replayed(calls: list[Call]) -> float:
     """Microseconds of a call, in a graph of them all: the median of replays."""
     calls = calls * max(1, CALLS // len(calls))
     calls[0]()
+    torch.cuda.synchronize()  # scratch is shared by calls that come one after another: not by two streams
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         calls[0]()
+        torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
             for call in calls:
                 call()
@@ -380,12 +308,14 @@ def time_row(row: Row, pool: Pool) -> dict[str, object]:
     caches = pool.caches(row)
     q = torch.randn(row.batch, row.queries, row.heads, row.head_dim, device="cuda", dtype=torch.bfloat16)
     found: dict[str, object] = dataclasses.asdict(row) | {"bytes": row.bytes, "us": {}, "errors": {}}
+    found["cubin_sha256"] = decoding_records.identity_of(row)
     for name, make in PROVIDERS.items():
         try:
             calls = make(row, q, caches)
             found["us"][name] = round(replayed(calls), 2)
             if name == "hopper_attention":
                 found["single_us"] = round(single(calls), 2)
+                found["without_pdl_us"] = round(replayed(plain_launches(row, q, caches)), 2)
         except Exception as error:  # a peer that does not take a row must not end the run
             found["errors"][name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
     return found
@@ -411,12 +341,68 @@ def stress(pool: Pool, launches: int = 100_000) -> bool:
     return all(torch.equal(x.view(torch.int16), first.view(torch.int16)) for x in outputs)
 
 
+def waits_for_the_launch_before(pool: Pool, replays: int = 50) -> bool:
+    """Whether calls in a graph see what the kernels right before them wrote: a query, and a cache's last
+    values. They begin before those have ended."""
+    row = Row(8, 32, 8, 1, 4096)
+    k, v = (x.clone() for x in pool.caches(row)[0])
+    q = torch.empty(row.batch, 1, row.heads, row.head_dim, device="cuda", dtype=torch.bfloat16)
+    inputs = [(torch.randn_like(q), torch.randn_like(v[:, -300:])) for _ in range(24)]
+
+    def steps() -> list[torch.Tensor]:
+        outputs = []
+        for of_q, of_v in inputs:
+            q.copy_(of_q)
+            v[:, -300:].copy_(of_v)
+            outputs.append(flash_attn_with_kvcache(q, k, v))
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize()
+        return outputs
+
+    wanted, graph = steps(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = steps()
+    same = True
+    for _ in range(replays):
+        for o in outputs:
+            o.zero_()
+        graph.replay()
+        same &= all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(outputs, wanted))
+    return same and not torch.equal(wanted[0], wanted[1])
+
+
 # ---- the command ------------------------------------------------------------------------------------------
 
 
 def run(save: Path | None = None, console: Console | None = None) -> bool:
-    """Judge every case, time every row; whether all cases passed."""
+    """Judge every case, time every row; whether all cases passed. What is saved are the times, and the record
+    of the machine code that passed."""
     console = console or Console()
+    passed = judge_all(console)
+    environment = timing.environment({})
+    pool, rows = Pool(), []
+    steady = stress(pool)
+    console.print(f"100,000 launches beside copies: {'the same bits' if steady else 'FAIL: other bits'}")
+    waits = waits_for_the_launch_before(pool)
+    console.print(f"what the launch before wrote is {'seen' if waits else 'FAIL: not always seen'}")
+    steady &= waits
+    for row in ROWS:
+        found = time_row(row, pool)
+        rows.append(found)
+        console.print(line_of(row, found["us"]), soft_wrap=True, highlight=False)
+    if save and steady and passed:
+        path = save / results.gpu_folder(environment["gpu"]) / "decode" / "bench.json"
+        results.probe(path)
+        data = {"environment": environment, "cases": len(list(cases())), "rows": rows}
+        write_atomically(path, json.dumps(data, indent=1).encode())
+        record = decoding_records.record_of(environment)
+        at = save / results.gpu_folder(environment["gpu"]) / "checks" / "decode.json"
+        results.probe(at)
+        console.print(f"wrote {path} and {record.save(at)}")
+    return steady and passed
+
+
+def judge_all(console: Console) -> bool:
     failures = 0
     every = list(cases())
     for case in every:
@@ -428,26 +414,16 @@ def run(save: Path | None = None, console: Console | None = None) -> bool:
             failures += 1
             console.print(f"FAIL {case}: {wrong}", soft_wrap=True)
     console.print(f"{len(every) - failures} of {len(every)} cases passed")
-    environment = timing.environment({})
-    pool, rows = Pool(), []
-    steady = stress(pool)
-    console.print(f"100,000 launches beside copies: {'the same bits' if steady else 'FAIL: other bits'}")
-    for row in ROWS:
-        found = time_row(row, pool)
-        rows.append(found)
-        own = found["us"].get("hopper_attention")
-        best = min((us for name, us in found["us"].items() if name != "hopper_attention"), default=None)
-        text = f"{row!s:48} " + "  ".join(f"{name} {us:.1f}" for name, us in found["us"].items())
-        if own:
-            text += f"   {row.bytes / own / 1e6:.2f} TB/s" + (f"  {best / own:.2f} ×" if best else "")
-        console.print(text, soft_wrap=True, highlight=False)
-    if save and steady and not failures:
-        path = save / results.gpu_folder(environment["gpu"]) / "decode" / "bench.json"
-        results.probe(path)
-        data = {"environment": environment, "cases": len(every), "rows": rows}
-        write_atomically(path, json.dumps(data, indent=1).encode())
-        console.print(f"wrote {path}")
-    return steady and failures == 0
+    return failures == 0
+
+
+def line_of(row: Row, us: dict[str, float]) -> str:
+    own = us.get("hopper_attention")
+    best = min((x for name, x in us.items() if name != "hopper_attention"), default=None)
+    text = f"{row!s:48} " + "  ".join(f"{name} {x:.1f}" for name, x in us.items())
+    if own:
+        text += f"   {row.bytes / own / 1e6:.2f} TB/s" + (f"  {best / own:.2f} ×" if best else "")
+    return text
 
 
 def run_model(console: Console) -> bool:

@@ -21,6 +21,7 @@ from harness import plots, suite
 from harness.host import BOTH, FORWARD, OURS, PLAIN
 from harness.markdown import table
 from harness.results import DIRECTION_WORDS, PEER_LABELS, PUBLIC_CALLS, Results
+from harness.rotation import plot_rotation
 from harness.sweep import SEQLENS
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import BACKWARD as BACKWARD_STAGE
@@ -60,12 +61,17 @@ def _numbers(row: Mapping[str, Any]) -> Iterable[float]:
     for name, value in row.items():
         if name == "errors":  # why a peer has none
             continue
-        if isinstance(value, Mapping):
-            yield from value.values()
-        elif isinstance(value, list):
-            yield from value
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield value
+        yield from _numbers_in(value)
+
+
+def _numbers_in(value: object) -> Iterable[float]:
+    if isinstance(value, Mapping):
+        yield from _numbers(value)
+    elif isinstance(value, list):
+        for x in value:
+            yield from _numbers_in(x)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield value
 
 
 # ---- host time --------------------------------------------------------------------------------------------
@@ -323,16 +329,18 @@ def decode_table(rows: Rows) -> str:
         size, rate = row["bytes"] / 1e6, row["bytes"] / ours / 1e6
         size = f"{size:.0f} MB" if size < 1e3 else f"{size / 1e3:.2f} GB"
         ahead = f"{best / ours:.2f}" if best else ""
-        lines.append([shape, ", ".join(kind), size, f"**{ours:.1f}**", *peers, ahead, f"{rate:.2f}"])
-    header = ["batch, heads, queries, keys", "", "K and V", "`decode`"]
+        plain = f"{row['without_pdl_us']:.1f}" if "without_pdl_us" in row else ""
+        lines.append([shape, ", ".join(kind), size, f"**{ours:.1f}**", plain, *peers, ahead, f"{rate:.2f}"])
+    header = ["batch, heads, queries, keys", "", "K and V", "`decode`", "without PDL"]
     header += [*(PEER_LABELS[x] for x in DECODING_PEERS), "ahead", "TB/s"]
     behind = [f"{shape} ({ratio:.3f})" for ratio, shape in ratios if ratio < 1]
     sentence = (
-        f"µs of a call in a CUDA graph, caches rotating through more than a gigabyte. The {len(ratios)} rows "
+        f"µs of a call in a CUDA graph, caches rotating through more than a gigabyte; without PDL the kernel "
+        f"starts when the one before has ended. The {len(ratios)} rows "
         f"without a remark: {min(ratios)[0]:.3f} to {max(ratios)[0]:.3f} × the best peer, geometric mean "
         f"{geometric_mean(ratio for ratio, _ in ratios):.3f}; below 1.000: {'; '.join(behind) or 'none'}."
     )
-    return f"{table(header, lines, 'llrrrrrrr')}\n\n{sentence}"
+    return f"{table(header, lines, 'llrrrrrrrr')}\n\n{sentence}"
 
 
 INPUTS = {
@@ -373,6 +381,40 @@ def _contenders_table(rows: Rows, column: Callable[[dict], str], cell: Callable[
     return table(["", *columns], lines, "l" + "r" * len(columns))
 
 
+CONTEXT_CALLS = {  # of harness.context_parallel, and how the table's columns call them
+    "alone": "one GPU, 1/P of the work",
+    "communicator": "messages by NCCL",
+    "fa3 ring": "FlashAttention-3 in this ring",
+    "torch, cudnn": "PyTorch's ring, cuDNN",
+    "torch, enable()": "PyTorch's ring, `enable()`",
+}
+
+
+def context_table(rows: Rows) -> str:
+    """TFLOP/s of a GPU of a sequence on several, beside one GPU with as much work and the other rings."""
+    if not rows:
+        return NOTHING
+    lines = []
+    for row in rows:
+        size = row["size"]
+        name = (
+            f"{size['tokens'] // 1024}k, {size['heads']}:{size['kv_heads']}{', full' * (not size['causal'])}"
+        )
+        for direction, words in (("forward", "forward"), ("both", "forward + backward")):
+            if direction not in row:
+                continue
+            times = row[direction]
+            rate = lambda x: f"{times[x]['tflops']:.0f}" if x in times else ""
+            share = f"{times['alone']['ms'] / times['ours']['ms']:.1%}" if "alone" in times else ""
+            others = [rate(x) for x in CONTEXT_CALLS]
+            known = times["overlap"]
+            overlap = "" if known is None else f"{known:.0%}"
+            cells = [name, words, f"**{rate('ours')}**", share, overlap, *others]
+            lines.append(cells)
+    header = ["tokens of a GPU, heads", "", "TFLOP/s", "of one GPU", "overlap", *CONTEXT_CALLS.values()]
+    return table(header, lines, "ll" + "r" * (len(header) - 2))
+
+
 def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
     """The blocks of one GPU."""
     return {
@@ -383,6 +425,7 @@ def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
         "training": training_table(load(folder, "training")),
         "quantizing": quantizing_table(load(folder, "quantizing")),
         "decode": decode_table(load_rows(folder / "decode" / "bench.json", zeros=True)),
+        "context-parallel": context_table(load_rows(folder / "context_parallel" / "bench.json", zeros=True)),
         **accuracy_tables(load(folder, "accuracy", zeros=True)),
     }
 
@@ -393,4 +436,6 @@ def figures(folder: Path) -> dict[str, Callable[[Path], None]]:
         found["training.png"] = partial(plot_training, rows)
     if load(folder, "models_fwd") and load(folder, "models_bwd"):
         found["models.png"] = partial(plot_models, folder)
+    if load(folder, "accuracy", zeros=True):
+        found["rotation.png"] = plot_rotation
     return found

@@ -36,7 +36,7 @@ def digest(stage_id: str) -> str:
     stage, _ = ladder.load(stage_id)
     code = {
         str(path.relative_to(cache.KERNELS)): code_lines(path.read_text(encoding="utf-8"))
-        for path in sources_of(ladder.LADDER[stage_id])
+        for path in sources_of(ladder.FILES[stage_id])
     }
     options = repr(sorted(stage.options.items()))
     everything = {"code": code, "options": options, "compiler": cache.compiler()}

@@ -17,6 +17,7 @@ from hopper_attention.kernels.device.fp8 import (
     EXPONENT_MIN,
     LARGEST_V,
     ONES_ROWS,
+    OWN_ROTATED,
     SMALLEST_MAXIMUM,
     TOKEN_ORDER,
     TOKENS,
@@ -123,11 +124,11 @@ def transposed(v8: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """√d times the Walsh–Hadamard transform of the last dimension: by the bits of a thread's chunk, the
-    highest, those of the lane."""
+    """√d times the Walsh–Hadamard transform of the last dimension: by the bits of what a thread has, those of
+    a chunk before those of its chunks, then by those of the lane."""
     d = x.shape[-1]
-    highest = d.bit_length() - 2
-    for bit in (0, 1, 2, 3, highest, *range(4, highest)):
+    first = 4 + (d // OWN_ROTATED[d]).bit_length() - 1  # behind the lane's
+    for bit in (0, 1, 2, 3, *range(first, d.bit_length() - 1), *range(4, first)):
         first, second = x.unflatten(-1, (-1, 2, 1 << bit)).unbind(-2)
         x = torch.stack([first + second, first - second], dim=-2).flatten(-3)
     return x

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import cases, machine_code, provenance
+from harness import cases, decoding_records, machine_code, provenance
 from harness.results import ENVIRONMENT_IDENTITY, gpu_folder, results_dir
 from hopper_attention.cache import write_atomically
 from hopper_attention.kernels import ladder
@@ -137,9 +137,11 @@ def changed(record: Record, kernels: list[Problem] | None = None) -> list[str]:
 
 
 def committed() -> dict[str, list[Record]]:
-    """Every committed record by stage."""
+    """Every committed record of the ladder by stage."""
     found: dict[str, list[Record]] = {stage_id: [] for stage_id in ladder.LADDER}
     for path in sorted(results_dir().glob("*/checks/*.json")):
+        if path.stem in ladder.BESIDE:
+            continue
         record = load(path)
         found[record.stage].append(record)
     return found
@@ -170,6 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
                     print(
                         f"{stage_id}: {len(record.kernels)} kernels recompiled, none changed; record renewed"
                     )
+        lines += decoding_records.report(renew)
     except ValueError as error:
         print(f"harness.records: {error}", file=sys.stderr)
         return 2

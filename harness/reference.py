@@ -93,8 +93,8 @@ def _lazy_maximum_of_window(
     window: tuple[int, int],
 ) -> torch.Tensor:  # fmt: skip
     """`_lazy_maximum` of scores of the keys from `begin` on, where a window hides keys on both sides. A block
-    of 64 rows begins with the tile that its first row sees first. Up to the tile from which its last row
-    sees all, its maxima are those of the scores so far; the sum and the room are of the tiles up to there."""
+    of 64 rows begins with the tile that its first row sees first. Up to the tile with its last row's first
+    key its maxima are those of the scores so far; the sum and the room are of the tiles up to there."""
     tile_kv, parts, growth, share = lazy.behind.values()
     left, right = (2**30 if x < 0 else x for x in window)
     first_row = rows // BLOCK_ROWS * BLOCK_ROWS
@@ -102,7 +102,7 @@ def _lazy_maximum_of_window(
     own = (last_key.clamp(1, keys) / tile_kv).ceil()
     first_tile = lambda row: (row + offset - left).clamp(min=0)
     first = torch.minimum(first_tile(first_row) // tile_kv, own - 1)
-    edge = (first_tile(first_row + BLOCK_ROWS - 1) / tile_kv).ceil()
+    edge = first_tile(first_row + BLOCK_ROWS - 1) // tile_kv + 1
     edge = torch.minimum(torch.maximum(edge, first + 1), own)
     in_the_middle = math.ceil(min(keys, min(left, keys) + min(right, keys) + 1) / tile_kv)
     padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % tile_kv), value=-math.inf)

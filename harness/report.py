@@ -6,8 +6,9 @@ nothing and exits 1, with a line for each stale item. Of a figure it checks only
 bytes depend on the versions of matplotlib and its font renderer, so comparing them would fail where nothing
 is wrong.
 
-Blocks: `ladder`, `environment`, `sustained`, and those of `harness.library`, of the GPU measured last;
-`stage-<id>` for every stage and `ablation-<file>` for every kernel file, of every GPU that has their rows.
+Blocks: `ladder`, `environment`, `sustained`, `published`, those of `harness.library` and, for production
+stages, `claim-<id>`, of the GPU measured last; `stage-<id>` for every stage and `ablation-<file>` for every
+kernel file, of every GPU that has their rows; `worth-<file>` for those of `harness.worth`.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from harness import library, plots
+from harness import library, plots, published, worth
 from harness.figures import drawable
 from harness.markdown import table
 from harness.plots import format_rate, label
@@ -115,28 +116,39 @@ def stage_table(results: Results) -> str:
     return "\n\n".join(parts)
 
 
+def _ahead(measured: Mapping[str, Results], stage: str) -> dict[int, list[tuple[float, Problem]]]:
+    """By head_dim, a stage's ratios to the best peer of each problem of the papers' sweep."""
+    ratios: dict[int, list[tuple[float, Problem]]] = {}
+    for row in measured[stage].rows if stage in measured else ():
+        peer = measured[stage].best_peer(row.problem) if row.provider == stage and row.tflops else None
+        if peer is not None and row.dtype == "bfloat16" and row.seqlen_q in SEQLENS:
+            ratios.setdefault(row.head_dim, []).append((row.tflops / peer.tflops, row.problem))
+    return ratios
+
+
+def _spread(found: Sequence[tuple[float, Problem]]) -> str:
+    """Least and greatest ratio, and the geometric mean."""
+    least, greatest = min(x for x, _ in found), max(x for x, _ in found)
+    return f"{least:.3f}–{greatest:.3f}, mean {math.exp(sum(math.log(x) for x, _ in found) / len(found)):.3f}"
+
+
+def _behind(found: Iterable[tuple[float, Problem]]) -> str:
+    return ", ".join(f"{problem} ({x:.3f})" for x, problem in sorted(found) if x < 1) or "none"
+
+
 def lead(measured: Mapping[str, Results]) -> str:
     """How far the production stages are ahead of the best peer, by head_dim, and where they are not."""
-    ratios: dict[tuple[str, int], list[tuple[float, Problem]]] = {}
-    for stage in PRODUCTION:
-        for row in measured[stage].rows if stage in measured else ():
-            peer = measured[stage].best_peer(row.problem) if row.provider == stage and row.tflops else None
-            if peer is not None and row.dtype == "bfloat16" and row.seqlen_q in SEQLENS:
-                ratios.setdefault((stage, row.head_dim), []).append((row.tflops / peer.tflops, row.problem))
-    if not ratios:
+    ratios = {stage: _ahead(measured, stage) for stage in PRODUCTION}
+    head_dims = sorted({d for of_stage in ratios.values() for d in of_stage})
+    if not head_dims:
         return NOTHING
-    head_dims = sorted({d for _, d in ratios})
     lines = []
     for stage, words in PRODUCTION.items():
-        cells = []
-        for d in head_dims:
-            found = [ratio for ratio, _ in ratios.get((stage, d), [])]
-            mean = math.exp(sum(map(math.log, found)) / len(found)) if found else 0.0
-            cells.append(f"{min(found):.3f}–{max(found):.3f}, mean {mean:.3f}" if found else NOT_MEASURED)
+        cells = [_spread(ratios[stage][d]) if d in ratios[stage] else NOT_MEASURED for d in head_dims]
         lines.append([f"{words}, `{stage}`", *cells])
     rows = [row for stage in PRODUCTION if stage in measured for row in measured[stage].rows]
     peers = sorted({row.provider for row in rows} & set(PEER_LABELS), key=_peer_order)
-    behind = [f"{problem} ({x:.3f})" for found in ratios.values() for x, problem in sorted(found) if x < 1]
+    behind = _join_lists(_behind(found) for of in ratios.values() for _, found in sorted(of.items()))
     header = ["against the best peer", *(f"head_dim {d}" for d in head_dims)]
     gpus = _join(dict.fromkeys(measured[stage].gpu for stage in PRODUCTION if stage in measured))
     sentence = (
@@ -144,9 +156,28 @@ def lead(measured: Mapping[str, Results]) -> str:
         f"problem and ran, each row in one run, and the geometric mean: bf16, {TOTAL_TOKENS} tokens, hidden "
         f"size {HIDDEN_SIZE}, N from {SEQLENS[0]} to {SEQLENS[-1]}, full and causal, launches with rests "
         f"between them, on {gpus}. "
-        f"Below 1.000: {', '.join(behind) or 'none'}."
+        f"Below 1.000: {behind}."
     )
     return f"{table(header, lines, 'l' + 'r' * len(head_dims))}\n\n{sentence}"
+
+
+def _join_lists(lists: Iterable[str]) -> str:
+    return ", ".join(found for found in lists if found != "none") or "none"
+
+
+def claim(measured: Mapping[str, Results], stage: str) -> str:
+    """What `lead` says of one stage, in a sentence for its note."""
+    ratios = _ahead(measured, stage)
+    if not ratios:
+        return f"`{stage}` is {NOT_MEASURED}."
+    each = "; ".join(f"{_spread(found)} at head_dim {d}" for d, found in sorted(ratios.items()))
+    behind = _join_lists(_behind(found) for _, found in sorted(ratios.items()))
+    most = max(row.tflops for row in measured[stage].rows if row.provider == stage and row.tflops)
+    return (
+        f"**`{stage}` against the fastest peer of each problem, on {measured[stage].gpu}: {each}.** Of the "
+        f"papers' sweep, N from {SEQLENS[0]} to {SEQLENS[-1]}, full and causal. Below 1.000: {behind}. "
+        f"At most {format_rate(most)} TFLOP/s."
+    )
 
 
 def environment_line(measured: Mapping[str, Results]) -> str:
@@ -304,6 +335,8 @@ def make_blocks(
         "counters": counters,
         **(of_library or {}),
     }
+    blocks["published"] = published.block(measured)
+    blocks |= {f"claim-{stage}": claim(measured, stage) for stage in PRODUCTION}
     for stage in stages:
         found = [results[stage.id] for results in everything.values() if stage.id in results]
         known = [results for results in found if any(row.provider == stage.id for row in results.rows)]
@@ -374,11 +407,20 @@ def ablation_tables(root: Path, folders: Iterable[str]) -> dict[str, str]:
     return {file: "\n\n".join(found) for file, found in tables.items()}
 
 
+def ablations_of(root: Path, folders: Iterable[str], file: str) -> dict[str, Results]:
+    """The GPUs' measured variants of a kernel file, in the folders' order."""
+    paths = {folder: root / "results" / folder / "ablations" / f"{file}.json" for folder in folders}
+    return {folder: Results.load(path) for folder, path in paths.items() if path.exists()}
+
+
 def _blocks_of(root: Path, everything: Mapping[str, dict[str, Results]], stages: Sequence[Stage], notes: str):
     newest = root / "results" / next(iter(everything), "")
     counters = counters_table(newest / "profiles", [stage.id for stage in stages])
     tables = ablation_tables(root, everything)
     of_library = library.blocks(newest, next(iter(everything.values()), {}))
+    of_library |= {
+        f"worth-{file}": worth.block(file, ablations_of(root, everything, file)) for file in worth.LACKING
+    }
     return make_blocks(stages, everything, ladder.LADDER, notes, tables, counters, of_library)
 
 

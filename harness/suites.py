@@ -7,7 +7,9 @@ the model whose `config.json` it is. A causal mask is aligned at the bottom righ
 
 from dataclasses import dataclass
 
+from harness.sweep import LENGTHS, sweep_problem
 from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.device.limits import HEAD_DIMS
 
 
 @dataclass(frozen=True)
@@ -140,4 +142,13 @@ MODELS = [
     ),
 ]
 
-SUITES = {"models": MODELS}
+LONGEST = 2048  # from there on every height of a tile has tiles enough, and k6's own is the best
+SWEEP = [  # to hold the library's choices against; `bench.py` without a suite has the published rows
+    ModelProblem("the sweep", f"N = {n}, head_dim {d}, {mask}", "arXiv 2307.08691, section 4.1", problem)
+    for d in HEAD_DIMS
+    for mask in ("full", "causal")
+    for n in LENGTHS
+    if (problem := sweep_problem(n, d, mask == "causal")).seqlen_q <= LONGEST
+]
+
+SUITES = {"models": MODELS, "sweep": SWEEP}

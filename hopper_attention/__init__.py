@@ -5,7 +5,8 @@ o = attention(q, k, v, causal=True)     # (batch, heads, seqlen, head_dim)
 
 or behind the calls that a model makes already: `enable()` for scaled_dot_product_attention,
 `flash_attn_func`, `flash_attn_varlen_func` for packed sequences, `flash_attn_with_kvcache` for decoding,
-`integrations.huggingface.register()`. For inference in FP8: `attention_fp8`, `quantize`.
+`integrations.huggingface.register()`. For inference in FP8: `attention_fp8`, `quantize`. For a sequence on
+several GPUs: `context_parallel_attention`.
 """
 
 from .fp8 import attention_fp8, quantize
@@ -22,6 +23,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_fp8",
+    "context_parallel_attention",
     "disable",
     "enable",
     "enabled",
@@ -32,3 +34,12 @@ __all__ = [
     "quantize",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """What needs `torch.distributed`, which not every PyTorch has, is imported when it is asked for."""
+    if name == "context_parallel_attention":
+        from .integrations.context_parallel import context_parallel_attention
+
+        return context_parallel_attention
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -301,8 +301,9 @@ def flash_attn_with_kvcache(
     Returns o like q, or `out`, and with `return_softmax_lse` also the LSE, fp32 (batch, heads, queries): 0
     and −∞ for a query that sees no key. Keys are split among all SMs in any case: `num_splits` is taken and
     ignored. With `batch_invariant` a sequence's bits do not depend on the other sequences; they never depend
-    on the run. There is no gradient. Raises TypeError, ValueError or, with the argument's name,
-    NotImplementedError before anything is launched.
+    on the run. From 64 to 128 queries on, by the number of keys, `attention` is faster (notes/decode.md).
+    There is no gradient. Raises TypeError, ValueError or, with the argument's name, NotImplementedError
+    before anything is launched.
     """
     left, right = (-1 if x is None else x for x in window_size)
     if right not in (-1, 0) or left < -1:

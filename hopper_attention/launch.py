@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from . import cache
-from .kernels import calls_fp8, ladder
+from .kernels import calls_decode, calls_fp8, ladder
 from .kernels.contract import DTYPES, Problem
 from .kernels.device.constants import SMS
 from .kernels.device.limits import HEAD_DIMS, compiled_dims, other_dims
@@ -139,6 +139,11 @@ def reachable_in_fp8() -> list[tuple[str, Problem, dict[str, object]]]:
         for parts, rotate, rope in itertools.product(calls_fp8.PARTS, (False, True), (False, True)):
             preparing.append((QUANTIZE, least, calls_fp8.quantize_options(parts, rotate, rope)))
     return attending + preparing
+
+
+def reachable_in_decode() -> list[tuple[str, Problem, dict[str, object]]]:
+    """Everything that attention to a cache can have compiled, as `kernel_for` takes it: a closed list."""
+    return [(DECODE, problem, options) for problem, options in calls_decode.kernels()]
 
 
 def compile_kernel(stage_id: str, problem: Problem, **options: object) -> Kernel:

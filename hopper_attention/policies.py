@@ -233,12 +233,15 @@ def _problem_of(
 
 
 def without_idle_window(problem: Problem) -> Problem:
-    """The problem without a window, or the side of one, that is too wide to hide anything."""
+    """The problem without a window, or the side of one, that is too wide to hide anything; what is left may
+    be the causal mask, whose kernel is faster."""
     if problem.window is None:
         return problem
     left, right = problem.window
     left = -1 if left >= problem.seqlen_kv - 1 else left
     right = -1 if right >= max(1, problem.seqlen_q - 1) else right
+    if (left, right) == (-1, 0):
+        return problem.with_(window=None, causal=True)
     return problem.with_(window=None if (left, right) == (-1, -1) else (left, right))
 
 

@@ -4,6 +4,9 @@
     python -m hopper_attention.precompile policies    those with windows, soft caps, sinks, packed sequences
     python -m hopper_attention.precompile fp8         those of `attention_fp8` and `quantize`
     python -m hopper_attention.precompile k2 bwd3     of other stages; `all` for the ladder
+    python -m hopper_attention.precompile decode --head-dim 128 --dtype bfloat16 --page-size 16
+                                                      those of `flash_attn_with_kvcache`, which are thousands:
+                                                      of one model's heads and one kind of cache
 
 Needs no GPU. One process a core, each compiles what no other is compiling.
 """
@@ -18,14 +21,17 @@ from typing import Any
 
 from . import cache, tuned
 from .kernels import ladder
-from .kernels.contract import Problem
+from .kernels.calls_decode import chunk_of
+from .kernels.contract import DTYPES, Problem
 from .kernels.device.constants import SMS
 from .launch import (
+    DECODE,
     LIBRARY,
     QUANTIZE,
     WITH_POLICIES,
     kernel_for,
     reachable,
+    reachable_in_decode,
     reachable_in_fp8,
     reachable_with_policies,
     sms_option,
@@ -37,6 +43,8 @@ Job = tuple[str, Problem, dict[str, Any]]  # as `launch.kernel_for` takes it
 
 def jobs_of(stage_id: str, sms: int = SMS) -> list[Job]:
     """Every kernel of a stage, or of "fp8" or "policies", that a call can reach on a GPU with so many SMs."""
+    if stage_id == DECODE:
+        return [(name, what, options | sms_option(sms)) for name, what, options in reachable_in_decode()]
     if stage_id == FP8:
         of_sms = lambda name: {} if name == QUANTIZE else sms_option(sms)
         return [(name, what, options | of_sms(name)) for name, what, options in reachable_in_fp8()]
@@ -66,11 +74,25 @@ def _compile(job: Job) -> None:
     kernel_for(*job)
 
 
+def _wanted(job: Job, args: argparse.Namespace) -> bool:
+    stage_id, problem, options = job
+    if args.head_dim not in (None, problem.head_dim) or args.dtype not in (None, problem.dtype):
+        return False
+    if stage_id != DECODE or args.page_size is None:
+        return True
+    return options["box"] == min(args.page_size, chunk_of(problem.head_dim, options["eight_bits"]))
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m hopper_attention.precompile", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("stages", nargs="*", default=LIBRARY, help="stage ids, `all`, `policies` or `fp8`")
+    parser.add_argument(
+        "stages", nargs="*", default=LIBRARY, help="stage ids, `all`, `policies`, `fp8` or `decode`"
+    )
+    parser.add_argument("--head-dim", type=int, help="only kernels for heads of this size")
+    parser.add_argument("--dtype", choices=DTYPES, help="only kernels for queries of this type")
+    parser.add_argument("--page-size", type=int, help="of decode only kernels for such pages; 0: none")
     here = tuned.gpu().sms
     parser.add_argument("--sms", type=int, default=here, help=f"SMs of the GPU, by default {here}")
     parser.add_argument("--workers", type=int, help="processes; by default one a core")
@@ -79,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--sms must be a positive number, not {args.sms}")
     try:
         stages = ladder.stages_named(args.stages)
-        jobs = [job for stage_id in stages for job in jobs_of(stage_id, args.sms)]
+        jobs = [job for stage_id in stages for job in jobs_of(stage_id, args.sms) if _wanted(job, args)]
         count = fill(jobs, args.workers)
     except (ValueError, RuntimeError) as error:
         print(f"hopper_attention.precompile: {error}", file=sys.stderr)

@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import json
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,16 +26,27 @@ class Gpu(NamedTuple):
 
 
 H200 = Gpu()
+margin: ContextVar[int] = ContextVar("margin", default=0)  # SMs that calls leave free: `leaving`
 
 
 def gpu(device: torch.device | None = None) -> Gpu:
     """That of a device, by default the current one; H200 where there is none."""
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
         return H200
-    return Gpu(
-        torch.cuda.get_device_properties(device).multi_processor_count,
-        known(torch.cuda.get_device_name(device)),
-    )
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return Gpu(max(1, sms - margin.get()), known(torch.cuda.get_device_name(device)))
+
+
+@contextlib.contextmanager
+def leaving(sm_margin: int) -> Iterator[None]:
+    """Calls inside, in this thread, leave so many SMs free, for a communicator's kernels."""
+    if type(sm_margin) is not int or not 0 <= sm_margin < SMS:
+        raise ValueError(f"sm_margin must be a number of SMs, from 0 to {SMS - 1}, not {sm_margin!r}")
+    before = margin.set(sm_margin)
+    try:
+        yield
+    finally:
+        margin.reset(before)
 
 
 def path() -> Path | None:

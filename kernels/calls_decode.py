@@ -1,10 +1,12 @@
 """What a caller of `decode` must know to launch it: which of its kernels a call takes, the scratch that one
 needs, the order of its arguments. Imports no compiler."""
 
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
-from .contract import Compiled, Problem, Scratch
+from .contract import DTYPES, Compiled, Problem, Scratch
 from .device.constants import ROWS_MAX
 from .device.limits import HEAD_DIMS, refuse_policies
 
@@ -71,6 +73,23 @@ def options_of(
         "appends": appends,
         "unit": max(1, UNIT_KEYS // chunk) if invariant else 0,
     }
+
+
+def kernels() -> Iterator[tuple[Problem, dict[str, Any]]]:
+    """Everything that a call can have compiled, as (least problem of a kernel, options): a closed list."""
+    choices = itertools.product(HEAD_DIMS, DTYPES, (False, True), ROWS, (False, True))
+    for head_dim, dtype, causal, rows, eight_bits in choices:
+        least = Problem(1, 1, 1, 1, 1, head_dim, causal, dtype, direction="decode")
+        problem = Problem(1, rows, 1, 1, 1, head_dim, causal, dtype, direction="decode")
+        chunk = chunk_of(head_dim, eight_bits)
+        pages = [0] + [page for page in (16, 32, 64, 128, 256) if page <= chunk]
+        for page, lengths in ((0, False), *((page, True) for page in pages)):
+            for window, appends, invariant in itertools.product((False, True), repeat=3):
+                if lengths or not appends:
+                    yield (
+                        least,
+                        options_of(problem, lengths, page, eight_bits, window, appends, invariant),
+                    )
 
 
 def decode_scratch(problem: Problem, options: dict[str, Any], sms: int) -> Scratch:

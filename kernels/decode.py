@@ -48,6 +48,11 @@ STAGES = (
 )
 
 
+# L2's policy for what is read once: to go before anything else does (`EVICT_FIRST` of CUTLASS). Pieces and
+# counters then stay.
+READ_ONCE = 0x12F0000000000000
+
+
 class Barrier(IntEnum):
     """Named barriers."""
 
@@ -71,10 +76,11 @@ class Decode:
     def __init__(
         self, head_dim: int, dtype: str, rows: int, causal: bool = False, lengths: bool = True,
         box: int = 0, eight_bits: bool = False, window: bool = False, appends: bool = False, unit: int = 0,
-        chunk: int = 0, sms: int = SMS, stages: int = 0,
+        chunk: int = 0, sms: int = SMS, stages: int = 0, pdl: bool = True,
     ):  # fmt: skip
         """`box`: keys that one TMA loads, all of one page; 0 where K and V have no pages. `unit`: chunks that
-        are a piece of a sequence, whatever else is in the batch; 0 for as many as a CTA's slice has."""
+        are a piece of a sequence, whatever else is in the batch; 0 for as many as a CTA's slice has. `pdl`:
+        the launch begins while the one before it in the stream ends, and waits for it before it reads."""
         assert rows in ROWS, "rows that a kernel is made for"
         self.head_dim, self.dtype, self.rows, self.causal = head_dim, ELEMENTS[dtype], rows, causal
         self.eight_bits, self.paged, self.appends, self.window = eight_bits, box > 0, appends, window
@@ -84,7 +90,7 @@ class Decode:
         self.chunk = chunk or CHUNK_BYTES // (self.kv_bytes * head_dim)  # keys
         self.box = min(box or self.chunk, self.chunk)
         self.boxes = self.chunk // self.box
-        self.unit, self.sms = unit, sms
+        self.unit, self.sms, self.pdl = unit, sms, pdl
         self.list = FlatList(self.chunk, unit, lengths or self.paged, appends, window)
         self.tiles = max(1, rows // TILE_Q)  # of 16 rows
         self.halves = 1 if rows < TILE_Q else HALVES  # rows of a thread that count
@@ -141,7 +147,8 @@ class Decode:
             divisor(group), divisor(blocks), *sizes, *loads, mQ, mK, mV, mO, mLSE, mLengths, mTable,
             mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived, scale, left,
         ).launch(
-            grid=(self.sms, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+            grid=(self.sms, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, use_pdl=self.pdl,
+            stream=stream,
         )  # fmt: skip
 
     @cute.kernel
@@ -156,6 +163,9 @@ class Decode:
         if warp_idx == WARPS:
             cpasync.prefetch_descriptor(load_K)
             cpasync.prefetch_descriptor(load_V)
+        if const_expr(self.pdl):
+            # The next launch gets SMs as CTAs of this one end; it too waits for what is before it.
+            cute.arch.griddepcontrol_launch_dependents()
         smem = SmemAllocator()
         tiles = smem, self.kv_dtype, self.box, self.head_dim, self.boxes * self.stages
         sK, sV = allocate_tiles(*tiles), allocate_tiles(*tiles)  # (key, head_dim, box)
@@ -183,6 +193,7 @@ class Decode:
             else:
                 cute.arch.barrier_arrive(barrier_id=Barrier.INITIALISED, number_of_threads=self.threads)
             if warp_idx == WARPS:
+                self.wait_for_inputs()
                 mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(
                     mLengths, flat, batch_size, sizes
                 )
@@ -210,6 +221,12 @@ class Decode:
                 mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE,
                 mArrived, scale, left, sQ, sK, sV, sO, sStats, rings, added, group, blocks, sizes,
             )  # fmt: skip
+
+    def wait_for_inputs(self) -> None:
+        """Until the launch before has ended, nothing is read or written in global memory: it may have made
+        anything of it, lengths included, and may be reading scratch."""
+        if self.pdl:
+            cute.arch.griddepcontrol_wait()
 
     def segment(self, entry, entries, left_of_slice, length, seqlen_q, left):
         """What a CTA works on next, of one sequence and column: (entries, first chunk, chunks)."""
@@ -269,9 +286,9 @@ class Decode:
                 cute.arch.mbarrier_wait(empty + stage, phase)
             if const_expr(not self.paged):
                 expect(full_k + stage, box_bytes)
-                cute.copy(load_K, tKgK[None, first + i], tKsK[None, stage], tma_bar_ptr=full_k + stage)
+                load_once(load_K, tKgK[None, first + i], tKsK[None, stage], full_k + stage)
                 expect(full_v + stage, box_bytes)
-                cute.copy(load_V, tVgV[None, first + i], tVsV[None, stage], tma_bar_ptr=full_v + stage)
+                load_once(load_V, tVgV[None, first + i], tVsV[None, stage], full_v + stage)
             else:
                 boxes = cutlass.min(self.boxes, cute.ceil_div(length - key, self.box))
                 expect(full_k + stage, boxes * box_bytes)
@@ -287,8 +304,8 @@ class Decode:
                     place = stage * self.boxes + b
                     from_k, to_k = partition_tma(load_K, mK[None, None, kv_head, this], sK)
                     from_v, to_v = partition_tma(load_V, mV[None, None, kv_head, this], sV)
-                    cute.copy(load_K, from_k[None, inside], to_k[None, place], tma_bar_ptr=full_k + stage)
-                    cute.copy(load_V, from_v[None, inside], to_v[None, place], tma_bar_ptr=full_v + stage)
+                    load_once(load_K, from_k[None, inside], to_k[None, place], full_k + stage)
+                    load_once(load_V, from_v[None, inside], to_v[None, place], full_v + stage)
             if i == 0:
                 if turn == 0:
                     self.initialise(rings, first=False)
@@ -319,6 +336,7 @@ class Decode:
         full_k, full_v, empty, q_full, q_empty = rings
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
+        self.wait_for_inputs()
         batch_size, _, seqlen_q, _ = mQ.shape
         seqlen_kv = mK.shape[2]
         all_rows = seqlen_q * group.divisor
@@ -479,6 +497,11 @@ def heads_first(mX: cute.Tensor | None) -> cute.Tensor | None:
     if mX is None:
         return None
     return cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[0, 2, 1, 3]))
+
+
+def load_once(atom, source, target, barrier) -> None:
+    """By TMA, what nobody reads again before the next step."""
+    cute.copy(atom, source, target, tma_bar_ptr=barrier, cache_policy=Int64(READ_ONCE))
 
 
 def expect(barrier, size) -> None:

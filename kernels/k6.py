@@ -396,7 +396,8 @@ class FlashAttentionForward(QueryTiles):
         multiply_pv(x, v_get, kv_block - first)
         warpgroup.wait_group(1)
         x.k_ring.consumer_release(k_get)
-        parts = [rows.S] if edge else rows.parts
+        # Capped scores are subtracted before they are hidden: all of them, or a part would miss a growth.
+        parts = [rows.S] if edge or (masked and self.cap is not None) else rows.parts
         if masked:
             if self.cap is not None:
                 self.cap.exponents(rows.S, rows.max)

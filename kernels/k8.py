@@ -19,8 +19,8 @@ from . import k7
 from .calls_fp8 import of_cast, refuse_fp8_cast, run_fp8
 from .contract import Compiled, LazyMaximum, Problem, Scratch, Stage, Tensors, Work
 from .device.compiling import compile_for_torch, fake_fp32, fake_gqa, fake_rows
-from .device.fp8 import ROTATED, UNROTATED
-from .quantize import Quantize
+from .device.fp8 import E4M3_MAX, LARGEST_IN_HALF, ROTATED, UNROTATED
+from .quantize import quantizer
 
 STAGES = (
     Stage(
@@ -36,7 +36,7 @@ STAGES = (
 
 
 class IncoherentForward:
-    """Two launches: `Quantize`, then `k7.FP8Forward` on what it wrote.
+    """Two launches: the quantising kernel, then `k7.FP8Forward` on what it wrote.
 
     mQ, mK, mV, mO   (batch, heads, seqlen, head_dim), one 16-bit type
     mQ8 … mVe        scratch, as `fp8.quantized_shapes` lists it
@@ -45,7 +45,8 @@ class IncoherentForward:
 
     def __init__(self, problem: Problem, rotate: bool = True, **options: object):
         self.attention = k7.kernel_for(problem, block_scales=True, **options)
-        self.quantize = Quantize(problem.head_dim, self.attention.dtype, rotate=rotate)
+        codes = LARGEST_IN_HALF[problem.head_dim] if options.get("in_half") else E4M3_MAX
+        self.quantize = quantizer(problem.head_dim, self.attention.dtype, rotate=rotate, largest_code=codes)
 
     @cute.jit
     def __call__(

@@ -37,12 +37,14 @@ from .device.fp8 import (
 )
 
 CHUNK = 16  # codes in 16 bytes
-OWN = 32  # elements of a thread
+OWN = 32  # elements of a thread, or a multiple of them
 QUAD = 4  # tokens of a word, words of 16 bytes, lanes of a warp that share a column's 16 tokens
 GROUPS = BLOCK // TOKENS  # of 16 tokens
 BYTES = (0xFF, 0xFF00, 0xFF0000, -0x1000000)  # of a word; as Int32, or the word would become 64-bit
-# Threads of an SM for which registers must suffice: plain, rotated, with RoPE. 1024 are 64 KiB on their way.
-THREADS_PER_SM = (1536, 1024, 768)
+THREADS_PER_SM = (
+    1536,
+    1024,
+)  # for which registers must suffice: plain, rotated. 1024 are 64 KiB on their way.
 FP32_MAX = 3.4028234663852886e38
 
 
@@ -51,9 +53,8 @@ class Quantize:
 
     With `given_scales` an fp32 (batch, heads) of each tensor is read, x8 = x · (1/scale), where otherwise a
     scale is found for each block and written; V may then stay `in_rows`. `rotate`: Q and K times signs, ±1
-    fp32 (head_dim,), and the normalised Walsh–Hadamard matrix; `rope`: before that, and with cos and sin fp32
-    (seqlen, head_dim/2), element j and j + head_dim/2 are a point that turns, as Llama has it, without
-    rounding in between.
+    fp32 (head_dim,), and the normalised Walsh–Hadamard matrix. `rope` is for `quantize_ahead.QuantizeAhead`.
+    The largest of 64 rows of Q or K becomes `largest_code`.
     """
 
     def __init__(
@@ -66,13 +67,16 @@ class Quantize:
         parts: str = "qkv",
         threads_per_sm: int | None = None,
         in_rows: bool = False,
+        own: int = OWN,
+        largest_code: float = E4M3_MAX,
     ):
         self.head_dim, self.dtype, self.parts = head_dim, dtype, parts
         self.columns_of_v, self.rows_of_v = ("v" in parts and x for x in (not in_rows, in_rows))
         self.rotate, self.rope, self.given = rotate, rope, given_scales
-        self.threads = BLOCK * head_dim // OWN
-        self.lanes = head_dim // OWN  # that share a row of Q or K; neighbours in one warp
-        threads_per_sm = threads_per_sm or THREADS_PER_SM[2 if rope else int(rotate)]
+        self.own, self.largest_code = own, largest_code
+        self.threads = BLOCK * head_dim // own
+        self.lanes = head_dim // own  # that share a row of Q or K; neighbours in one warp
+        threads_per_sm = threads_per_sm or THREADS_PER_SM[int(rotate)]
         self.ctas = max(1, threads_per_sm // self.threads)
         # The transform leaves out its 1/√d: the scale makes up for it.
         self.norm = 1.0 / math.sqrt(head_dim) if rotate else 1.0
@@ -137,14 +141,11 @@ class Quantize:
             for half in range_constexpr(2):
                 gX = cute.local_tile(mX[batch, head, source, None], (CHUNK,), (halves[half],))
                 cute.autovec_copy(gX, rX[None, half])
-            if const_expr(self.rope or self.rotate):
+            if const_expr(self.rotate):
                 x = wide(rX)
-                if const_expr(self.rope):
-                    x = turned(x, *[load_fp32(mY[source, None], lane) for mY in (mCos, mSin)])
-                if const_expr(self.rotate):
-                    drawn = [sign for chunk in halves for sign in load_fp32(mSigns, chunk)]
-                    x = hadamard([a * sign for a, sign in zip(x, drawn)], self.lanes)
-                    halves, signs = transformed_chunks(lane, self.lanes), transformed_signs(lane, self.lanes)
+                drawn = [sign for chunk in halves for sign in load_fp32(mSigns, chunk)]
+                x = hadamard([a * sign for a, sign in zip(x, drawn)], self.lanes)
+                halves, signs = transformed_chunks(lane, self.lanes, 2), transformed_signs(lane, self.lanes)
                 rX = cute.make_rmem_tensor(cute.make_layout(OWN), Float32)
                 keep(rX, x)
 
@@ -153,9 +154,9 @@ class Quantize:
                 inverse = (1.0 / mScale[batch, head]) * self.norm
             else:
                 largest = find_largest(rX, sMax, Float32(FP32_MAX))
-                inverse = E4M3_MAX / cute.arch.fmax(largest, SMALLEST_MAXIMUM)
+                inverse = self.largest_code / cute.arch.fmax(largest, SMALLEST_MAXIMUM)
                 if tidx == 0:
-                    scale = cute.arch.fmax(largest, SMALLEST_MAXIMUM) * (self.norm / E4M3_MAX)
+                    scale = cute.arch.fmax(largest, SMALLEST_MAXIMUM) * (self.norm / self.largest_code)
                     mScale[batch, head, block] = scale if largest > 0.0 else Float32(1.0)
             x = scaled(rX, [inverse * sign for sign in signs for _ in range(CHUNK)], self.given)
             codes = cute.make_rmem_tensor(cute.make_layout((QUAD, 2)), Int32)  # (word, half)
@@ -168,20 +169,25 @@ class Quantize:
 
     @cute.jit
     def columns(self, mV, mVt8, mScale, head, sMax, sCodes):
-        """A block of V. A thread has 8 columns of the four tokens of one word; 8 lanes read 128 bytes of a
-        row."""
+        """A block of V. A thread has 8 columns of the four tokens of one word, or of several; 8 lanes read
+        128 bytes of a row."""
         tidx, _, _ = cute.arch.thread_idx()
         block, _, batch = cute.arch.block_idx()
         seqlen = mV.shape[2]
-        group, word, chunk = own_words(self.head_dim // VECTOR)
+        words_of_thread = self.own // OWN
+        places = [own_words(self.head_dim // VECTOR, self.threads * i) for i in range(words_of_thread)]
         if block * BLOCK < seqlen:
-            rV = cute.make_rmem_tensor(cute.make_layout((VECTOR, QUAD)), mV.element_type)  # (column, token)
-            for i in range_constexpr(QUAD):
-                token = block * BLOCK + TOKENS * group + token_of(word, i)
-                source = cutlass.min(token, seqlen - 1)
-                gV = cute.local_tile(mV[batch, head, source, None], (VECTOR,), (chunk,))
-                cute.autovec_copy(gV, rV[None, i])
-            blank_past_end(cute.recast_tensor(rV, Int32), group, word, seqlen)
+            tokens = cute.make_layout((VECTOR, QUAD * words_of_thread))
+            rV = cute.make_rmem_tensor(tokens, mV.element_type)  # (column, token)
+            for w in range_constexpr(words_of_thread):
+                group, word, chunk = places[w]
+                for i in range_constexpr(QUAD):
+                    token = block * BLOCK + TOKENS * group + token_of(word, i)
+                    source = cutlass.min(token, seqlen - 1)
+                    gV = cute.local_tile(mV[batch, head, source, None], (VECTOR,), (chunk,))
+                    cute.autovec_copy(gV, rV[None, QUAD * w + i])
+                of_word = cute.local_tile(rV, (VECTOR, QUAD), (0, w))
+                blank_past_end(cute.recast_tensor(of_word, Int32), group, word, seqlen)
 
             inverse, weight = Float32(0.0), Float32(1.0)
             if const_expr(self.given):
@@ -195,9 +201,11 @@ class Quantize:
                 weight = inverse
                 if tidx == 0:
                     mScale[batch, head, block] = Float32(exponent)
-            x = scaled(rV, [inverse] * OWN, self.given)
-            words = [four_e4m3(*x[column::VECTOR]) for column in range(VECTOR)]
-            put_columns(words, sCodes, group, word, chunk)
+            x = scaled(rV, [inverse] * self.own, self.given)
+            for w in range_constexpr(words_of_thread):
+                of_word = x[OWN * w : OWN * (w + 1)]
+                words = [four_e4m3(*of_word[column::VECTOR]) for column in range(VECTOR)]
+                put_columns(words, sCodes, *places[w])
             cute.arch.sync_threads()
             weights = four_e4m3(weight, weight, weight, weight)
             store_transposed(sCodes, mVt8, head, seqlen, weights, VECTOR, self.threads)
@@ -270,7 +278,10 @@ class RelayoutAndCheck(Relayout):
 def wide(rX: cute.Tensor) -> list[Float32]:
     """A thread's elements as fp32."""
     if rX.element_type is cutlass.BFloat16:
-        pieces = [cute.make_tensor(rX.iterator + i, cute.make_layout(VECTOR)) for i in range(0, OWN, VECTOR)]
+        pieces = [
+            cute.make_tensor(rX.iterator + i, cute.make_layout(VECTOR))
+            for i in range(0, cute.size(rX), VECTOR)
+        ]
         return [x for piece in pieces for x in values(widen(piece.load()))]
     r32 = cute.make_rmem_tensor(rX.layout, Float32)
     r32.store(rX.load().to(Float32))
@@ -293,13 +304,6 @@ def load_fp32(mX: cute.Tensor, chunk: Int32) -> list[Float32]:
     return values(rX)
 
 
-def turned(x: list[Float32], cos: list[Float32], sin: list[Float32]) -> list[Float32]:
-    """RoPE: x[j] and x[j + 16], which is head_dim/2 further on in the row, turn by the angle j."""
-    first, second = x[:CHUNK], x[CHUNK:]
-    turned_first = [a * c - b * s for a, b, c, s in zip(first, second, cos, sin)]
-    return turned_first + [b * c + a * s for a, b, c, s in zip(first, second, cos, sin)]
-
-
 def hadamard(x: list[Float32], lanes: int) -> list[Float32]:
     """√d times the Walsh–Hadamard transform of a row: sums and differences of all that differ in one bit of
     their column, bit after bit; those of a thread's chunks, that of its two halves, its neighbours'.
@@ -309,8 +313,9 @@ def hadamard(x: list[Float32], lanes: int) -> list[Float32]:
     sent as if each were to have both. What comes out is where `transformed_chunks` says, and of the signs of
     `transformed_signs`.
     """
-    x = butterflies(x, (1, 2, 4, 8))
-    kept, given = x[:CHUNK], x[CHUNK:]
+    half = len(x) // 2
+    x = butterflies(x, [1 << i for i in range(half.bit_length() - 1)])
+    kept, given = x[:half], x[half:]
     bits = lanes.bit_length() - 1
     for bit in range(bits + 1):
         sign = minus_one_if(1 << bit) if bit < bits else 1.0
@@ -321,11 +326,13 @@ def hadamard(x: list[Float32], lanes: int) -> list[Float32]:
     return kept + given
 
 
-def transformed_chunks(lane: Int32, lanes: int) -> tuple[Int32, Int32]:
-    """Where a thread's two halves are after `hadamard`: each exchange swaps what the halves differ in, at
-    first the highest bit of the chunk, with a bit of the lane."""
-    first = (lane & 1) * lanes + (lane >> 1)
-    return first, first + lanes // 2
+def transformed_chunks(lane: Int32, lanes: int, chunks: int) -> tuple[Int32, ...]:
+    """Where a thread's `chunks`, those of one half and then of the other, are after `hadamard`: each exchange
+    swaps what the halves differ in, at first the highest bit of the chunk, with a bit of the lane."""
+    of_half = chunks // 2
+    first = (lane & 1) * (lanes * of_half) + (lane >> 1)
+    further = [lanes * i + lanes // 2 * half for half in range(2) for i in range(of_half)]
+    return tuple(first + places if places else first for places in further)
 
 
 def transformed_signs(lane: Int32, lanes: int) -> tuple[Float32, Float32]:
@@ -347,7 +354,7 @@ def minus_if(odd: Int32) -> Float32:
     return (odd << 31 | 0x3F800000).bitcast(Float32)
 
 
-def butterflies(x: list[Float32], distances: tuple[int, ...]) -> list[Float32]:
+def butterflies(x: list[Float32], distances: list[int]) -> list[Float32]:
     for distance in distances:
         x = [x[i] + x[i ^ distance] if i & distance == 0 else x[i ^ distance] - x[i] for i in range(len(x))]
     return x
@@ -365,10 +372,11 @@ def find_largest(rX, sMax, limit):
     if largest > limit:
         past = [absolute(x) > limit for x in wide(rX)]
         words = cute.recast_tensor(rX, Int32)
-        per_word = OWN // cute.size(words)
-        for i in range_constexpr(OWN):
-            nan = 0x7FFFFFFF if per_word == 1 else 0x7FFF << 16 * (i % 2)
-            words[i // per_word] = words[i // per_word] | (Int32(nan) if past[i] else Int32(0))
+        per_word = cute.size(rX) // cute.size(words)
+        for first in range_constexpr(0, cute.size(rX), OWN):
+            for i in range_constexpr(first, first + OWN):
+                nan = 0x7FFFFFFF if per_word == 1 else 0x7FFF << 16 * (i % 2)
+                words[i // per_word] = words[i // per_word] | (Int32(nan) if past[i] else Int32(0))
         largest = largest_of_cta(magnitude(rX), sMax[None, 1])
     return largest
 
@@ -409,11 +417,13 @@ def largest_of_cta(value: Float32, sMax: cute.Tensor):
 # V transposed
 
 
-def own_words(chunks: int) -> tuple[Int32, Int32, Int32]:
-    """(group of 16 tokens, word in the group, chunk of columns) of this thread.
+def own_words(chunks: int, further: int = 0) -> tuple[Int32, Int32, Int32]:
+    """(group of 16 tokens, word in the group, chunk of columns) of this thread, or of one `further` on.
 
     A warp has all four words and 8 chunks of one group, or 4 chunks of two: 32 banks of `unit_of`'s."""
     tidx, _, _ = cute.arch.thread_idx()
+    if further:
+        tidx += further
     side = min(chunks, 8)  # chunks of a warp
     both = tidx // (QUAD * side)  # groups come next, then the other chunks
     return both % GROUPS, tidx // side % QUAD, both // GROUPS * side + tidx % side
@@ -501,6 +511,17 @@ def transposed_bytes(rows: list[Int32]) -> list[Int32]:
 # Interface
 
 
+def quantizer(
+    head_dim: int, dtype: type, rotate: bool = False, rope: bool = False, *rest, **options
+) -> Quantize:
+    """The kernel with these of `Quantize`'s arguments: one that computes long before it stores loads
+    ahead."""
+    from .quantize_ahead import QuantizeAhead  # which is made of what is here
+
+    ahead = rope or (rotate and head_dim == 256)
+    return (QuantizeAhead if ahead else Quantize)(head_dim, dtype, rotate, rope, *rest, **options)
+
+
 def compile_quantize(
     head_dim: int,
     dtype: str,
@@ -510,6 +531,7 @@ def compile_quantize(
     parts: str = "qkv",
     threads_per_sm: int | None = None,
     in_rows: bool = False,
+    **more: object,
 ) -> Compiled:
     """Called as compiled(q, k, v, q8, k8, vt8, q_scale, k_scale, v_exponent, signs, cos, sin), with None for
     what `parts` and options leave out; `quantized_shapes` lists the outputs. Not for empty ones.
@@ -544,7 +566,8 @@ def compile_quantize(
         scales.append(fake_rows(Float32, (b, heads) if given_scales else (b, heads, blocks), 1))
     signs = fake_rows(Float32, (head_dim,), QUAD) if rotate else None
     turns = [fake_rows(Float32, (cute.sym_int(), head_dim // 2), QUAD) if rope else None for _ in range(2)]
-    kernel = Quantize(head_dim, ELEMENTS[dtype], rotate, rope, given_scales, parts, threads_per_sm, in_rows)
+    options = {"threads_per_sm": threads_per_sm, "in_rows": in_rows, **more}
+    kernel = quantizer(head_dim, ELEMENTS[dtype], rotate, rope, given_scales, parts, **options)
     return compile_for_torch(kernel, *sources, *codes, *scales, signs, *turns)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import accuracy, quantized, quantizing, reference
+from harness import accuracy, quantized, quantizing, reference, rotation
 from harness.library import NOTHING, accuracy_tables, decode_table, load_rows, quantizing_table
 from harness.quantized import E4M3
 from hopper_attention import production_fp8
@@ -86,6 +86,20 @@ def test_rotation_is_worth_what_it_is_where_outliers_meet() -> None:
         errors[rotate] = [off[which].square().mean().sqrt().item() for which in (meet, ~meet)]
     assert errors[False] == pytest.approx([0.41, 0.040], rel=0.05)
     assert errors[True] == pytest.approx([0.099, 0.041], rel=0.05)
+
+
+def test_a_picture_of_the_rotation(tmp_path: Path) -> None:
+    """Codes move up, since no outlier holds the others down; no product is most of its score any more."""
+    before, after = rotation.spreads().values()
+    for spread in (before, after):
+        assert sum(spread.codes) == pytest.approx(100) and sum(spread.products) == pytest.approx(100)
+    peak = [rotation.BINADES[spread.codes.index(max(spread.codes))] for spread in (before, after)]
+    assert peak == [4, 6]
+    half, tenth = rotation.SHARES // 2, rotation.SHARES // 10
+    assert sum(before.products[half:]) > 70 and sum(after.products[tenth:]) == 0
+    for name in ("once.png", "again.png"):
+        rotation.plot_rotation(tmp_path / name)
+    assert (tmp_path / "once.png").read_bytes() == (tmp_path / "again.png").read_bytes()
 
 
 def test_one_that_cannot_is_left_out_only_if_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,6 +241,41 @@ def test_k7_issues_no_more_instructions_than_before(head_dim: int, causal: bool)
     assert sum(opcode.startswith("FADD") for opcode in unmasked) <= 8, "P is summed by the tensor cores"
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "options"),
+    [
+        (64, False, {"direct_keys": 32}),
+        (64, True, {"direct_keys": 128}),
+        (128, True, {"direct_keys": 128, "in_half": True}),
+        (256, False, {"direct_keys": 128, "in_half": True}),
+    ],
+)
+def test_k7_without_exponentials(head_dim: int, causal: bool, options: dict[str, object]) -> None:
+    problem = problem_at("k7", head_dim, causal)
+    (code,) = machine_code.disassemble(machine_code.cubin_of(k7.compile_kernel(problem, **options)))
+    assert code.frame_bytes == 0 and code.count("LDL|STL") == 0
+    products = [i for i in code.instructions if i.opcode.startswith("QGMMA")]
+    assert sum("gsb0" in i.text for i in products) == 7, "not serialised"
+    in_fp16 = sum("x32.F16.E4M3" in i.opcode for i in products)
+    assert in_fp16 == (4 * head_dim // 32 if "in_half" in options else 0)
+    unmasked = min(([i.opcode for i in code.usual(k)] for k in innermost_with_products(code)), key=len)
+    exact = 64 - options["direct_keys"] // 2  # scores of a thread
+    assert unmasked.count("MUFU.EX2") == exact
+    assert sum(opcode.startswith("F2FP.SATFINITE.E4M3") for opcode in unmasked) == exact / 2
+    if "in_half" in options:
+        assert unmasked.count("HFMA2.RELU") == 32, "two scores at once"
+
+
+def test_k7_refuses_keys_that_are_no_part_of_a_tile() -> None:
+    for options, words in (
+        ({"direct_keys": 24}, "multiple of 16"),
+        ({"direct_keys": 144}, "up to 128"),
+        ({"direct_keys": 64, "in_half": True}, "direct_keys must be all"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            k7.kernel_for(problem_at("k7", 64, False), **options)
+
+
 WIDE = [(causal, dtype) for causal in (False, True) for dtype in DTYPES]
 
 

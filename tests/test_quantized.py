@@ -20,13 +20,14 @@ from hopper_attention.kernels.device.fp8 import (
     EXPONENT_MIN,
     LARGEST_V,
     ONES_ROWS,
+    OWN_ROTATED,
     SMALLEST_MAXIMUM,
     TOKEN_ORDER,
     TOKENS,
     quantized_shapes,
 )
 
-untraced = kernels("quantize")
+untraced, untraced_ahead = kernels("quantize"), kernels("quantize_ahead")
 HEAD_DIMS = (64, 128, 256)
 LENGTHS = (1, 3, 15, 16, 63, 64, 65, 203)
 every_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -327,8 +328,9 @@ def test_bytes_are_transposed() -> None:
 @every_head_dim
 def test_threads_transform_a_row(head_dim: int) -> None:
     """Bit for bit as the reference: the same sums in the same order; and where they are said to be."""
-    row, lanes = torch.randn(head_dim), head_dim // 32
-    of_lane = row.view(2, lanes, 16).transpose(0, 1).reshape(lanes, 32)
+    own = OWN_ROTATED[head_dim]
+    row, lanes = torch.randn(head_dim), head_dim // own
+    of_lane = row.view(own // 16, lanes, 16).transpose(0, 1).reshape(lanes, own)
     lane = torch.arange(lanes)
     shuffle = lambda x, bit: x[lane ^ bit]
     with (
@@ -336,12 +338,43 @@ def test_threads_transform_a_row(head_dim: int) -> None:
         mock.patch.object(untraced.cute.arch, "lane_idx", lambda: lane),
         mock.patch.object(untraced.cute.arch, "shuffle_sync_bfly", shuffle),
     ):
-        found = torch.stack(untraced.hadamard(list(of_lane.T), lanes), dim=1).view(lanes, 2, 16)
-        chunks, signs = (of(lane, lanes) for of in (untraced.transformed_chunks, untraced.transformed_signs))
-    transformed = torch.empty(2 * lanes, 16)
-    for half, (chunk, sign) in enumerate(zip(chunks, signs)):
-        transformed[chunk] = found[:, half] * sign[:, None]
+        found = torch.stack(untraced.hadamard(list(of_lane.T), lanes), dim=1).view(lanes, -1, 16)
+        chunks = untraced.transformed_chunks(lane, lanes, own // 16)
+        signs = [sign for sign in untraced.transformed_signs(lane, lanes) for _ in range(own // 32)]
+    transformed = torch.full((head_dim // 16, 16), torch.nan)
+    for i, (chunk, sign) in enumerate(zip(chunks, signs, strict=True)):
+        transformed[chunk] = found[:, i] * sign[:, None]
     assert torch.equal(transformed.flatten(), hadamard(row))
+
+
+@every_head_dim
+def test_signs_of_a_thread_are_bits(head_dim: int) -> None:
+    """Of two columns in a word, bits 15 and 31 of its chunks' masks, shifted by the word's number."""
+    signs, own = random_signs(head_dim), OWN_ROTATED[head_dim]
+    lanes = head_dim // own
+    for lane in range(lanes):
+        chunks = [lane + lanes * i for i in range(own // 16)]
+        drawn = [signs[16 * chunk + i] for chunk in chunks for i in range(16)]
+        with mock.patch.multiple(
+            untraced_ahead,
+            load_fp32=lambda m, chunk: [Bits(x) for x in m[16 * chunk : 16 * chunk + 16]],
+            Uint32=int,
+            Int32=int,
+        ):
+            masks = untraced_ahead.sign_masks(signs, chunks)
+        words = [masks[i // 16] << i % 16 & 0x80008000 for i in range(own // 2)]
+        negative = [bool(word >> bit & 1) for word in words for bit in (15, 31)]
+        assert negative == [bool(sign < 0) for sign in drawn]
+
+
+class Bits:
+    """An fp32 whose bits are asked for."""
+
+    def __init__(self, value: torch.Tensor):
+        self.value = value
+
+    def bitcast(self, _: type) -> int:
+        return self.value.view(torch.int32).item() & 0xFFFFFFFF
 
 
 # Machine code
@@ -350,6 +383,8 @@ OPTIONS = {
     "plain": {},
     "rotated": {"rotate": True},
     "rope": {"rotate": True, "rope": True},
+    "rope alone": {"rope": True},
+    "rope given": {"rope": True, "given_scales": True},
     "given": {"given_scales": True},
     "rotated given": {"rotate": True, "given_scales": True},
 }
@@ -367,15 +402,21 @@ def test_quantizing_compiles_without_spills(head_dim: int, dtype: str, option: s
     compiled = quantize.compile_quantize(head_dim, dtype, **OPTIONS[option])
     (code,) = machine_code.disassemble(machine_code.cubin_of(compiled))
     refuse_spills(code)
-    threads = BLOCK * head_dim // 32
-    assert 65536 // (code.registers + -code.registers % 8) // threads * threads >= 512
-    assert code.count("F2FP.SATFINITE.E4M3") == 48 + 1, "one for two values, and the weight"
+    ahead = OPTIONS[option].get("rope") or (OPTIONS[option].get("rotate") and head_dim == 256)
+    own = OWN_ROTATED[head_dim] if ahead else 32
+    threads = BLOCK * head_dim // own
+    elements = 65536 // (code.registers + -code.registers % 8) // threads * threads * own
+    assert elements >= 512 * 32, "on their way in an SM"
+    assert code.count("F2FP.SATFINITE.E4M3") == 3 * own // 2 + 1, "one for two values, and the weight"
     assert code.count(r"LDG\.E$") == (3 if "given" in option else 0), "all else 16 bytes at a time"
 
 
 @pytest.mark.parametrize("parts", ["q", "v", "kv"])
-def test_parts_compile(parts: str) -> None:
-    refuse_spills(*machine_code.disassemble(quantize.compile_quantize(64, "bfloat16", parts=parts).__cubin__))
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_parts_compile(parts: str, head_dim: int) -> None:
+    for options in ({}, {"rotate": True}, {"rotate": True, "rope": True}):
+        compiled = quantize.compile_quantize(head_dim, "bfloat16", parts=parts, **options)
+        refuse_spills(*machine_code.disassemble(compiled.__cubin__))
 
 
 @every_head_dim

@@ -210,7 +210,7 @@ WINDOWS = ((0, 0), (63, 0), (64, 0), (127, 0), (130, 70), (-1, 10), (10, -1), (5
 @pytest.mark.parametrize("rows", [None, *SHORT])
 @pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 256])
 def test_nobody_waits_forever_of_windows_and_packed_sequences(head_dim: int, rows: int | None) -> None:
-    """Tiles of sequences of any lengths, some without a key, in one CTA; a window's consumers begin and end at
+    """Tiles of sequences of any lengths, some empty, in one CTA; a window's consumers begin and end at
     different keys."""
     for number, window in enumerate([None, *WINDOWS] * 3):
         choose = random.Random(number)

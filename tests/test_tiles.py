@@ -92,7 +92,7 @@ WINDOWS = ((0, 0), (63, 0), (64, 0), (127, 5), (130, 70), (-1, 10), (10, -1), (5
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 256])
 def test_k6_visits_the_tiles_that_a_window_shows(head_dim: int, window: tuple[int, int]) -> None:
-    """Of each consumer: all keys that its rows see lie in its tiles, which lie in its CTA's; what hides a pair
+    """Of each consumer: the keys that its rows see lie in its tiles, which lie in its CTA's; what hides a pair
     is masked, and on which side; in an edge tile or before it each row that sees a key sees its first."""
     plain = Problem.square(1, 1, 1, head_dim, False, window=window)
     for problem in [plain.with_(seqlen_q=n, seqlen_kv=m) for n in LENGTHS for m in LENGTHS]:

@@ -4,7 +4,8 @@ A model's masks come as transformers makes them for "sdpa": none where causality
 none either where a sliding window does besides; the kernels take both, as they take soft caps, sinks and
 packed sequences (`cu_seq_lens_q` and `cu_seq_lens_k`, of training without padding). A call that they do not
 take, or would do slower (padding, dropout, other head dims, decoding), goes to transformers' own "sdpa" with
-the mask it needs; with a soft cap or sinks, which that lacks, it is refused by name.
+the mask it needs; with a soft cap or sinks, which that lacks, it is refused by name. Generation with
+`huggingface_cache.KeyValueCache` is decoding by the kernels as well.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from ..kernels.device.constants import VECTOR
 from ..kernels.device.limits import HEAD_DIMS
 
 NAME = "hopper_attention"
+MARK = "_hopper_attention_layer"  # of what `huggingface_cache` returns for a key it has not stored
 DTYPES = torch.bfloat16, torch.float16
 
 
@@ -74,6 +76,10 @@ def hopper_attention_forward(
     each; `attention_mask` says the same then, and is not looked at.
     """
     softcap, sink = kwargs.get("softcap") or 0.0, kwargs.get("s_aux")
+    if (layer := getattr(key, MARK, None)) is not None:  # a step by one token, which its cache has not stored
+        if attention_mask is None and not dropout and not softcap and sink is None:
+            return layer.attend(query, scaling), None
+        key, value = layer.store(*layer.new)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     window = kwargs.get("sliding_window") if is_causal else None

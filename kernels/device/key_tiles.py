@@ -149,11 +149,14 @@ class Tiles(Scores):
 
     def section_of(self, heads, kv_blocks, seqlen_q, q_heads, kv_heads):
         """Of so many key heads of all batches, or of a sequence."""
-        section = TILES_AHEAD // kv_blocks
-        if self.mask.hides:
-            head_bytes = seqlen_q * (self.column_bytes * self.head_dim) * (q_heads // kv_heads)
-            if self.packed:
-                head_bytes = cutlass.max(1, head_bytes)
+        section, row_bytes = TILES_AHEAD // kv_blocks, self.column_bytes * self.head_dim
+        if self.mask.hides and self.packed:
+            # Of any length: divided twice, never multiplied up (`limits.refuse_long_heads`).
+            least, factor = (self.blocks, 2) if self.deterministic else (1, 1)
+            section = factor * SECTION_BYTES // (row_bytes * (q_heads // kv_heads))
+            section = cutlass.max(least, section // cutlass.max(1, seqlen_q))
+        elif self.mask.hides:
+            head_bytes = seqlen_q * row_bytes * (q_heads // kv_heads)
             section = SECTION_BYTES // head_bytes
             if self.deterministic:  # the more CTAs work on a head, the more wait for their turn
                 section = cutlass.max(self.blocks, 2 * SECTION_BYTES // head_bytes)

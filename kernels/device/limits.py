@@ -156,7 +156,8 @@ def refuse_long_heads(problem: Problem, column_bytes: int) -> str | None:
     `column_bytes`, or None."""
     head_bytes = column_bytes * tile_dim(problem) * problem.seqlen_q
     head_bytes *= problem.heads // max(1, problem.kv_heads)
-    if problem.causal and head_bytes > SECTION_BYTES_MAX:
+    masked = problem.causal or problem.window is not None
+    if masked and problem.sequences is None and head_bytes > SECTION_BYTES_MAX:
         return (
             f"takes at most {SECTION_BYTES_MAX} bytes of a key head's queries (Q, dO, sums) under a "
             f"causal mask, not {head_bytes}: the order of tiles is computed from them, in 32 bits"

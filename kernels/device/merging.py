@@ -134,12 +134,11 @@ class Merging:
             cute.arch.sync_warp()
             before = Int32(0)
             if lane == 0:
-                cute.arch.fence_acq_rel_gpu()  # what the warp has written is there for whoever counts on
+                # What the warp has written is there for whoever counts on, and what those before have for it.
                 before = cute.arch.atomic_add(
-                    (mArrived.iterator + arrived).llvm_ptr, Int32(1), sem="relaxed", scope="gpu"
+                    (mArrived.iterator + arrived).llvm_ptr, Int32(1), sem="acq_rel", scope="gpu"
                 )
-                if before == pieces - 1:
-                    cute.arch.fence_acq_rel_gpu()  # and what the others have written is there for this warp
+            cute.arch.sync_warp()
             before = cute.arch.shuffle_sync(before, 0)
             if before == pieces - 1:
                 if lane == 0:

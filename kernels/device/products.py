@@ -28,14 +28,12 @@ class Products:
     which nobody may use after it (notes/gotchas.md, "`TiledMma.set` inside a helper").
     """
 
-    def __init__(self, mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring):
+    def __init__(self, mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring, scores: type = Float32):
         self.mma_qk, self.mma_pv, self.k_ring, self.v_ring = mma_qk, mma_pv, k_ring, v_ring
         tile_kv, columns = cute.size(sK, mode=[0]), cute.size(sVt, mode=[0])
         bits = sK.element_type.width
         thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        self.rS = cute.make_rmem_tensor(
-            mma_qk.partition_shape_C((ROWS, tile_kv)), Float32
-        )  # ((2,2,kv/8),1,1)
+        self.rS = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, tile_kv)), scores)  # ((2,2,kv/8),1,1)
         self.rO = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, columns)), Float32)  # ((2,2,d/8),1,1)
         self.rP = cute.make_rmem_tensor(cute.make_layout(cute.size(self.rS) * bits // 32), Int32)  # (word)
         self.tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))  # (MMA, MMA_M, MMA_K, place)

@@ -1,10 +1,10 @@
 """Scores that a soft cap bounds: s becomes cap·tanh(s/cap), a step on S before the mask.
 
-tanh.approx.f32 is one MUFU more for each score, wrong by up to 2⁻¹¹ of it: at a cap of 50 a score of 20 is
-off by 0.01, more than what rounding P to 16 bits loses. Where all scores of a warp's tile lie within half of
-the cap, a polynomial takes three instructions of the FMA pipe instead, which products in flight do not slow
-down, and is right to 2·10⁻⁵; elsewhere the warp takes tanh y = 1 − 2/(1 + e^2y), two MUFU, to 2⁻²³ of the
-cap.
+tanh.approx.f32 is one MUFU more for each score, wrong by up to 2⁻¹¹ of it; O hardly shows it, but the LSE,
+from which a backward pass makes P anew, has to be right to 10⁻⁵. Where all scores of a warp's tile lie within
+a third of the cap, a polynomial takes three instructions of the FMA pipe instead, which products in flight do
+not slow down, and is right to 3·10⁻⁶; elsewhere the warp takes tanh y = 1 − 2/(1 + e^2y), two MUFU, right to
+about 2⁻²² of the cap.
 """
 
 import cutlass.cute as cute
@@ -14,9 +14,9 @@ from cutlass.cute.nvgpu import warpgroup
 from .arithmetic import largest_positive
 from .constants import LOG2_E
 
-# tanh y ≈ y·(c₀ + c₁y² + c₂y⁴) for |y| ≤ NEAR, with the least largest relative error: 2.3·10⁻⁵
-COEFFICIENTS = (0.99997741, -0.33169150, 0.11520985)
-NEAR = 0.5
+# tanh y ≈ y·(c₀ + c₁y² + c₂y⁴) for |y| ≤ NEAR, with the least largest relative error: 2.9·10⁻⁶
+COEFFICIENTS = (0.99999714, -0.33290955, 0.12395031)
+NEAR = 0.35
 
 
 class SoftCap:

@@ -1,0 +1,100 @@
+"""The time of a ring, from the time of a step's kernels and of a message: 2 to 1024 GPUs.
+
+A step's kernels take FLOPs over a rate; beside them travels what the next step needs. A step lasts as long as
+the longer of the two. The first of a forward pass has the keys of the second beside it; a backward pass ends
+with the last dK and dV, half of whose heads travel beside the other half's kernels.
+"""
+
+from dataclasses import dataclass
+
+from hopper_attention.integrations import context_parallel as cp
+from hopper_attention.kernels.contract import BYTES_PER_ELEMENT, Problem
+
+BACKWARD = 2.5  # a backward step's FLOPs over a forward one's
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a GPU sends while it receives as much: bytes a second, and seconds before the first byte."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+
+
+NVLINK = Network("NVLink 4", 376e9, 10e-6)  # copy engines between two H200s of one host, measured
+NDR = Network("400 Gb/s a GPU", 45e9, 30e-6)  # InfiniBand or Ethernet NICs, one a GPU, at nine tenths
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one GPU's kernels on blocks of such sizes, FLOP/s; and of the merge and sums, bytes/s."""
+
+    forward: float
+    backward: float
+    memory: float = 3.5e12
+
+
+H200 = Rates(800e12, 638e12)  # measured, 16k tokens of 32:8 heads of 128 on each of two
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Seconds of a call on P GPUs, and of its kernels alone."""
+
+    seconds: float
+    compute: float
+
+    @property
+    def efficiency(self) -> float:
+        return self.compute / self.seconds
+
+
+def predict(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, ranks: int, rates: Rates, network: Network,
+    both: bool, hosts_of: int = 8, beyond: Network = NDR,
+) -> Predicted:  # fmt: skip
+    """Of `tokens` of a GPU, causal. Ranks lie `hosts_of` on a host. In step i rank r hears from rank r − i:
+    the slowest message of a step is one `beyond` a host as soon as there is one."""
+    half = Problem(1, heads, kv_heads, tokens, tokens // 2, head_dim, False)
+    step = half.flops  # also of the first, causal one
+    o = heads * tokens * head_dim * BYTES_PER_ELEMENT
+    kv = 2 * kv_heads * tokens * head_dim * BYTES_PER_ELEMENT
+    net = network if ranks <= hosts_of else beyond
+    message = lambda n: net.latency_s + n / net.bytes_per_s
+    home = 2 * kv  # fp32
+    forward = [step / rates.forward] * ranks
+    merges = [0.0] + [3 * o / rates.memory] * (ranks - 1)
+    backward = [BACKWARD * step / rates.backward] * ranks
+    compute = sum(forward) + sum(merges) + (sum(backward) if both else 0.0)
+    seconds = 0.0
+    for i in range(ranks):
+        fetch = message(kv) if i + 1 < ranks else 0.0
+        seconds += max(forward[i] + merges[i], fetch)
+        if both:
+            seconds += max(backward[i], fetch + (message(home) if i > 1 else 0.0))
+    if both and ranks > 1:  # one half beside the other's kernels, the other behind all
+        seconds += max(0.0, message(home / 2) - backward[0] / 2) + message(home / 2)
+    return Predicted(seconds, compute)
+
+
+def steps_are_equal(ranks: int) -> bool:
+    """What `predict` assumes of the schedule: every rank's every step is as many scores."""
+    cells = {
+        len(step.queries.halves) * len(step.keys.halves) / (2 if step.causal else 1)
+        for rank in range(ranks)
+        for step in cp.schedule(rank, ranks, True)
+    }
+    return len(cells) == 1
+
+
+def least_tokens(heads: int, kv_heads: int, head_dim: int, ranks: int, rates: Rates, network: Network,
+                 both: bool, efficiency: float = 0.95) -> int:  # fmt: skip
+    """The tokens of a GPU, a power of two, from which on a call is so efficient."""
+    for exponent in range(10, 21):
+        if (
+            predict(2**exponent, heads, kv_heads, head_dim, ranks, rates, network, both).efficiency
+            >= efficiency
+        ):
+            return 2**exponent
+    raise ValueError(f"not below {2**20} tokens")

@@ -1,0 +1,457 @@
+"""`python bench.py context_parallel`: attention of a sequence that lies on several GPUs.
+
+Every row is one size on P GPUs, in one direction or both: our ring with and without messages, the messages
+alone, one GPU with 1/P of the work (all tokens, 1/P of the heads), our ring with the communicator's messages
+where copy engines would do, PyTorch's own ring, and this ring over FlashAttention-3's kernels. A time is the
+median over turns of the slowest rank's. TFLOP/s are of a GPU: 1/P of the whole problem's FLOPs over the time.
+"""
+
+import datetime
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import hopper_attention
+from harness import context_model, fa3, reference, results, timing
+from hopper_attention import ops, tuned
+from hopper_attention.cache import write_atomically
+from hopper_attention.integrations import context_parallel as cp
+from hopper_attention.kernels import ladder
+from hopper_attention.kernels.contract import Problem
+from hopper_attention.launch import BACKWARD, FORWARD
+
+HEAD_DIM = 128
+MARGINS = (0, 4, 8, 16)
+MARGINS_MAX = 16384  # tokens of a GPU for which margins are timed
+TIMEOUT = datetime.timedelta(seconds=120)
+CHECK_MAX = 32768  # tokens of a whole sequence of which every row is judged; of longer ones the last rows
+LAST_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Size:
+    tokens: int  # of a GPU
+    heads: int
+    kv_heads: int
+    causal: bool = True
+
+    def problem(self, ranks: int, direction: str = "fwd") -> Problem:
+        n = self.tokens * ranks
+        return Problem(1, self.heads, self.kv_heads, n, n, HEAD_DIM, self.causal, direction=direction)
+
+    def flops(self, ranks: int, both: bool) -> float:
+        """Of a GPU."""
+        return self.problem(ranks).flops * (3.5 if both else 1.0) / ranks
+
+    def __str__(self) -> str:
+        return f"{self.tokens // 1024}k h{self.heads}:{self.kv_heads}{'' if self.causal else ' full'}"
+
+
+SIZES = [
+    Size(16384, 32, 8), Size(8192, 32, 8), Size(4096, 32, 32), Size(4096, 32, 8), Size(65536, 32, 8),
+    Size(8192, 32, 32), Size(16384, 32, 32), Size(65536, 32, 32), Size(8192, 32, 8, causal=False),
+]  # fmt: skip
+
+
+# ---- what is timed ----------------------------------------------------------------------------------------
+
+
+class Unsent(cp.Exchange):
+    """Messages that are not sent: what is received is there already, random, kept by shape."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__(group)
+        self.there: dict[tuple[str, int, torch.Size], torch.Tensor] = {}
+
+    def post(self, kind, to, sent, source, shapes):
+        kinds = [(f"{kind} {sent[0].dtype}", i, shape) for i, shape in enumerate(shapes)]
+        for x in kinds:
+            if x not in self.there:
+                self.there[x] = torch.randn(x[2], dtype=sent[0].dtype, device=sent[0].device)
+        return lambda: [self.there[x] for x in kinds]
+
+
+class Uncomputed:
+    """Kernels that are not launched: their outputs are there already, kept by shape. Nothing is summed."""
+
+    def __init__(self) -> None:
+        self.there: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def like(self, name: str, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        kind = name, x.shape, x.stride()
+        if kind not in self.there:
+            self.there[kind] = torch.randn_like(x, dtype=dtype)
+        return self.there[kind]
+
+    def kernels(self) -> cp.Kernels:
+        def forward(q, k, v, *_):
+            return self.like("o", q), self.like("lse", q[..., 0].float())
+
+        def backward(do, q, k, v, *_):
+            return tuple(self.like(n, x, torch.float32) for n, x in (("dq", q), ("dk", k), ("dv", v)))
+
+        return cp.Kernels(forward, backward, lambda *_: None, Unsummed)
+
+
+class Unsummed(cp.SummedRows):
+    def add(self, *_):
+        pass
+
+
+def fa3_kernels() -> cp.Kernels:
+    """FlashAttention-3's in the operators' place. Without a top-left mask: the ring has no tail."""
+    build = next(x for x in fa3.builds().values() if hasattr(x, "bwd"))
+    rows = lambda *tensors: [x.transpose(1, 2) for x in tensors]
+    window = {"window_size_left": -1, "window_size_right": -1}
+
+    def forward(q, k, v, scale, causal):
+        q, k, v = rows(q, k, v)
+        o, lse, *_ = fa3._call(build.fwd, q=q, k=k, v=v, is_causal=causal, num_splits=1, **window)()
+        return o.transpose(1, 2), lse
+
+    def backward(do, q, k, v, o, lse, dlse, scale, causal, top_left, deterministic):
+        do, q, k, v, o = rows(do, q, k, v, o)
+        out = [torch.empty_like(x) for x in (q, k, v)]
+        named = dict(zip(("dq", "dk", "dv"), out))
+        inputs = {"dout": do, "q": q, "k": k, "v": v, "out": o, "softmax_lse": lse, **named}
+        fa3._call(build.bwd, **inputs, is_causal=causal, **window)()
+        return tuple(rows(*out))
+
+    return cp.Kernels(forward, backward)
+
+
+class Ring:
+    """Forward, or forward and backward, of this rank's part through `context_parallel`'s two functions."""
+
+    def __init__(self, exchange, kernels=None, margin=0, tail=False, split=2):
+        self.exchange, self.kernels, self.margin = exchange, kernels, margin
+        self.options = {"tail": tail, "split": split}
+
+    def forward(self, size: Size, q, k, v):
+        with tuned.leaving(self.margin):
+            return cp.ring_forward(q, k, v, self.exchange, None, size.causal, self.kernels)
+
+    def both(self, size: Size, q, k, v, do):
+        with tuned.leaving(self.margin):
+            o, lse = cp.ring_forward(q, k, v, self.exchange, None, size.causal, self.kernels)
+            inputs = do, q, k, v, o, lse, None, self.exchange, None, size.causal, False, self.kernels
+            return o, lse, *cp.ring_backward(*inputs, **self.options)
+
+
+def alone(size: Size, ranks: int, q, k, v, do, both: bool) -> Callable[[], object]:
+    """One GPU with 1/P of the work: all tokens, 1/P of the heads."""
+    take = lambda x: x[:, : x.shape[1] // ranks].transpose(1, 2).repeat(1, ranks, 1, 1).transpose(1, 2)
+    q, k, v, do = map(take, (q, k, v, do))
+
+    def call():
+        o, lse = ops.forward(q, k, v, None, size.causal)
+        if both:
+            ops.backward(do, q, k, v, o, lse, None, None, size.causal)
+
+    return call
+
+
+def torch_ring(size: Size, ranks: int, q, k, v, do, both: bool, backend: SDPBackend, ours: bool):
+    """A context manager that gives PyTorch's own `context_parallel` on these parts as a call. Key heads are
+    repeated where its ring does not take fewer."""
+    import contextlib
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    @contextlib.contextmanager
+    def entered():
+        mesh = init_device_mesh("cuda", (ranks,))
+        group = q.shape[1] // k.shape[1]
+        dense = lambda x: x.contiguous()
+        whole = [
+            torch.cat([dense(x)] * ranks, 2) for x in (q, *(y.repeat_interleave(group, 1) for y in (k, v)))
+        ]
+        parts_do = dense(do)
+        with contextlib.ExitStack() as stack:
+            if ours:
+                stack.enter_context(hopper_attention.enabled())
+            stack.enter_context(sdpa_kernel(backend))
+            stack.enter_context(
+                context_parallel(
+                    mesh, buffers=whole, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(whole)
+                )
+            )
+            for x in whole:
+                x.requires_grad_(both)
+
+            def call():
+                o = F.scaled_dot_product_attention(*whole, is_causal=size.causal)
+                if both:
+                    torch.autograd.grad(o, whole, parts_do)
+
+            yield call
+
+    return entered()
+
+
+# ---- timing and judging -----------------------------------------------------------------------------------
+
+
+def timed(calls: dict[str, Callable[[], object]], seconds: float, device) -> dict[str, dict[str, float]]:
+    """Milliseconds of each call, taking turns: of a turn the slowest rank's, of those the median and the
+    interquartile range. Every rank starts a turn's call behind one small reduction over all."""
+    flush = torch.empty(timing.FLUSH_BYTES, dtype=torch.int8, device=device)
+    one = torch.ones(1, device=device)
+    pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    rest, repeats = {}, {}
+    for name, call in calls.items():  # warm up, and how often
+        call()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        took = torch.tensor([time.perf_counter() - begin], device=device)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        rest[name] = max(1.5e-3, min(timing.REST * took.item(), 0.02))
+        repeats[name] = max(3, min(20, int(seconds / took.item())))
+    for turn in range(max(repeats.values())):
+        for name, call in calls.items():
+            if turn >= repeats[name]:
+                continue
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            torch.cuda._sleep(int(rest[name] * timing.CYCLES_PER_SECOND))
+            dist.all_reduce(one)
+            start.record()
+            call()
+            end.record()
+            pairs[name].append((start, end))
+        torch.cuda.synchronize()
+    found = {}
+    for name, events in pairs.items():
+        ms = torch.tensor([start.elapsed_time(end) for start, end in events], device=device)
+        dist.all_reduce(ms, dist.ReduceOp.MAX)
+        low, _, high = statistics.quantiles(ms.tolist(), n=4, method="inclusive")
+        found[name] = {"ms": statistics.median(ms.tolist()), "ms_iqr": high - low}
+    return found
+
+
+def judged(size: Size, ring: Ring, inputs, rank: int, ranks: int) -> dict[str, object]:
+    """The pass rule on one key head and its query heads of the whole sequence, on rank 0; of a long sequence
+    on O and LSE of its last rows."""
+    group = size.heads // size.kv_heads
+    outputs = ring.both(size, *inputs)
+    o, lse, dq, dk, dv = outputs
+    q, k, v, do = inputs
+    head = 1 if size.kv_heads > 1 else 0
+    of_q = lambda x: x[:, head * group : (head + 1) * group]
+    of_k = lambda x: x[:, head : head + 1]
+    wanted = {"q": of_q(q), "k": of_k(k), "v": of_k(v), "do": of_q(do), "o": of_q(o), "lse": of_q(lse),
+              "dq": of_q(dq), "dk": of_k(dk), "dv": of_k(dv)}  # fmt: skip
+    whole = {}
+    for name, x in wanted.items():
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(ranks)]
+        dist.all_gather(parts, x)
+        whole[name] = cp.unshard(parts)
+    if rank:
+        return {}
+    w, found = whole, {}
+    rounding = lambda stage, direction: reference.rounding_of(
+        *ladder.load(stage), size.problem(ranks, direction), **ladder.load(stage)[0].options
+    )
+    n = size.tokens * ranks
+    if n <= CHECK_MAX:
+        forward = reference.Expected(w["q"], w["k"], w["v"], size.causal)
+        found["forward"] = forward.judge({x: w[x] for x in ("o", "lse")}, rounding(FORWARD, "fwd"))
+        backward = reference.Expected(w["q"], w["k"], w["v"], size.causal, w["do"])
+        found["backward"] = backward.judge({x: w[x] for x in ("dq", "dk", "dv")}, rounding(BACKWARD, "bwd"))
+    else:
+        for place in (n, n // 2, n // 4):
+            rows = slice(place - LAST_ROWS, place)
+            keys = [w[x][:, :, : place if size.causal else n] for x in "kv"]
+            part = reference.Expected(w["q"][:, :, rows], *keys, size.causal)
+            out = {"o": w["o"][:, :, rows], "lse": w["lse"][:, :, rows]}
+            found[f"forward, rows to {place}"] = part.judge(out, rounding(FORWARD, "fwd"))
+    say = lambda x: {"passed": x.passed, "max_ratio": x.max_ratio, "rms_ratio": x.rms_ratio,
+                     "lse_error": x.lse_error, "failures": list(x.failures)[:3]}  # fmt: skip
+    return {name: say(verdict) for name, verdict in found.items()}
+
+
+def measure(
+    size: Size, rank: int, ranks: int, group, device, options: dict[str, object]
+) -> dict[str, object]:
+    generator = torch.Generator(device).manual_seed(rank)
+    make = lambda h: torch.randn(
+        1, size.tokens, h, HEAD_DIM, device=device, dtype=torch.bfloat16, generator=generator
+    ).transpose(1, 2)
+    q, k, v, _ = inputs = make(size.heads), make(size.kv_heads), make(size.kv_heads), make(size.heads)
+    row: dict[str, object] = {"size": asdict(size), "ranks": ranks, "checks": {}, "errors": {}}
+    row["messages"] = (
+        "copy engines" if type(cp.exchange_for(group, k, v)) is not cp.Exchange else "communicator"
+    )
+    exchange = lambda: cp.exchange_for(group, k, v)
+    ours = Ring(exchange())
+    row["checks"] = judged(size, ours, inputs, rank, ranks)
+    rounded = judged(size, Ring(exchange(), cp.ROUNDED), inputs, rank, ranks)
+    row["checks"] |= {f"{name}, rounded": x for name, x in rounded.items()}
+    if rank == 0:
+        for name, x in row["checks"].items():
+            print(f"  {size} {name}: {x}", flush=True)
+    wrong = torch.tensor([float(not all(x["passed"] for x in row["checks"].values()))], device=device)
+    dist.all_reduce(wrong)
+    if wrong.item() and not options.get("anyway"):
+        return row
+    margins = [m for m in MARGINS if m] if options.get("margins") and size.tokens <= MARGINS_MAX else []
+    for both in (False, True):
+        calls: dict[str, Callable[[], object]] = {}
+        of = lambda ring: (
+            (lambda: ring.both(size, *inputs)) if both else (lambda: ring.forward(size, q, k, v))
+        )
+        calls["ours"] = of(ours)
+        calls["compute"] = of(Ring(Unsent(group)))
+        calls["messages"] = of(Ring(exchange(), Uncomputed().kernels()))
+        if size.kv_heads % ranks == 0:
+            calls["alone"] = alone(size, ranks, *inputs, both)
+        calls["communicator"] = of(Ring(cp.Exchange(group)))
+        if both:
+            calls["unsplit"] = of(Ring(exchange(), split=1))
+            calls["rounded"] = of(Ring(exchange(), cp.ROUNDED))
+            calls["rounded, unsplit"] = of(Ring(exchange(), cp.ROUNDED, split=1))
+            calls["rounded, compute"] = of(Ring(Unsent(group), cp.ROUNDED))
+            calls["tail"] = of(Ring(exchange(), tail=True, split=1))
+        for m in margins if not both else ():
+            calls[f"communicator, margin {m}"] = of(Ring(cp.Exchange(group), margin=m))
+        if options.get("peers", True):
+            try:
+                kernels = fa3_kernels()
+                calls["fa3 ring"] = of(Ring(exchange(), kernels))
+                calls["fa3 ring"]()
+            except Exception as error:
+                calls.pop("fa3 ring", None)
+                row["errors"]["fa3 ring"] = repr(error)[:300]
+        direction = "both" if both else "forward"
+        row[direction] = timed(calls, 0.1, device)
+        del calls
+        for name, backend, mine in (
+            ("torch, cudnn", SDPBackend.CUDNN_ATTENTION, False),
+            ("torch, enable()", SDPBackend.FLASH_ATTENTION, True),
+        ):
+            if not options.get("peers", True) or not size.causal:
+                continue
+            try:
+                with torch_ring(size, ranks, *inputs, both, backend, mine) as call:
+                    row[direction] |= timed({name: call}, 0.1, device)
+            except Exception as error:
+                row["errors"][f"{name}, {direction}"] = repr(error)[:300]
+        for time_ in row[direction].values():
+            time_["tflops"] = size.flops(ranks, both) / time_["ms"] / 1e9
+        row[direction]["overlap"] = overlap(row[direction])
+        torch.cuda.empty_cache()
+    return row
+
+
+def overlap(times: dict[str, dict[str, float]]) -> float | None:
+    """(Tc + Tm − Tboth)/min(Tc, Tm); None where times vary by more than half of what it is a part of."""
+    compute, messages, together = (times[x]["ms"] for x in ("compute", "messages", "ours"))
+    least = min(compute, messages)
+    if times["compute"]["ms_iqr"] + times["ours"]["ms_iqr"] > 0.5 * least:
+        return None
+    return (compute + messages - together) / least
+
+
+def show(row: dict[str, object]) -> None:
+    size, ranks = Size(**row["size"]), row["ranks"]
+    for direction in ("forward", "both"):
+        if direction not in row:
+            continue
+        times = {name: x for name, x in row[direction].items() if name != "overlap"}
+        rate = lambda name: times[name]["tflops"] if name in times else float("nan")
+        known = row[direction]["overlap"]
+        share = f"{rate('ours') / rate('alone'):.1%} of one GPU"
+        share += "" if known is None else f", overlap {known:.1%}"
+        print(f"{size} × {ranks}, {direction}: {rate('ours'):.0f} TFLOP/s a GPU, {share}", flush=True)
+        for name, x in times.items():
+            print(f"    {name:18} {x['ms']:9.3f} ± {x['ms_iqr']:.3f} ms {x['tflops']:6.0f}", flush=True)
+    if row["errors"]:
+        print(f"    errors: {row['errors']}", flush=True)
+
+
+# ---- processes --------------------------------------------------------------------------------------------
+
+
+def rank_main(rank: int, ranks: int, options: dict[str, object]) -> None:
+    """One rank's process."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29513")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is not used here, and asks for rights
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", rank=rank, world_size=ranks, timeout=TIMEOUT, device_id=device)
+    group = dist.group.WORLD
+    if options.get("priority"):
+        of_nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        group = dist.new_group(list(range(ranks)), pg_options=of_nccl)
+    rows, until = [], time.time() + float(options.get("seconds", 1e9))
+    for size in options["sizes"]:
+        late = torch.tensor([float(time.time() > until)], device=device)
+        dist.all_reduce(late)
+        if late.item():
+            if rank == 0:
+                print(f"no time for {size}", flush=True)
+            continue
+        row = measure(size, rank, ranks, group, device, options)
+        rows.append(row)
+        if rank == 0:
+            show(row)
+            if options.get("save"):
+                found = {"environment": environment(ranks), "rows": rows}
+                write_atomically(Path(options["save"]), json.dumps(found, indent=1).encode())
+    dist.destroy_process_group()
+
+
+def environment(ranks: int) -> dict[str, object]:
+    return timing.environment({"fa3": fa3.version()}) | {
+        "gpus": ranks,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }
+
+
+def spawn(options: dict[str, object], ranks: int | None = None) -> None:
+    """Run on the GPUs that are visible, a process each; under torchrun this process is one."""
+    if "RANK" in os.environ:
+        rank_main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), options)
+        return
+    ranks = ranks or torch.cuda.device_count()
+    torch.multiprocessing.spawn(rank_main, (ranks, options), nprocs=ranks)
+
+
+def run(save: Path | None) -> bool:
+    """All sizes on the GPUs that are visible; with `save` into results/<gpu>/context_parallel/bench.json.
+    Whether every check passed."""
+    path = None
+    if save:
+        path = save / results.gpu_folder(torch.cuda.get_device_name()) / "context_parallel" / "bench.json"
+    spawn({"sizes": SIZES, "margins": True, "save": str(path) if path else None})
+    if path is None:
+        return True  # each rank has said what failed
+    rows = json.loads(path.read_text())["rows"]
+    return all(check["passed"] for row in rows for check in row["checks"].values())
+
+
+def run_model(print_: Callable[[str], None] = print) -> bool:
+    """Without GPUs: what the model says of 2 to 1024 of them."""
+    rates = context_model.H200
+    print_("no Hopper GPUs here: predicted efficiency of a causal forward and backward, 32:8 heads of 128")
+    for ranks in (2, 8, 64, 1024):
+        found = [
+            context_model.predict(n, 32, 8, HEAD_DIM, ranks, rates, context_model.NVLINK, True).efficiency
+            for n in (4096, 8192, 16384, 65536)
+        ]
+        print_(f"{ranks:5} GPUs, 4k 8k 16k 64k tokens each: " + " ".join(f"{x:.1%}" for x in found))
+    return all(context_model.steps_are_equal(ranks) for ranks in (1, 2, 3, 8))

@@ -1,0 +1,173 @@
+"""One rank of `tests/test_context_parallel.py`: `python tests/ring_worker.py RANK RANKS STORE CASE`, over
+gloo, with the reference's formulas for kernels."""
+
+import datetime
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from hopper_attention import context_parallel_attention, ops
+from hopper_attention.integrations import context_parallel as cp
+from hopper_attention.kernels.contract import Problem
+
+TIMEOUT = datetime.timedelta(seconds=float(os.environ.get("RING_TIMEOUT", "60")))
+
+
+# ---- the operators for CPU tensors, in float64 inside ------------------------------------------------------
+
+
+def scores_of(q, k, scale, causal, top_left):
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    s = q.double() @ k.double().mT * (scale or q.shape[-1] ** -0.5)
+    if causal:
+        offset = 0 if top_left else k.shape[2] - q.shape[2]
+        s = s.masked_fill(torch.ones(s.shape[-2:]).triu(1 + offset).bool(), -torch.inf)
+    return s
+
+
+def forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
+    s = scores_of(q, k, softmax_scale, causal, top_left)
+    lse = s.logsumexp(-1)
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    o = (s - lse[..., None].nan_to_num(neginf=0.0)).exp() @ v.double()
+    return torch.empty_like(q).copy_(o), lse.float()
+
+
+def backward(
+    do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
+):
+    """As `partial.backward` says it: in fp32."""
+    assert lse.is_contiguous(), "the kernels refuse others"
+    p = (scores_of(q, k, softmax_scale, causal, top_left) - lse[..., None].double()).exp()
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1).double() for x in (k, v))
+    do = do.double()
+    d = (do * o.double()).sum(-1) - (0 if dlse is None else dlse.double())
+    ds = p * (do @ values.mT - d[..., None]) * (softmax_scale or q.shape[-1] ** -0.5)
+    shared = lambda x: x.unflatten(1, (k.shape[1], -1)).sum(2)
+    found = ds @ keys, shared(ds.mT @ q.double()), shared(p.mT @ do)
+    return tuple(torch.empty_like(x, dtype=torch.float32).copy_(y) for x, y in zip((q, k, v), found))
+
+
+def merge(o, lse, other, other_lse, out):
+    """As kernels/merge.py says it."""
+    both = torch.logaddexp(lse.double(), other_lse.double())
+    weigh = lambda x: (x.double() - both.nan_to_num(neginf=0.0)).exp()[..., None]
+    out.copy_(o.double() * weigh(lse) + other.double() * weigh(other_lse))
+    lse.copy_(both)
+
+
+def stand_in() -> torch.library.Library:
+    library = torch.library.Library("hopper_attention", "IMPL")
+    library.impl("forward", forward, "CPU")
+    cp.OURS = cp.Kernels(ops.forward, backward, merge)
+    return library
+
+
+# ---- cases -------------------------------------------------------------------------------------------------
+
+
+def whole(heads=4, kv_heads=2, seqlen=64, head_dim=64, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(3)
+    make = lambda h: torch.randn(2, h, seqlen, head_dim, generator=generator).to(dtype)
+    return make(heads), make(kv_heads), make(kv_heads), make(heads)
+
+
+def close(name, found, exact, factor=1.0):
+    """Within so many roundings to 16 bits, of rows and of the whole."""
+    worst = (found.double() - exact).abs().max() / exact.abs().max()
+    assert worst < factor * 2.0**-8, f"{name}: {worst:.2e}"
+
+
+def numbers(rank, ranks, causal, kv_heads, scale, seqlen=64, compiled=False, broken=False):
+    """Outputs and gradients against one process' float64; `broken`, of another mask."""
+    q, k, v, do = whole(kv_heads=kv_heads, seqlen=seqlen)
+    generator = torch.Generator().manual_seed(4)
+    dlse = torch.randn(q.shape[:3], generator=generator)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    s = scores_of(*exact[:2], scale, causal, True)
+    lse = s.logsumexp(-1)
+    o = (s - lse[..., None]).exp() @ exact[2].repeat_interleave(q.shape[1] // kv_heads, 1)
+    torch.autograd.backward((o, lse), (do.double(), dlse.double()))
+    mine = lambda x: cp.shard(x, rank, ranks)
+    inputs = [mine(x).requires_grad_() for x in (q, k, v)]
+    call = context_parallel_attention
+    if compiled:
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found, found_lse = call(*inputs, causal=causal != broken, softmax_scale=scale, return_lse=True)
+    torch.autograd.backward((found, found_lse), (mine(do), mine(dlse)))
+    close("o", found, mine(o), 2.0)
+    assert (found_lse - mine(lse)).abs().max() < 1e-5
+    for name, x, y in zip("qkv", inputs, exact):
+        close(f"d{name}", x.grad, mine(y.grad), 1.5)
+    gathered = [torch.empty_like(found) for _ in range(ranks)]
+    dist.all_gather(gathered, found.detach().contiguous())
+    close("o, unsharded", cp.unshard(gathered), o.detach(), 2.0)
+
+
+def seen(rank, ranks):
+    """Autocast casts; the FLOP counter counts a rank's part of the whole sequence's."""
+    q, k, v, _ = (cp.shard(x, rank, ranks).float().requires_grad_() for x in whole())
+    with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):
+        o = context_parallel_attention(q, k, v)
+    assert o.dtype == torch.bfloat16
+    exact = Problem.square(2, 4, 64, 64, True).flops / ranks
+    names = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
+    assert names == {"hopper_attention.context_forward": exact}, names
+    o.float().sum().backward()
+    assert q.grad.dtype == torch.float32 and q.grad.isfinite().all()
+
+
+def refused(rank, ranks, how):
+    """What every rank says when rank 1 brings something else."""
+    q, k, v, _ = (cp.shard(x, rank, ranks) for x in whole())
+    if rank == 1 and how == "shape":
+        q = q[:, :, :-2]
+        k, v = k[:, :, :-2], v[:, :, :-2]
+    if rank == 1 and how == "odd":
+        q, k, v = (x[:, :, :-1] for x in (q, k, v))
+    if rank == 1 and how == "lengths":
+        k, v = k[:, :, :-2], v[:, :, :-2]
+    if rank == 1 and how == "dtype":
+        q = q.float()
+    try:
+        context_parallel_attention(q, k, v, causal=not (rank == 1 and how == "mask"))
+    except ValueError as error:
+        print(f"SAID {error}", flush=True)
+    else:
+        raise AssertionError("not refused")
+
+
+def dies(rank, ranks, when):
+    """Rank 1 is gone before the first message, or after the ranks have agreed."""
+    q, k, v, _ = (cp.shard(x, rank, ranks) for x in whole())
+    if when == "later":
+        context_parallel_attention(q, k, v)
+    if rank == 1:
+        os._exit(3)
+    try:
+        context_parallel_attention(q, k, v)
+    except RuntimeError as error:
+        print(f"SAID {type(error).__name__}", flush=True)
+        os._exit(0)  # what waits for the others at exit must not either
+    raise AssertionError("there was an answer")
+
+
+def main(rank: int, ranks: int, store: str, case: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT
+    )
+    library = stand_in()
+    eval(case, globals() | {"rank": rank, "ranks": ranks})
+    dist.destroy_process_group()
+    library._destroy()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -1,0 +1,125 @@
+"""Context parallelism on two GPUs: the public call with its gradients, by the pass rule."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import reference
+from hopper_attention import context_parallel_attention
+from hopper_attention.integrations import context_parallel as cp
+from hopper_attention.integrations.merging import merge
+from hopper_attention.kernels import ladder
+from hopper_attention.kernels.contract import Problem
+
+RANKS = 2
+CASES = {  # tokens of a GPU, heads, key heads, head_dim, and what differs
+    "even": (256, 4, 2, 128, {}),
+    "odd chunks": (202, 4, 2, 128, {}),
+    "full": (1026, 4, 1, 128, {"causal": False}),
+    "communicator": (514, 4, 4, 128, {"communicator": True}),
+    "one chunk of one token": (2, 2, 1, 128, {}),
+    "fp16": (322, 4, 2, 64, {"dtype": torch.float16, "softmax_scale": 0.2, "dlse": True}),
+    "deterministic": (322, 4, 2, 64, {"deterministic": True}),
+    "256": (322, 2, 1, 256, {"causal": False}),
+}
+
+
+def run_case(rank: int, name: str) -> list[str]:
+    """What is wrong, on rank 0."""
+    tokens, heads, kv_heads, head_dim, options = CASES[name]
+    options = {"causal": True, "dtype": torch.bfloat16, "dlse": False} | options
+    dtype, wants_dlse = options.pop("dtype"), options.pop("dlse")
+    generator = torch.Generator("cuda").manual_seed(5)
+    make = lambda h: torch.randn(2, h, RANKS * tokens, head_dim, device="cuda", generator=generator).to(dtype)
+    q, k, v, do = make(heads), make(kv_heads), make(kv_heads), make(heads)
+    dlse = torch.randn(q.shape[:3], device="cuda", generator=generator) if wants_dlse else None
+    mine = lambda x: cp.shard(x, rank, RANKS)
+    inputs = [mine(x).requires_grad_() for x in (q, k, v)]
+    before = cp.exchange_for
+    if options.pop("communicator", False):
+        cp.exchange_for = lambda group, k, v: cp.Exchange(group)
+    try:
+        o, lse = context_parallel_attention(*inputs, return_lse=True, **options)
+        outputs = (o, lse) if wants_dlse else (o,)
+        torch.autograd.backward(outputs, [mine(x) for x in (do, dlse) if x is not None])
+    finally:
+        cp.exchange_for = before
+    whole = {}
+    mine_of = {"o": o, "lse": lse} | {f"d{n}": x.grad for n, x in zip("qkv", inputs)}
+    for key, x in mine_of.items():
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(RANKS)]
+        dist.all_gather(parts, x.detach().contiguous())
+        whole[key] = cp.unshard(parts)
+    if rank:
+        return []
+    causal, scale = options["causal"], options.get("softmax_scale")
+    name_of = str(dtype).removeprefix("torch.")
+    problem = Problem(2, heads, kv_heads, q.shape[2], q.shape[2], head_dim, causal, name_of)
+    rounding = lambda stage, x: reference.rounding_of(*ladder.load(stage), x, **ladder.load(stage)[0].options)
+    forward = reference.Expected(q, k, v, causal, softmax_scale=scale)
+    backward = reference.Expected(q, k, v, causal, do, softmax_scale=scale, dlse=dlse)
+    verdicts = (
+        forward.judge({x: whole[x] for x in ("o", "lse")}, rounding("k6", problem)),
+        backward.judge(
+            {x: whole[x] for x in ("dq", "dk", "dv")}, rounding("bwd4", problem.with_(direction="bwd"))
+        ),
+    )
+    return [failure for verdict in verdicts for failure in verdict.failures]
+
+
+def rank_main(rank: int, names: list[str], found: dict[str, list[str]]) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "NCCL_NVLS_ENABLE": "0"}
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", rank=rank, world_size=RANKS, device_id=device)
+    for name in names:
+        wrong = run_case(rank, name)
+        if rank == 0:
+            found[name] = wrong
+            print(name, wrong or "passes", flush=True)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found() -> Callable[[], dict[str, list[str]]]:
+    with torch.multiprocessing.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.spawn(rank_main, (list(CASES), results), nprocs=RANKS)
+        return dict(results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
+def test_numbers(name: str, found: dict[str, list[str]]) -> None:
+    assert found[name] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("wide_in", [False, True])
+@pytest.mark.parametrize("wide_out", [False, True])
+def test_merge(head_dim: int, wide_in: bool, wide_out: bool) -> None:
+    """Against the formula in float64; rows that one side, or neither, sees; what lies around stays."""
+    torch.manual_seed(0)
+    for rows in (1, 63, 64, 65, 1000):
+        of = lambda wide: torch.float32 if wide else torch.bfloat16
+        make = lambda dtype: torch.randn(2, rows, 3, head_dim, device="cuda").to(dtype).transpose(1, 2)
+        o, other = make(of(wide_in)), make(torch.bfloat16)
+        around = 3 * torch.randn(2, 3, 2 * rows, device="cuda")
+        lse, other_lse = around[:, :, rows:], 3 * torch.randn(2, 3, rows, device="cuda")
+        lse[0, :2, 0] = other_lse[0, 0, 0] = -torch.inf
+        kept = around[:, :, :rows].clone()
+        exact = torch.logaddexp(lse.double(), other_lse.double())
+        weigh = lambda x: (x.double() - exact.nan_to_num(neginf=0.0)).exp()[..., None]
+        ref = o.double() * weigh(lse) + other.double() * weigh(other_lse)
+        out = o if wide_in == wide_out else torch.full_like(o, torch.nan, dtype=of(wide_out))
+        merge(o, lse, other, other_lse, out)
+        assert ((out.double() - ref).abs() <= (1e-5 if wide_out else 2.0**-8) * (1 + ref.abs())).all()
+        seen = exact.isfinite()
+        assert torch.equal(lse.isfinite(), seen) and (lse - exact)[seen].abs().max() < 1e-5
+        assert torch.equal(around[:, :, :rows], kept)

@@ -1,0 +1,68 @@
+"""How many queries a tile has of packed sequences and under a window, and the stages that follow."""
+
+import pytest
+
+from hopper_attention import policies, production
+from hopper_attention.kernels import division
+from hopper_attention.kernels.contract import Problem
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("count", "length"), [(256, 64), (16, 1024), (4, 4096), (1, 16384), (1000, 3)])
+def test_packed_sequences_count_as_their_mean(head_dim: int, count: int, length: int) -> None:
+    total = count * length
+    packed = Problem(1, 8, 8, total, total, head_dim, True, sequences=((0, 0),) * count)
+    dense = Problem(count, 8, 8, length, length, head_dim, True)
+    assert division.rows_of(packed) == division.rows_of(dense)
+    assert division.rows_of(packed.with_(sequences=())) > 0
+    lengths = ((length, length),) * count  # that the library does not know
+    assert production.forward_stage(packed.with_(sequences=lengths)) == production.forward_stage(packed)
+
+
+@pytest.mark.parametrize("window", [(127, 0), (-1, 30), (64, 64), (0, 0), (1000, 5)])
+@pytest.mark.parametrize("lengths", [(500, 500), (130, 700), (700, 130)])
+def test_a_window_shows_so_many_keys(window: tuple[int, int], lengths: tuple[int, int]) -> None:
+    problem = Problem(1, 1, 1, *lengths, 128, False, window=window)
+    offset = lengths[1] - lengths[0]
+    for rows in (64, 192):
+        found = division._keys_seen(problem, rows)
+        for tile, seen in enumerate(found):
+            keys = {
+                j
+                for i in range(tile * rows, tile * rows + rows)
+                for j in range(lengths[1])
+                if (window[0] < 0 or j >= i + offset - window[0])
+                and (window[1] < 0 or j <= i + offset + window[1])
+            }
+            assert seen == max(1, len(keys))
+
+
+def test_stages_in_parts_take_no_policies() -> None:
+    problem = Problem(1, 1, 1, 8192, 8192, 128, False, direction="bwd")
+    assert production.backward_stage(problem, False)[0] == production.IN_PARTS
+    for fields in ({"window": (64, 0)}, {"softcap": 9.0}, {"sink": True}, {"sequences": ((8192, 8192),)}):
+        stage_id, parts = production.backward_stage(problem.with_(**fields), False)
+        assert (stage_id, parts) == (production.BACKWARD, None)
+    few = problem.with_(seqlen_q=77, seqlen_kv=77, sequences=((70, 70), (7, 7)))
+    assert production.backward_stage(few, False)[0] == production.BACKWARD
+    assert production.backward_stage(few, True)[0] == production.DETERMINISTIC
+
+
+@pytest.mark.parametrize(
+    ("window", "left", "causal"),
+    [
+        ((4095, 0), (4095, 0), False),
+        ((8191, 0), None, True),
+        ((9000, 9000), None, False),
+        ((3, 8191), (3, -1), False),
+        ((0, 0), (0, 0), False),
+        ((-1, 5), (-1, 5), False),
+    ],
+)
+def test_a_side_that_hides_nothing_is_none(
+    window: tuple[int, int], left: tuple[int, int] | None, causal: bool
+) -> None:
+    problem = Problem(1, 2, 2, 8192, 8192, 64, False, window=window)
+    without = policies.without_idle_window(problem)
+    assert (without.window, without.causal) == (left, causal)
+    assert without.pairs == pytest.approx(problem.pairs, rel=1e-3)  # FlashAttention counts half a diagonal
