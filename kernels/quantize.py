@@ -512,13 +512,20 @@ def transposed_bytes(rows: list[Int32]) -> list[Int32]:
 
 
 def quantizer(
-    head_dim: int, dtype: type, rotate: bool = False, rope: bool = False, *rest, **options
+    head_dim: int,
+    dtype: type,
+    rotate: bool = False,
+    rope: bool = False,
+    *rest,
+    ahead: bool | None = None,
+    **options,
 ) -> Quantize:
-    """The kernel with these of `Quantize`'s arguments: one that computes long before it stores loads
-    ahead."""
+    """The kernel with these of `Quantize`'s arguments: with RoPE, which takes long, one that loads ahead.
+    Rotating heads of 256 it is faster too (notes/k8.md), and adds in another order: to be the default there
+    when `k8`'s record and rows are made with it."""
     from .quantize_ahead import QuantizeAhead  # which is made of what is here
 
-    ahead = rope or (rotate and head_dim == 256)
+    ahead = rope if ahead is None else ahead
     return (QuantizeAhead if ahead else Quantize)(head_dim, dtype, rotate, rope, *rest, **options)
 
 

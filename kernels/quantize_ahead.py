@@ -18,7 +18,7 @@ from cutlass.memory import SmemAllocator
 from .device.constants import SMS, VECTOR, WARP
 from .device.cuda_cores import swizzle
 from .device.e4m3 import four_e4m3
-from .device.fp8 import BLOCK, OWN_ROTATED, SMALLEST_MAXIMUM
+from .device.fp8 import BLOCK, OWN_AHEAD, SMALLEST_MAXIMUM
 from .device.tma import allocate_tiles, load_atom, partition_tma, swizzled_chunks
 from .quantize import (
     CHUNK,
@@ -49,10 +49,10 @@ class QuantizeAhead(Quantize):
     def __init__(
         self, head_dim: int, dtype: type, rotate: bool = False, rope: bool = False, *rest, **options
     ):
-        own = options.pop("own", OWN_ROTATED[head_dim])
-        # Two CTAs with the angles of head_dim 256 leave room for one stage each.
-        stages = 1 if rope and head_dim == 256 else 2
-        self.heads, self.stages = options.pop("heads", HEADS), options.pop("stages", stages)
+        own = options.pop("own", OWN_AHEAD[head_dim])
+        # Every code of one stage was checked on a GPU. Two have no room beside the angles of head_dim 256;
+        # where they have they are faster, and their codes are yet to be checked.
+        self.heads, self.stages = options.pop("heads", HEADS), options.pop("stages", 1)
         threads = options.pop("threads_per_sm", None)
         # Registers for 32 elements and what turns them; of 64 twice as many.
         threads = threads or (768 if rope else 1024) if own == OWN else threads or 512
