@@ -16,7 +16,7 @@ from . import k7
 from .calls_fp8 import of_rows, refuse_fp8_rows, run_fp8
 from .contract import Compiled, Problem, Scratch, Stage, Tensors
 from .device.compiling import compile_for_torch, fake_fp32, fake_gqa, fake_rows
-from .quantize import RelayoutAndCheck
+from .quantize_rows import RelayoutAndCheck
 
 STAGES = (
     Stage(

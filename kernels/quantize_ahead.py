@@ -1,7 +1,7 @@
 """Q and K in 8 bits where that takes long: rotated by RoPE, or at head_dim 256 by signs and the transform.
 
     one CTA       the same 64 rows of several heads, one after the other; while it works on one the TMA brings
-                  the next to shared memory, which `quantize.Quantize` leaves to the other CTAs of an SM
+                  the next to shared memory, which `quantize_rows.Quantize` leaves to the other CTAs of an SM
     RoPE          angles are read once for all these heads, and lie in shared memory, each where its thread
                   alone writes and reads it
     V             as there, a CTA for each block
@@ -20,7 +20,7 @@ from .device.cuda_cores import swizzle
 from .device.e4m3 import four_e4m3
 from .device.fp8 import BLOCK, OWN_AHEAD, SMALLEST_MAXIMUM
 from .device.tma import allocate_tiles, load_atom, partition_tma, swizzled_chunks
-from .quantize import (
+from .quantize_rows import (
     CHUNK,
     FP32_MAX,
     OWN,

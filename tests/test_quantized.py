@@ -29,7 +29,7 @@ from hopper_attention.kernels.device.fp8 import (
     quantized_shapes,
 )
 
-untraced, untraced_ahead = kernels("quantize"), kernels("quantize_ahead")
+untraced, untraced_ahead = kernels("quantize_rows"), kernels("quantize_ahead")
 HEAD_DIMS = (64, 128, 256)
 LENGTHS = (1, 3, 15, 16, 63, 64, 65, 203)
 every_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
