@@ -651,4 +651,3 @@ def run_kernel(compiled: Compiled, t: Tensors) -> None:
 NEVER = 2**30  # keys
 VARIANTS = {f"flush after {keys}": {"flush_keys": keys} for keys in (1024, 2048, 4096)}
 VARIANTS |= {"flush never": {"flush_keys": NEVER}}
-VARIANTS |= {f"{keys} of 128 keys without exponentials": {"direct_keys": keys} for keys in (32, 64, 128)}

@@ -134,13 +134,13 @@ def test_table_of_decoding() -> None:
     plain = {"batch": 1, "heads": 32, "kv_heads": 8, "queries": 1, "keys": 2048, "head_dim": 128, "page": 0}
     plain |= {"eight_bits": False, "ragged": False, "bytes": 8_388_608, "errors": {}, "single_us": 26.7}
     rows = [
-        plain | {"us": {"hopper_attention": 7.0, "cudnn": 8.4, "fa3": 14.0}},
+        plain | {"us": {"hopper_attention": 7.0, "cudnn": 8.4, "fa3": 14.0}, "without_pdl_us": 7.5},
         plain | {"us": {"hopper_attention": 8.0, "fa2": 6.0}, "keys": 4096},
         plain | {"us": {"hopper_attention": 10.0}, "page": 16, "eight_bits": True, "errors": {"fa3": "no"}},
     ]
     text = decode_table(rows)
-    assert "| 1, 32:8, 1, 2048 |  | 8 MB | **7.0** | 8.4 |  | 14.0 | 1.20 | 1.20 |" in text
-    assert "| 1, 32:8, 1, 2048 | e4m3, pages of 16 | 8 MB | **10.0** |  |  |  |  | 0.84 |" in text
+    assert "| 1, 32:8, 1, 2048 |  | 8 MB | **7.0** | 7.5 | 8.4 |  | 14.0 | 1.20 | 1.20 |" in text
+    assert "| 1, 32:8, 1, 2048 | e4m3, pages of 16 | 8 MB | **10.0** |  |  |  |  |  | 0.84 |" in text
     assert "The 2 rows without a remark: 0.750 to 1.200" in text
     assert "below 1.000: 1, 32:8, 1, 4096 (0.750)" in text
     assert decode_table([]) == NOTHING

@@ -209,7 +209,7 @@ def test_an_ordinary_conversion_spills(edited: Callable[..., ModuleType]) -> Non
 
 def test_two_stages_are_refused(edited: Callable[..., ModuleType]) -> None:
     four = "128: Config(consumers=3, tile_kv=64, stages=4"
-    module = edited("k6", ("k6.py", four, four.replace("stages=4", "stages=2")))
+    module = edited("k6", ("device/forward_shapes.py", four, four.replace("stages=4", "stages=2")))
     with pytest.raises(AssertionError):
         module.kernel_for(Problem.square(1, 1, 512, 128, False))
 

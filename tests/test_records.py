@@ -22,7 +22,7 @@ ENVIRONMENT = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2", "cutlass_dsl":
 def made_up(stage_id: str, **changes: object) -> records.Record:
     kernels = tuple(
         records.Checked(kernel, "a" * 64, tuple(cases.forms_of(stage_id, kernel)))
-        for kernel in reachable(stage_id)
+        for kernel in records.recorded(stage_id)
     )
     record = records.Record(
         stage_id, ENVIRONMENT, provenance.digest(stage_id), 100, tuple(cases.chosen(stage_id)), kernels
@@ -118,7 +118,7 @@ def test_records_that_lack_something_are_neither_written_nor_read(tmp_path: Path
     fewer_forms = replace(whole.kernels[3], forms=whole.kernels[3].forms[1:])
     lacking = {
         "MHA of .* d64 ": replace(whole, kernels=(*whole.kernels[:3], fewer_forms, *whole.kernels[4:])),
-        "MHA of .* d192:128 ": replace(whole, kernels=whole.kernels[:-1]),
+        "MHA of .* d256 ": replace(whole, kernels=whole.kernels[:-1]),
         "the cases needle": replace(whole, cases=tuple(x for x in whole.cases if x != "needle")),
         "repeats": replace(whole, repeats=0),
         "the environment's driver": replace(whole, environment={**ENVIRONMENT, "driver": None}),
