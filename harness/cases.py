@@ -847,7 +847,5 @@ def run_cases(stage_id: str, args: object) -> Iterator[Outcome]:
         yield Outcome(name, failures, time.perf_counter() - begin)
 
 
-from harness import head_dims  # noqa: E402, F401  more cases, which need some of these
-
 if __name__ == "__main__":
     one_launch(sys.argv[1])

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import cases, decoding_records, machine_code, provenance
+from harness import cases, decoding_records, head_dims, machine_code, provenance  # noqa: F401  head_dims: cases
 from harness.results import ENVIRONMENT_IDENTITY, gpu_folder, results_dir
 from hopper_attention.cache import write_atomically
 from hopper_attention.kernels import ladder
