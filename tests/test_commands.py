@@ -795,7 +795,7 @@ def test_long_commands_are_understood(command: str) -> None:
         ("make report", "-m harness.report"),
         ("make report", "-m harness.draw"),
         ("make site", "-m harness.site"),
-        ("make site", "-m zensical build --strict --clean"),
+        ("make site-check", "-m harness.site_check"),
         ("make test", "-m ruff check ."),
         ("make test", "-m pytest"),
     ],
