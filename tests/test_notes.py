@@ -10,7 +10,7 @@ import pytest
 import torch
 from untraced import kernels
 
-from harness import worth
+from harness import diff, worth
 from harness.hardware import H100_SXM
 from harness.results import Results, repository
 from hopper_attention.kernels.contract import Problem
@@ -86,6 +86,14 @@ def test_quoted_code_is_in_the_kernels() -> None:
               for line in block.splitlines()]  # fmt: skip
     assert len(quoted) > 25
     assert [line for line in quoted if line and line not in lines] == []
+
+
+def test_what_a_stage_changes_is_counted() -> None:
+    """The notes' lines added and removed are those that `python -m harness.diff` counts today."""
+    said = r"`python -m harness\.diff (\w+) (\w+)`[^.`]*?(\d+) lines of code added, (\d+) removed"
+    found = [match for path in NOTES for match in re.findall(said, path.read_text("utf-8"))]
+    assert len(found) >= 6
+    assert [x for x in found if diff.difference(*x[:2])[1:] != (int(x[2]), int(x[3]))] == []
 
 
 # mathematics.md
