@@ -75,6 +75,18 @@ def test_the_first_layer_takes_five_minutes(name: str) -> None:
     assert details
 
 
+def test_the_readme_takes_five_minutes() -> None:
+    """Without its generated tables, and the code to copy."""
+    text = re.sub(
+        r"<!-- results:begin (\S+) -->.*?<!-- results:end \1 -->",
+        "",
+        DOCUMENTS[0].read_text("utf-8"),
+        flags=re.S,
+    )
+    read = re.sub(r"^!\[.*$|\]\([^)]*\)", "]", without_code(text), flags=re.M)
+    assert len([word for word in read.split() if re.search(r"\w", word)]) <= 1000
+
+
 def test_quoted_code_is_in_the_kernels() -> None:
     lines = {
         line.strip()
@@ -195,6 +207,16 @@ def test_the_worth_of_an_idea_is_the_ratio_of_two_rows() -> None:
     table = worth.block("k6", {"h200": results})
     assert f"| lazy rescaling (`exact`) | 128 | {change:+.0f} % ".replace("-", "−") in table
     assert "| not measured | not measured |" in worth.block("k6", {})
+
+
+def test_the_steps_of_bwd4s_making_are_those_of_its_log() -> None:
+    """No variant of bwd4 lacks one idea, so its table is part of the log's: µs at d = 128 and 64, by row."""
+    texts = [(ROOT / "notes" / name).read_text("utf-8") for name in ("bwd4.md", "bwd4_log.md")]
+    times = [
+        re.findall(r"\| (\d{4}|–) \| (\d{4}) \|$", text.split("\n## Details")[0], re.M) for text in texts
+    ]
+    assert len(times[0]) == 6
+    assert [row for row in times[1] if row in times[0]] == times[0]
 
 
 # Profiles
