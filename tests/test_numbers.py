@@ -27,7 +27,7 @@ def generated(path: Path) -> str:
 
 def blocks(text: str) -> list[str]:
     """A document's paragraphs and list items. A table belongs to the paragraph before it, and an item to the
-    paragraph that ends in a colon before its list. Headings, code and what is generated are not among them."""
+    paragraph that ends in a colon before its list. Headings, code and what is generated are left out."""
     text = re.sub(r"^```.*?^```", "", GENERATED.sub("", text), flags=re.M | re.S)
     text = re.sub(r"\$\$.*?\$\$|\$[^$\n]+\$", "", text, flags=re.S)
     found: list[str] = []
