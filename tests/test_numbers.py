@@ -11,6 +11,7 @@ from harness.results import repository
 
 ROOT = repository()
 DOCUMENTS = ["README.md", *(f"notes/{name}.md" for name in ("k6", "bwd4"))]
+LADDER = ("k1", "fa1", "k2", "k3", "k4_qk", "k4", "k5", "k6_1", "k6_2", "bwd1", "bwd2", "bwd3")
 GENERATED = re.compile(r"<!-- results:begin (\S+) -->.*?<!-- results:end \1 -->", re.S)
 NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e-\d+)?"
 JOINED = r"(?:\s*(?:to|and|or|of|for|our|,|–|−|→|/)\s*)+"
@@ -69,6 +70,26 @@ def test_measured_numbers_have_a_source(name: str) -> None:
     known = generated(path)
     found = {
         block[:60]: numbers for block in blocks(first) if (numbers := untraced(block, path.parent, known))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_a_stage_note_dates_what_was_measured(name: str) -> None:
+    """In a section with a date, in a generated table, or in a note that it leads to; elsewhere it is quoted.
+    What follows from arithmetic alone, predictions and resources, needs no date."""
+    path = ROOT / "notes" / f"{name}.md"
+    text = path.read_text(encoding="utf-8")
+    sections = re.split(r"\n(?=## )", GENERATED.sub("", text))
+    dated = [section for section in sections if TRACED.search(section)]
+    quoted = [path.parent / link for link in re.findall(r"\]\((\w+\.md)", text)]
+    known = "\n".join([generated(path), *dated, *(note.read_text(encoding="utf-8") for note in quoted)])
+    found = {
+        block[:60]: numbers
+        for section in sections
+        if section not in dated and not re.match(r"## (Prediction|What was predicted|Resources)", section)
+        for block in blocks(section)
+        if (numbers := untraced(block, path.parent, known))
     }
     assert found == {}
 
