@@ -751,6 +751,8 @@ TESTED = {
     "make check": EXPANDED,
     "make check KERNEL=k2": EXPANDED,
     "make report": EXPANDED,
+    "make site": EXPANDED,
+    "make site-check": EXPANDED,
     "make test": ITSELF,
 }
 
