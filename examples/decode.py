@@ -2,16 +2,23 @@
 
     python examples/decode.py                              a batch of 16 prompts of 2048 tokens, 128 new ones
     python examples/decode.py --batch 64 --prompt 8192 --attention hopper_attention sdpa
+    python -m examples.decode --attention hopper_attention sdpa fa3
 
-Weights are random: what is measured is the step. `hopper_attention` stores the new key and value and attends
-to all of them in one launch, whatever their lengths; the graph is captured once, since lengths and page table
-stay on the GPU. `sdpa` is PyTorch's own call on a cache that is cut to the longest sequence, without a graph,
-as its shapes grow.
+Weights are random: what is measured is the step. Each way of attention is captured once, since lengths and
+page table stay on the GPU:
+    hopper_attention  stores the new key and value and attends to all of them in one launch, whatever their
+                      lengths
+    sdpa              PyTorch's own call on a cache without pages, as long as the longest sequence can become,
+                      with a mask; the new key and value are stored before
+    fa3               FlashAttention-3's call, which stores too, on the same pages; where it is installed
 """
 
 import argparse
+import functools
+import json
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -37,26 +44,42 @@ class Config:
 
 
 class Cache:
-    """Pages of keys and values for every layer, which sequences take as they grow; here all at once."""
+    """Keys and values of every layer: in pages that sequences take as they grow, here all at once; or, not
+    `paged`, each sequence's in a row. A sequence can become `longest` tokens long."""
 
-    def __init__(self, config: Config, batch: int, longest: int, device: str):
+    def __init__(self, config: Config, batch: int, longest: int, device: str, paged: bool = True):
         pages = -(-longest // PAGE)
-        shape = config.layers, 2, batch * pages, PAGE, config.kv_heads, config.head_dim
-        self.pages = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        places = (batch * pages, PAGE) if paged else (batch, pages * PAGE)
+        shape = config.layers, 2, *places, config.kv_heads, config.head_dim
+        self.kv = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         self.table = torch.randperm(batch * pages, device=device).int().view(batch, pages)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.batch, self.at = torch.arange(batch, device=device), torch.arange(pages * PAGE, device=device)
 
-    def dense(self, layer: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(batch, heads, longest, head_dim): what a call without pages needs."""
-        used = self.table[:, : -(-longest // PAGE)]
-        k, v = (x[used].flatten(1, 2)[:, :longest].transpose(1, 2) for x in self.pages[layer])
-        return k, v
 
-    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        at = self.lengths.long()
-        page = self.table.gather(1, (at // PAGE)[:, None])[:, 0]
-        for x, cache in zip((k, v), self.pages[layer]):
-            cache[page, at % PAGE] = x[:, 0]
+def by_hopper_attention(cache: Cache, layer: int, q, k, v) -> torch.Tensor:
+    caches, lengths = cache.kv[layer], cache.lengths
+    return flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, block_table=cache.table)
+
+
+def by_sdpa(cache: Cache, layer: int, q, k, v) -> torch.Tensor:
+    for x, stored in zip((k, v), cache.kv[layer]):
+        stored[cache.batch, cache.lengths.long()] = x[:, 0]
+    seen = (cache.at <= cache.lengths[:, None])[:, None, None]
+    q, k, v = (x.transpose(1, 2) for x in (q, *cache.kv[layer]))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2)
+
+
+def by_fa3(cache: Cache, layer: int, q, k, v) -> torch.Tensor:
+    from harness import fa3
+
+    (caches, build), options = (cache.kv[layer], next(iter(fa3.builds().values()))), {"num_splits": 0}
+    options |= {"window_size_left": -1, "window_size_right": -1, "k_new": k, "v_new": v}
+    options |= {"seqused_k": cache.lengths, "page_table": cache.table}
+    return fa3._call(build.fwd, q=q, k=caches[0], v=caches[1], **options)()[0]
+
+
+ATTENTIONS = {"hopper_attention": by_hopper_attention, "sdpa": by_sdpa, "fa3": by_fa3}
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -80,25 +103,12 @@ class Layer(nn.Module):
         )
         self.norms = nn.ModuleList(nn.RMSNorm(d) for _ in range(2))
 
-    def forward(self, x: torch.Tensor, cache: Cache, attention: str, longest: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cache: Cache, attention: str) -> torch.Tensor:
         c = self.config
         heads = self.qkv(self.norms[0](x)).unflatten(-1, (-1, c.head_dim))
         q, k, v = heads.split([c.heads, c.kv_heads, c.kv_heads], -2)
         q, k = rotated(q, cache.lengths), rotated(k, cache.lengths)
-        if attention == "hopper_attention":
-            k_cache, v_cache = cache.pages[self.index]
-            lengths = cache.lengths
-            o = flash_attn_with_kvcache(
-                q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=cache.table
-            )
-        else:
-            cache.store(self.index, k, v)
-            keys, values = cache.dense(self.index, longest)
-            seen = torch.arange(longest, device=x.device) <= cache.lengths[:, None]
-            mask = seen[:, None, None]
-            o = F.scaled_dot_product_attention(
-                q.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True
-            ).transpose(1, 2)
+        o = ATTENTIONS[attention](cache, self.index, q, k, v)
         x = x + self.out(o.flatten(-2))
         gate, up = self.up(self.norms[1](x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
@@ -111,11 +121,11 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.layers))
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
 
-    def step(self, tokens: torch.Tensor, cache: Cache, attention: str, longest: int = 0) -> None:
+    def step(self, tokens: torch.Tensor, cache: Cache, attention: str) -> None:
         """The next token of each sequence, in place; each sequence is one longer."""
         x = self.embedding(tokens)[:, None]
         for layer in self.layers:
-            x = layer(x, cache, attention, longest)
+            x = layer(x, cache, attention)
         tokens.copy_(self.head(x[:, 0]).argmax(-1))
         cache.lengths += 1
 
@@ -124,23 +134,21 @@ class Model(nn.Module):
 def generate(model: Model, config: Config, attention: str, batch: int, prompt: int, new: int) -> float:
     """Seconds of a step."""
     torch.manual_seed(0)
-    cache = Cache(config, batch, prompt + new + 8, "cuda")
-    cache.pages.normal_(std=0.5)  # a prompt's keys and values, as if it had been read
+    cache = Cache(config, batch, prompt + new + 8, "cuda", paged=attention != "sdpa")
+    cache.kv.normal_(std=0.5)  # a prompt's keys and values, as if it had been read
     tokens = torch.randint(config.vocabulary, (batch,), device="cuda")
     ragged = torch.randint(prompt // 2, prompt + 1, (batch,), device="cuda")
     cache.lengths.copy_(ragged)
-    step = lambda i: model.step(tokens, cache, attention, prompt + i + 1)
-    for i in range(3):
-        step(i)
-    if attention == "hopper_attention":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step(0)
-        step = lambda i: graph.replay()
+    step = functools.partial(model.step, tokens, cache, attention)
+    for _ in range(3):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for i in range(new):
-        step(3 + i)
+    for _ in range(new):
+        graph.replay()
     torch.cuda.synchronize()
     return (time.perf_counter() - start) / new
 
@@ -149,10 +157,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--attention", nargs="+", default=["hopper_attention", "sdpa"])
+    parser.add_argument(
+        "--attention", nargs="+", choices=list(ATTENTIONS), default=["hopper_attention", "sdpa"]
+    )
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--save", type=Path, help="a file to add a line of JSON to for each way of attention")
     args = parser.parse_args()
     config = Config()
     with torch.device("cuda"):
@@ -161,6 +172,10 @@ def main() -> None:
     for attention in args.attention:
         seconds = generate(model, config, attention, args.batch, args.prompt, args.new)
         print(f"{attention:20} {1e6 * seconds:9.1f} µs a step  {args.batch / seconds:9.0f} tokens/s")
+        if args.save:
+            kept = {"attention": attention, "batch": args.batch, "prompt": args.prompt, "us": 1e6 * seconds}
+            with args.save.open("a") as file:
+                file.write(json.dumps(kept) + "\n")
 
 
 if __name__ == "__main__":

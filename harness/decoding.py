@@ -1,39 +1,26 @@
 """Decoding on a GPU: cases through the public call, and its time beside the peers'.
 
-    python bench.py decode            every case, then every row of ROWS; --save keeps results/<gpu>/decode/
-
-A row is timed as a CUDA graph of calls over caches that rotate through more than L2 holds, so that K and V
-come from memory in each; and as single calls, which a host that does not capture graphs sees.
+python bench.py decode            every case, then every row of ROWS; --save keeps results/<gpu>/decode/
 """
 
-import dataclasses
 import json
 import math
-import statistics
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from hopper_attention import flash_attn_with_kvcache
 from hopper_attention.cache import write_atomically
 from hopper_attention.checks import E4M3
-from hopper_attention.kernels import calls_decode
-from hopper_attention.kernels.contract import Problem
 
 from . import decoding_model as model
-from . import decoding_records, fa3, results, timing
-from .decoding_cases import ROWS, Case, Row, cases, kernel_of
+from . import decoding_records, results, timing
+from .decoding_cases import ROWS, Case, Row, cases
+from .decoding_stress import STRESS, stress, waits_for_the_launch_before
+from .decoding_timing import Pool, time_row
 from .reference import LSE_TOLERANCE, MAX_FACTOR, RMS_FACTOR
-
-ROTATION_BYTES = 1.05e9  # of caches that calls go through: 20 times L2
-CALLS = 40  # of a graph, at least
-REPEATS = 9
-Call = Callable[[], object]
 
 
 def inputs_of(case: Case, device: str = "cuda") -> tuple[dict[str, object], torch.Tensor, torch.Tensor]:
@@ -158,248 +145,37 @@ def _cache_is_wrong(case: Case, arguments: dict[str, object], before: list[torch
     return None
 
 
-# ---- times ------------------------------------------------------------------------------------------------
-
-
-class Pool:
-    """Random memory that all caches are views of: a row may rotate through gigabytes."""
-
-    def __init__(self) -> None:
-        self.memory = torch.empty(int(2.2e9), dtype=torch.bfloat16, device="cuda")
-        for piece in self.memory.split(2**28):
-            piece.normal_()
-
-    def caches(self, row: Row) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        memory = self.memory
-        if row.eight_bits:  # of which no code is NaN
-            memory = (memory.view(torch.uint8)[: int(2.4e9)] & 0xBF).view(E4M3)
-        shape = row.batch, row.keys, row.kv_heads, row.head_dim
-        size = math.prod(shape)
-        count = max(2, math.ceil(ROTATION_BYTES / (2 * size * memory.element_size())))
-        views = [memory[i * size : (i + 1) * size].view(shape) for i in range(2 * count)]
-        return list(zip(views[::2], views[1::2]))
-
-
-def in_pages(row: Row, caches) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
-    """A page table in random order, and the caches as pages."""
-    pages = math.ceil(row.keys / row.page)
-    order = torch.randperm(row.batch * pages, device="cuda").int()
-    shape = -1, row.page, row.kv_heads, row.head_dim
-    return order.view(row.batch, pages), [[x.reshape(shape) for x in pair] for pair in caches]
-
-
-def ours(row: Row, q: torch.Tensor, caches) -> list[Call]:
-    options: dict[str, object] = {"causal": row.queries > 1}
-    if row.page or row.ragged:
-        options["cache_seqlens"] = torch.tensor(row.lengths, dtype=torch.int32, device="cuda")
-    if row.page:
-        options["block_table"], caches = in_pages(row, caches)
-    if row.eight_bits:
-        one = torch.ones((), device="cuda")
-        options |= {"k_descale": one, "v_descale": one}
-    return [lambda k=k, v=v: flash_attn_with_kvcache(q, k, v, **options) for k, v in caches]
-
-
-def plain_launches(row: Row, q: torch.Tensor, caches) -> list[Call]:
-    """The same kernel, launched when the one before it has ended: without programmatic dependent launch."""
-    least, options = kernel_of(row)
-    kernel = decoding_records.compiled(least, options | {"pdl": False})
-    problem = Problem(
-        row.batch, row.heads, row.kv_heads, row.queries, row.keys, row.head_dim, least.causal,
-        direction="decode",
-    )  # fmt: skip
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    scratch = [
-        torch.zeros(shape, dtype=getattr(torch, kind), device="cuda")
-        for shape, kind in calls_decode.decode_scratch(problem, options, sms).values()
-    ]
-    together = calls_decode.together_of(calls_decode.columns_of(problem), sms)
-    lengths = table = None
-    if options["lengths"]:
-        lengths = torch.tensor(row.lengths, dtype=torch.int32, device="cuda")
-    if row.page:
-        table, caches = in_pages(row, caches)
-    descale = torch.ones(row.batch, row.kv_heads, device="cuda") if row.eight_bits else None
-    o, lse = torch.empty_like(q), q.new_empty(row.batch, row.heads, row.queries, dtype=torch.float32)
-    rest = lengths, table, (None, None), (descale, descale), scratch, together, row.head_dim**-0.5, None
-    return [lambda k=k, v=v: calls_decode.launch_decode(kernel, q, k, v, o, lse, *rest) for k, v in caches]
-
-
-def sdpa(backend: SDPBackend) -> Callable[[Row, torch.Tensor, object], list[Call]]:
-    def calls(row: Row, q: torch.Tensor, caches) -> list[Call]:
-        if row.page or row.ragged or row.eight_bits or row.queries > 1:
-            raise NotImplementedError("takes neither lengths, pages nor a mask aligned at the bottom right")
-        first = lambda x: x.transpose(1, 2)
-
-        def call(k: torch.Tensor, v: torch.Tensor) -> None:
-            with sdpa_kernel(backend):
-                scaled_dot_product_attention(*map(first, (q, k, v)), enable_gqa=row.heads != row.kv_heads)
-
-        return [lambda k=k, v=v: call(k, v) for k, v in caches]
-
-    return calls
-
-
-def fa3_calls(row: Row, q: torch.Tensor, caches) -> list[Call]:
-    if row.eight_bits:
-        raise NotImplementedError("takes e4m3 keys only with e4m3 queries")
-    options = {"is_causal": row.queries > 1, "num_splits": 0, "window_size_left": -1, "window_size_right": -1}
-    options["seqused_k"] = torch.tensor(row.lengths, dtype=torch.int32, device="cuda")
-    if row.page:
-        options["page_table"], caches = in_pages(row, caches)
-    for build in fa3.builds().values():
-        try:
-            calls = [fa3._call(build.fwd, q=q, k=k, v=v, **options) for k, v in caches]
-            calls[0]()
-            return calls
-        except Exception:  # built for another PyTorch, or without what is asked
-            continue
-    raise RuntimeError("no build of FlashAttention-3 runs this")
-
-
-PROVIDERS = {
-    "hopper_attention": ours,
-    "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
-    "fa2": sdpa(SDPBackend.FLASH_ATTENTION),
-    "fa3": fa3_calls,
-}
-
-
-def replayed(calls: list[Call]) -> float:
-    """Microseconds of a call, in a graph of them all: the median of replays."""
-    calls = calls * max(1, CALLS // len(calls))
-    calls[0]()
-    torch.cuda.synchronize()  # scratch is shared by calls that come one after another: not by two streams
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        calls[0]()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-    return _median(graph.replay) / len(calls)
-
-
-def single(calls: list[Call]) -> float:
-    """Microseconds of a call where the host launches each: the slower of host and GPU."""
-
-    def run() -> None:
-        for call in calls:
-            call()
-
-    return _median(run) / len(calls)
-
-
-def _median(run: Call) -> float:
-    run()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def time_row(row: Row, pool: Pool) -> dict[str, object]:
-    """One row of the results: µs of each provider, in a graph and, of ours, called one by one."""
-    caches = pool.caches(row)
-    q = torch.randn(row.batch, row.queries, row.heads, row.head_dim, device="cuda", dtype=torch.bfloat16)
-    found: dict[str, object] = dataclasses.asdict(row) | {"bytes": row.bytes, "us": {}, "errors": {}}
-    found["cubin_sha256"] = decoding_records.identity_of(row)
-    for name, make in PROVIDERS.items():
-        try:
-            calls = make(row, q, caches)
-            found["us"][name] = round(replayed(calls), 2)
-            if name == "hopper_attention":
-                found["single_us"] = round(single(calls), 2)
-                found["without_pdl_us"] = round(replayed(plain_launches(row, q, caches)), 2)
-        except Exception as error:  # a peer that does not take a row must not end the run
-            found["errors"][name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-    return found
-
-
-def stress(pool: Pool, launches: int = 100_000) -> bool:
-    """Whether so many launches, beside a stream of copies that takes memory and SMs from them, give the same
-    bits as the first. A kernel that waited for another CTA would hang here sooner or later."""
-    row = Row(32, 32, 8, 1, 2048, ragged=True)
-    q = torch.randn(row.batch, 1, row.heads, row.head_dim, device="cuda", dtype=torch.bfloat16)
-    [call] = ours(row, q, pool.caches(row)[:1])
-    first, graph, each = call().clone(), torch.cuda.CUDAGraph(), 100
-    with torch.cuda.graph(graph):
-        outputs = [call() for _ in range(each)]
-    beside, source = torch.cuda.Stream(), torch.ones(2**26, device="cuda")
-    target = torch.empty_like(source)
-    for i in range(launches // each):
-        graph.replay()
-        if i % 10 == 0:
-            with torch.cuda.stream(beside):
-                target.copy_(source)
-    torch.cuda.synchronize()
-    return all(torch.equal(x.view(torch.int16), first.view(torch.int16)) for x in outputs)
-
-
-def waits_for_the_launch_before(pool: Pool, replays: int = 50) -> bool:
-    """Whether calls in a graph see what the kernels right before them wrote: a query, and a cache's last
-    values. They begin before those have ended."""
-    row = Row(8, 32, 8, 1, 4096)
-    k, v = (x.clone() for x in pool.caches(row)[0])
-    q = torch.empty(row.batch, 1, row.heads, row.head_dim, device="cuda", dtype=torch.bfloat16)
-    inputs = [(torch.randn_like(q), torch.randn_like(v[:, -300:])) for _ in range(24)]
-
-    def steps() -> list[torch.Tensor]:
-        outputs = []
-        for of_q, of_v in inputs:
-            q.copy_(of_q)
-            v[:, -300:].copy_(of_v)
-            outputs.append(flash_attn_with_kvcache(q, k, v))
-            if not torch.cuda.is_current_stream_capturing():
-                torch.cuda.synchronize()
-        return outputs
-
-    wanted, graph = steps(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = steps()
-    same = True
-    for _ in range(replays):
-        for o in outputs:
-            o.zero_()
-        graph.replay()
-        same &= all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(outputs, wanted))
-    return same and not torch.equal(wanted[0], wanted[1])
-
-
 # ---- the command ------------------------------------------------------------------------------------------
 
 
 def run(save: Path | None = None, console: Console | None = None) -> bool:
-    """Judge every case, time every row; whether all cases passed. What is saved are the times, and the record
-    of the machine code that passed."""
+    """Judge every case, time every row; whether all cases passed. What is saved are the record of the machine
+    code that passed, and the times, as far as they are known."""
     console = console or Console()
     passed = judge_all(console)
     environment = timing.environment({})
     pool, rows = Pool(), []
-    steady = stress(pool)
-    console.print(f"100,000 launches beside copies: {'the same bits' if steady else 'FAIL: other bits'}")
+    for row in STRESS:
+        same = stress(row, pool)
+        console.print(f"{row}: 100,000 launches beside copies: {'the same bits' if same else 'FAIL'}")
+        passed &= same
     waits = waits_for_the_launch_before(pool)
     console.print(f"what the launch before wrote is {'seen' if waits else 'FAIL: not always seen'}")
-    steady &= waits
+    passed &= waits
+    folder = save / results.gpu_folder(environment["gpu"]) if save and passed else None
+    if folder:
+        record, path = folder / "checks" / "decode.json", folder / "decode" / "bench.json"
+        for at in (record, path):
+            results.probe(at)
+        console.print(f"wrote {decoding_records.record_of(environment).save(record)}")
+    data: dict[str, object] = {"environment": environment, "cases": len(list(cases()))}
+    data |= {"same_bits_100000_times": [str(row) for row in STRESS], "rows": rows}
     for row in ROWS:
-        found = time_row(row, pool)
-        rows.append(found)
-        console.print(line_of(row, found["us"]), soft_wrap=True, highlight=False)
-    if save and steady and passed:
-        path = save / results.gpu_folder(environment["gpu"]) / "decode" / "bench.json"
-        results.probe(path)
-        data = {"environment": environment, "cases": len(list(cases())), "rows": rows}
-        write_atomically(path, json.dumps(data, indent=1).encode())
-        record = decoding_records.record_of(environment)
-        at = save / results.gpu_folder(environment["gpu"]) / "checks" / "decode.json"
-        results.probe(at)
-        console.print(f"wrote {path} and {record.save(at)}")
-    return steady and passed
+        rows.append(time_row(row, pool))
+        console.print(line_of(row, rows[-1]["us"]), soft_wrap=True, highlight=False)
+        if folder:
+            write_atomically(path, json.dumps(data, indent=1).encode())
+    return passed
 
 
 def judge_all(console: Console) -> bool:

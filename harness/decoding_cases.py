@@ -124,17 +124,22 @@ def cases() -> Iterator[Case]:
     yield Case((20001,), 1, 16, 1)
     yield Case((4096,) * 8, 1, 4, 8)
     yield Case((333, 4000), 1, 5, 7)
+    # Few columns: clusters, of 8 rows too
+    yield Case((20001,), 1, 8, 1)
+    yield Case((9000, 70, 0), 1, 8, 1, page=64)
+    yield Case((5000,), 1, 4, 1, page=16, appends=True)
+    yield Case((5000, 1), 1, 4, 1, head_dim=64, page=16, eight_bits=True)
 
 
 def kernel_of(x: Case | Row) -> tuple[Problem, dict[str, Any]]:
     """The kernel that a case or a row runs, as `launch.kernel_for` takes it."""
     if isinstance(x, Row):
         x = Case(
-            (), x.queries, x.heads // x.kv_heads, x.kv_heads, x.head_dim, page=x.page,
+            (0,) * x.batch, x.queries, x.heads // x.kv_heads, x.kv_heads, x.head_dim, page=x.page,
             eight_bits=x.eight_bits, whole=not (x.page or x.ragged),
         )  # fmt: skip
     compiled_in = x.head_dim, x.causal and x.queries > 1, x.dtype
-    problem = Problem(1, x.heads, x.kv_heads, x.queries, 1, *compiled_in, direction="decode")
+    problem = Problem(len(x.lengths), x.heads, x.kv_heads, x.queries, 1, *compiled_in, direction="decode")
     options = calls_decode.options_of(
         problem, not x.whole, x.page, x.eight_bits, x.left >= 0, x.appends, x.invariant
     )

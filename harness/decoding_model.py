@@ -15,7 +15,7 @@ from hopper_attention.kernels.calls_decode import (
     WARPS,
     chunk_of,
     columns_of,
-    rows_of,
+    options_of,
     together_of,
 )
 from hopper_attention.kernels.contract import Problem
@@ -32,7 +32,12 @@ class Plan:
     chunk: int
     unit: int = 0
     ctas: int = 132
-    together: int = 1  # CTAs that read the same keys' columns at the same time
+    together: int = 1  # clusters that read the same keys' columns at the same time
+    cluster: int = 1  # CTAs of a cluster, which share every sequence that it reads
+
+    @property
+    def clusters(self) -> int:
+        return self.ctas // self.cluster
 
     @property
     def slices(self) -> int:
@@ -46,15 +51,20 @@ class Plan:
 
 @dataclass(frozen=True)
 class Segment:
-    """What a CTA reads of one sequence and column."""
+    """What a cluster reads of one sequence and column."""
 
-    cta: int
+    cluster: int
     batch: int
     column: int
     first: int  # chunk
     chunks: int  # 0 where the sequence has no key
     piece: int  # where its result goes, if it is not all of the sequence
     pieces: tuple[int, ...]  # of the sequence and column, in their order; empty if this is all of it
+
+    def parts(self, ctas: int) -> list[tuple[int, int]]:
+        """(first chunk, chunks) of each of the cluster's CTAs."""
+        cuts = [self.chunks * rank // ctas for rank in range(ctas + 1)]
+        return [(self.first + at, end - at) for at, end in itertools.pairwise(cuts)]
 
 
 def first_chunk(plan: Plan, length: int, queries: int, left: int | None) -> int:
@@ -64,12 +74,12 @@ def first_chunk(plan: Plan, length: int, queries: int, left: int | None) -> int:
 def segments(
     plan: Plan, lengths: list[int], columns: int, queries: int = 1, left: int | None = None
 ) -> list[Segment]:
-    """Every CTA's, in the order in which it works on them."""
+    """Every cluster's, in the order in which it works on them."""
     firsts = [first_chunk(plan, n, queries, left) for n in lengths]
     chunks = [math.ceil(n / plan.chunk) - first for n, first in zip(lengths, firsts)]
     entries = [max(1, math.ceil(n / (plan.unit or 1))) for n in chunks]
     together, groups = plan.together, columns // plan.together
-    share = max(1, math.ceil(groups * sum(entries) / (plan.ctas // together)))
+    share = max(1, math.ceil(groups * sum(entries) / (plan.clusters // together)))
     found, start = [], 0
     for batch, n in enumerate(entries):
         for group in range(groups):
@@ -86,12 +96,12 @@ def segments(
                 for i, (at, end) in enumerate(itertools.pairwise(cuts)):
                     entry, width = at - start, plan.unit or 1
                     here = max(0, min(chunks[batch] - entry * width, (end - at) * width))
-                    cta, column = at // share * together + mine, group * together + mine
+                    cluster, column = at // share * together + mine, group * together + mine
                     first = firsts[batch] + entry * width
                     of_all = pieces if len(pieces) > 1 else ()
-                    found.append(Segment(cta, batch, column, first, here, pieces[i], of_all))
+                    found.append(Segment(cluster, batch, column, first, here, pieces[i], of_all))
             start += n
-    return sorted(found, key=lambda segment: segment.cta)
+    return sorted(found, key=lambda segment: segment.cluster)
 
 
 def softmax_piece(scores: Array, values: Array) -> tuple[Array, Array, Array]:
@@ -110,6 +120,12 @@ def combined(parts: list[tuple[Array, Array, Array]]) -> tuple[Array, Array, Arr
     return o, largest, sum(w * l for w, (_, _, l) in zip(weights, parts))
 
 
+def of_pieces(pieces: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """(O, LSE) of pieces that are finished themselves: an LSE weighs its O, whose sum is 1."""
+    counts = [np.where(np.isfinite(lse), np.ones_like(lse), 0) for _, lse in pieces]
+    return finished(*combined([(o, lse, one) for (o, lse), one in zip(pieces, counts)]))
+
+
 def finished(o: Array, largest: Array, total: Array) -> tuple[Array, Array]:
     """(O, LSE); 0 and −∞ of a row without a key."""
     with np.errstate(divide="ignore"):
@@ -125,6 +141,7 @@ DEFECTS = (
     "a length off by one",
     "a team's chunk skipped",
     "a maximum not its piece's",
+    "a CTA's result of the sequence before",
 )
 
 
@@ -142,37 +159,43 @@ def decode(
     o, lse = np.full_like(q, np.nan), np.full((batch, heads, queries), np.nan, q.dtype)
     scratch: dict[int, tuple[Array, Array]] = {}
     arrived: dict[tuple[int, int], int] = {}
+    before = None  # what the first CTA of a cluster sent last
     for x in segments(plan, lengths, kv_heads * blocks, queries, left):
         head, block = x.column // blocks, x.column % blocks
         rows = np.arange(block * plan.rows, min((block + 1) * plan.rows, queries * group))
         of_query, of_head = rows // group, head * group + rows % group
         length = lengths[x.batch] - (defect == "a length off by one" and lengths[x.batch] > 1)
-        parts = []
-        for warp in range(plan.slices):
-            mine = []
-            in_chunk = plan.slices // plan.teams
-            team, own = warp // in_chunk, warp % in_chunk
-            width = plan.chunk // in_chunk
-            for i in range(x.chunks):
-                if i % plan.teams != team or (defect == DEFECTS[5] and i == x.chunks - 1):
-                    continue
-                first = (x.first + i) * plan.chunk + own * width
-                keys = np.arange(first, min(first + width, length))
-                source = keys - 16 if defect == "a page read twice" and first == 16 else keys
-                scores = q[x.batch, of_query, of_head] @ k[x.batch, source, head].T * scale
-                place = lengths[x.batch] - queries + of_query[:, None]
-                hidden = causal & (keys > place)
-                if left is not None:
-                    hidden = hidden | (keys < place - left)
-                scores = np.where(hidden, -np.inf, scores)
-                mine.append(softmax_piece(scores, v[x.batch, source, head]))
-            none = (
-                np.zeros((len(rows), d), q.dtype),
-                np.full(len(rows), -np.inf, q.dtype),
-                np.zeros(len(rows)),
-            )
-            parts.append(combined(mine) if mine else none)
-        result = finished(*combined(parts))
+        ctas = []
+        for first_of_cta, chunks in x.parts(plan.cluster):
+            parts = []
+            for warp in range(plan.slices):
+                mine = []
+                in_chunk = plan.slices // plan.teams
+                team, own = warp // in_chunk, warp % in_chunk
+                width = plan.chunk // in_chunk
+                for i in range(chunks):
+                    if i % plan.teams != team or (defect == DEFECTS[5] and i == chunks - 1):
+                        continue
+                    first = (first_of_cta + i) * plan.chunk + own * width
+                    keys = np.arange(first, min(first + width, length))
+                    source = keys - 16 if defect == "a page read twice" and first == 16 else keys
+                    scores = q[x.batch, of_query, of_head] @ k[x.batch, source, head].T * scale
+                    place = lengths[x.batch] - queries + of_query[:, None]
+                    hidden = causal & (keys > place)
+                    if left is not None:
+                        hidden = hidden | (keys < place - left)
+                    scores = np.where(hidden, -np.inf, scores)
+                    mine.append(softmax_piece(scores, v[x.batch, source, head]))
+                none = (
+                    np.zeros((len(rows), d), q.dtype),
+                    np.full(len(rows), -np.inf, q.dtype),
+                    np.zeros(len(rows)),
+                )
+                parts.append(combined(mine) if mine else none)
+            ctas.append(finished(*combined(parts)))
+        if defect == "a CTA's result of the sequence before":
+            before, ctas[0] = ctas[0], before or ctas[0]
+        result = of_pieces(ctas) if plan.cluster > 1 else ctas[0]
         if x.pieces:
             scratch[x.piece] = result
             where = x.batch, x.column
@@ -189,10 +212,7 @@ def decode(
                 lses[:2] = lses[1::-1]
             if defect == "a maximum not its piece's":
                 lses = [lses[0]] * len(lses)
-            ones = np.ones(len(rows), q.dtype)
-            result = finished(
-                *combined([(o_, m, np.where(np.isfinite(m), ones, 0)) for (o_, _), m in zip(pieces, lses)])
-            )
+            result = of_pieces([(o_, lse_) for (o_, _), lse_ in zip(pieces, lses)])
             if early:
                 arrived[where] = -len(x.pieces)
         o[x.batch, of_query, of_head], lse[x.batch, of_head, of_query] = result
@@ -225,5 +245,7 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """As `calls_decode` chooses for 16-bit keys."""
     problem = Problem(1, heads, kv_heads, queries, 1, head_dim, False, direction="decode")
-    together = together_of(columns_of(problem), ctas)
-    return Plan(rows_of(problem), chunk_of(head_dim, False), unit, ctas, together)
+    options = options_of(problem, True, 0, False, False, False, unit > 0)
+    cluster = options["cluster"]
+    together = together_of(columns_of(problem), ctas // cluster)
+    return Plan(options["rows"], chunk_of(head_dim, False), unit, ctas, together, cluster)

@@ -2,7 +2,7 @@
 
 `bench.py decode --save` writes results/<gpu>/checks/decode.json after every case has passed: for each kernel
 its identity and how many cases it passed, and the digest of what the machine code follows from. A call can
-reach 4800 kernels (`calls_decode.kernels`); a case for each head_dim, type, number of rows and feature runs
+reach 5280 kernels (`calls_decode.kernels`); a case for each head_dim, type, number of rows and feature runs
 about a hundred of them, the timed ones among these, and the record says which. `python -m harness.records`
 judges it as it does the ladder's.
 """

@@ -171,7 +171,8 @@ def _plan(
     if q.numel():
         least = Problem(1, 1, 1, 1, 1, problem.head_dim, problem.causal, problem.dtype, direction="decode")
         launch = kernel_for(DECODE, least, options | sms_option(gpu.sms)).launch
-    together = calls_decode.together_of(calls_decode.columns_of(problem), gpu.sms)
+    workers = gpu.sms // options["cluster"]
+    together = calls_decode.together_of(calls_decode.columns_of(problem), workers)
     return Plan(launch, outputs, (part,), ()), (together, scale, window_left if window else None)
 
 

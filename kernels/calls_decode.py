@@ -13,6 +13,7 @@ from .device.limits import HEAD_DIMS, refuse_policies
 WARPS = 8  # of a CTA, that compute
 CHUNK_BYTES = 16384  # of K, and of V: what one stage of the ring takes
 ROWS = (8, 16, 32, 64, 128)  # queries × heads of a group that a CTA takes: a kernel for each
+FEW = 4  # columns of all sequences, whose pieces are so many that two CTAs better share a slice
 PIECES = 2  # that a CTA leaves of sequences it shares with others: of its first and of its last
 UNIT_KEYS = 1024  # of a piece, where the pieces are the same in every batch
 PAGES = "16, 32, 64, 128 or a multiple of 128 keys"
@@ -48,6 +49,13 @@ def columns_of(problem: Problem) -> int:
     return problem.kv_heads * math.ceil(rows / rows_of(problem))
 
 
+def cluster_of(problem: Problem) -> int:
+    """CTAs that share a slice and put its results together before they go to memory: two where pieces are
+    large, or many of a sequence. With more rows shared memory has no room for that."""
+    rows = rows_of(problem)
+    return 2 if rows in (16, 32) or (rows == 8 and problem.batch * columns_of(problem) <= FEW) else 1
+
+
 def chunk_of(head_dim: int, eight_bits: bool) -> int:
     """Keys of a chunk."""
     return CHUNK_BYTES // (head_dim * (1 if eight_bits else 2))
@@ -72,6 +80,7 @@ def options_of(
         "window": window,
         "appends": appends,
         "unit": max(1, UNIT_KEYS // chunk) if invariant else 0,
+        "cluster": 1 if invariant else cluster_of(problem),
     }
 
 
@@ -80,26 +89,27 @@ def kernels() -> Iterator[tuple[Problem, dict[str, Any]]]:
     choices = itertools.product(HEAD_DIMS, DTYPES, (False, True), ROWS, (False, True))
     for head_dim, dtype, causal, rows, eight_bits in choices:
         least = Problem(1, 1, 1, 1, 1, head_dim, causal, dtype, direction="decode")
-        problem = Problem(1, rows, 1, 1, 1, head_dim, causal, dtype, direction="decode")
         chunk = chunk_of(head_dim, eight_bits)
         pages = [0] + [page for page in (16, 32, 64, 128, 256) if page <= chunk]
         for page, lengths in ((0, False), *((page, True) for page in pages)):
             for window, appends, invariant in itertools.product((False, True), repeat=3):
-                if lengths or not appends:
-                    yield (
-                        least,
-                        options_of(problem, lengths, page, eight_bits, window, appends, invariant),
-                    )
+                for batch in (1, FEW + 1) if rows == ROWS[0] and not invariant else (1,):
+                    problem = least.with_(batch=batch, heads=rows)
+                    if lengths or not appends:
+                        yield (
+                            least,
+                            options_of(problem, lengths, page, eight_bits, window, appends, invariant),
+                        )
 
 
 def decode_scratch(problem: Problem, options: dict[str, Any], sms: int) -> Scratch:
     """Pieces of O and of the LSE, and how many of each are there. No two launches at once may share it."""
     rows, unit = options["rows"], options["unit"]
-    columns = problem.batch * columns_of(problem)
+    columns = problem.batch * columns_of(problem) * options["cluster"]
     pieces = PIECES * sms
     if unit:
         keys = unit * chunk_of(problem.head_dim, options["eight_bits"])
-        pieces = columns * max(1, math.ceil(problem.seqlen_kv / keys))
+        pieces = columns * max(1, math.ceil(problem.seqlen_kv / keys))  # never in clusters
     return {
         "pieces": ((pieces, rows, problem.head_dim), "float32"),
         "pieces_lse": ((pieces, rows), "float32"),
@@ -107,11 +117,11 @@ def decode_scratch(problem: Problem, options: dict[str, Any], sms: int) -> Scrat
     }
 
 
-def together_of(columns: int, sms: int) -> int:
-    """How many CTAs work on the same keys at the same time, each for another column: as many columns as
-    divide them evenly and leave at most 7 % of the SMs without work."""
-    fits = (n for n in range(1, min(columns, sms) + 1) if columns % n == 0 and sms // n * n >= 0.93 * sms)
-    return max(fits, default=1)
+def together_of(columns: int, workers: int) -> int:
+    """How many CTAs, or clusters, work on the same keys at the same time, each for another column: as many
+    columns as divide them evenly and leave at most 7 % of them without work."""
+    counts = range(1, min(columns, workers) + 1)
+    return max((n for n in counts if columns % n == 0 and workers // n * n >= 0.93 * workers), default=1)
 
 
 def launch_decode(

@@ -26,13 +26,14 @@ from cutlass.memory import SmemAllocator
 
 from .calls_decode import CHUNK_BYTES, PIECES, ROWS, WARPS, refuse_decode
 from .contract import Problem, Stage
+from .device.cache_loads import CacheLoads, wait_at
 from .device.cache_rows import append, blank
 from .device.compiling import ELEMENTS, compile_for_torch
 from .device.constants import LOG2_E, SMEM_MAX, SMS, VECTOR, WARP, WARPGROUP
 from .device.flat_list import FlatList
 from .device.merging import CONSUMERS, Merging
 from .device.rows import LANES, finite, largest_of_row
-from .device.tma import allocate_tiles, load_atom, partition_tma
+from .device.tma import allocate_tiles, load_atom
 from .device.warp_products import GROUP, HALVES, TILE_Q, by_half, hide, part_of, warp_products
 
 STAGES = (
@@ -48,17 +49,13 @@ STAGES = (
 )
 
 
-# L2's policy for what is read once: to go before anything else does (`EVICT_FIRST` of CUTLASS). Pieces and
-# counters then stay.
-READ_ONCE = 0x12F0000000000000
-
-
 class Barrier(IntEnum):
     """Named barriers."""
 
     CTA = 0  # sync_threads, which nobody calls
-    INITIALISED = 1
-    CONSUMERS = 2
+    FIRST_MADE = 1  # the mbarriers of the first load
+    OTHERS_MADE = 2
+    CONSUMERS = 3
 
 
 class Decode:
@@ -69,18 +66,21 @@ class Decode:
     empty, stages              all 8 warps                               the producer
     Q full, 1                  the producer, 1, and the rows' bytes      all 8 warps
     Q empty, 1                 all 8 warps                               the producer
-    Barrier.INITIALISED        everyone, once                            the 8 warps
+    sent, 2, in clusters       one thread, and the bytes of all CTAs     warps that put them together
+    Barrier.FIRST_MADE         the producer                              the 8 warps
+    Barrier.OTHERS_MADE        warp 0                                    the producer
     Barrier.CONSUMERS          the 8 warps                               the same
     """
 
     def __init__(
         self, head_dim: int, dtype: str, rows: int, causal: bool = False, lengths: bool = True,
         box: int = 0, eight_bits: bool = False, window: bool = False, appends: bool = False, unit: int = 0,
-        chunk: int = 0, sms: int = SMS, stages: int = 0, pdl: bool = True,
+        chunk: int = 0, sms: int = SMS, stages: int = 0, pdl: bool = True, cluster: int = 1,
     ):  # fmt: skip
         """`box`: keys that one TMA loads, all of one page; 0 where K and V have no pages. `unit`: chunks that
         are a piece of a sequence, whatever else is in the batch; 0 for as many as a CTA's slice has. `pdl`:
-        the launch begins while the one before it in the stream ends, and waits for it before it reads."""
+        the launch begins while the one before it in the stream ends, and waits for it before it reads.
+        `cluster`: CTAs that share a slice of the list, and so every sequence of it."""
         assert rows in ROWS, "rows that a kernel is made for"
         self.head_dim, self.dtype, self.rows, self.causal = head_dim, ELEMENTS[dtype], rows, causal
         self.eight_bits, self.paged, self.appends, self.window = eight_bits, box > 0, appends, window
@@ -91,20 +91,30 @@ class Decode:
         self.box = min(box or self.chunk, self.chunk)
         self.boxes = self.chunk // self.box
         self.unit, self.sms, self.pdl = unit, sms, pdl
-        self.list = FlatList(self.chunk, unit, lengths or self.paged, appends, window)
+        self.cluster = cluster
+        self.list = FlatList(self.chunk, unit, lengths or self.paged, appends, window, cluster)
         self.tiles = max(1, rows // TILE_Q)  # of 16 rows
         self.halves = 1 if rows < TILE_Q else HALVES  # rows of a thread that count
         self.slices = WARPS // self.tiles  # of keys: that many warps share a tile of rows
         groups = self.chunk // GROUP
         self.teams = max(1, self.slices // groups)  # of warps, that take chunks in turn
         self.own_groups = max(1, groups // self.slices)  # of a chunk, a warp's
-        self.merging = Merging(head_dim, self.dtype, rows, eight_bits, unit, Barrier.CONSUMERS)
+        self.merging = Merging(head_dim, self.dtype, rows, eight_bits, unit, Barrier.CONSUMERS, cluster)
         self.keep_q = head_dim <= 128  # in registers
         # Of a thread of the producer's warpgroup and of a consumer, where 168 are too few.
         few = head_dim <= 128 and rows < TILE_Q and not (self.list.lengths or window)
         self.registers = None if few else (56, 224)
         self.threads = CONSUMERS + (WARPGROUP if self.registers else WARP)
         self.stages = stages or (SMEM_MAX - 1024 - self.other_bytes) // self.stage_bytes
+        self.loads = CacheLoads(
+            head_dim, rows, self.dtype, self.kv_bytes, self.chunk, self.box, self.stages, self.paged
+        )
+
+    @property
+    def guesses(self) -> bool:
+        """Whether a CTA looks at the lengths before the launch before has ended, and then whether they are
+        still the same."""
+        return self.pdl and self.list.lengths
 
     @property
     def stage_bytes(self) -> int:
@@ -128,13 +138,14 @@ class Decode:
         group = heads // mK.shape[1]
         blocks = cute.ceil_div(seqlen_q * group, self.rows)
         column_groups = mK.shape[1] * blocks // together
-        teams = self.sms // together
+        teams = self.sms // self.cluster // together
         entries = Int32(1)
         if const_expr(not self.list.lengths):
             length = self.list.length(None, mK.shape[2], mNewK.shape[2] if const_expr(self.appends) else 0, 0)
             entries = self.list.entries_of(self.list.chunks_of(length, seqlen_q, left))
         share = cutlass.max(1, cute.ceil_div(batch * column_groups * entries, teams))
         divisor = cute.FastDivmodDivisorV2
+        per_page = divisor(cutlass.max(1, mK.shape[2] // self.chunk)) if const_expr(self.paged) else None
         sizes = (
             divisor(together),
             teams,
@@ -144,16 +155,17 @@ class Decode:
             share,
         )
         self.kernel(
-            divisor(group), divisor(blocks), *sizes, *loads, mQ, mK, mV, mO, mLSE, mLengths, mTable,
+            divisor(group), divisor(blocks), per_page, *sizes, *loads, mQ, mK, mV, mO, mLSE, mLengths, mTable,
             mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived, scale, left,
         ).launch(
-            grid=(self.sms, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, use_pdl=self.pdl,
-            stream=stream,
+            grid=(self.sms // self.cluster * self.cluster, 1, 1), block=(self.threads, 1, 1),
+            cluster=(self.cluster, 1, 1) if self.cluster > 1 else None, min_blocks_per_mp=1,
+            use_pdl=self.pdl, stream=stream,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, group, blocks, together, teams, column_groups, entries_of_all, of_batch, share_of_all,
+        self, group, blocks, per_page, together, teams, column_groups, entries_of_all, of_batch, share_of_all,
         load_K, tmaK, load_V, tmaV, mQ, mK, mV, mO, mLSE, mLengths, mTable,
         mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived, scale, left,
     ):  # fmt: skip
@@ -178,10 +190,10 @@ class Decode:
         full_k = smem.allocate_array(Int64, 3 * self.stages + 2)
         full_v, empty, q_full = (full_k + i * self.stages for i in (1, 2, 3))
         rings = full_k, full_v, empty, q_full, q_full + 1
+        sent = self.merging.exchange.allocate(smem) if const_expr(self.cluster > 1) else None
 
         # 1. the problem
-        batch_size, _, seqlen_q, _ = mQ.shape
-        seqlen_kv = mK.shape[2]  # of a page, if there are pages
+        seqlen_q, seqlen_kv = mQ.shape[2], mK.shape[2]  # the keys of a page, if there are pages
         added = mNewK.shape[2] if const_expr(self.appends) else 0
         flat = seqlen_kv, added, seqlen_q, left
         if warp_idx >= WARPS:
@@ -189,162 +201,135 @@ class Decode:
             if const_expr(self.registers is not None):
                 cute.arch.setmaxregister_decrease(self.registers[0])
             if warp_idx == WARPS:
-                self.initialise(rings, first=True)
-            else:
-                cute.arch.barrier_arrive(barrier_id=Barrier.INITIALISED, number_of_threads=self.threads)
-            if warp_idx == WARPS:
-                self.wait_for_inputs()
-                mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(
-                    mLengths, flat, batch_size, sizes
-                )
-                done, turn = Int32(0), Int32(0)  # chunks that went through the ring; sequences, whose Q did
-                while at < end:
-                    length = self.list.length(mLengths, seqlen_kv, added, batch)
-                    n, first, count = self.segment(entry, entries, end - at, length, seqlen_q, left)
-                    if count > 0:
-                        kv_head, block = divmod(columns * together.divisor + mine, blocks)
-                        self.load(
-                            load_K, tmaK, sK, load_V, tmaV, sV, mQ, sQ, mTable, rings,
-                            batch, kv_head, block, group, first, count, length, done, turn,
-                        )  # fmt: skip
-                        done += count
-                        turn += 1
-                    at, batch, columns, entry, entries = self.list.behind(
-                        mLengths, flat, column_groups, at, end, batch, columns, entry, entries, n
-                    )
-                if turn == 0:
-                    self.initialise(rings, first=False)
+                self.produce(
+                    load_K, tmaK, sK, load_V, tmaV, sV, mQ, sQ, mK, mV, mLengths, mTable, rings, group,
+                    blocks, sizes, flat, per_page,
+                )  # fmt: skip
         else:
             if const_expr(self.registers is not None):
                 cute.arch.setmaxregister_increase(self.registers[1])
             self.consume(
                 mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE,
-                mArrived, scale, left, sQ, sK, sV, sO, sStats, rings, added, group, blocks, sizes,
+                mArrived, scale, left, sQ, sK, sV, sO, sStats, rings, sent, added, group, blocks, sizes,
             )  # fmt: skip
-
-    def wait_for_inputs(self) -> None:
-        """Until the launch before has ended, nothing is read or written in global memory: it may have made
-        anything of it, lengths included, and may be reading scratch."""
-        if self.pdl:
-            cute.arch.griddepcontrol_wait()
-
-    def segment(self, entry, entries, left_of_slice, length, seqlen_q, left):
-        """What a CTA works on next, of one sequence and column: (entries, first chunk, chunks)."""
-        first_chunk = self.list.first_chunk(length, seqlen_q, left)
-        chunks = cute.ceil_div(length, self.chunk) - first_chunk  # 0 without a key
-        if self.unit:
-            first = entry * self.unit
-            return Int32(1), first_chunk + first, cutlass.min(chunks - first, self.unit)
-        n = cutlass.min(entries - entry, left_of_slice)
-        return n, first_chunk + entry, cutlass.min(chunks - entry, n)
-
-    @cute.jit
-    def initialise(self, rings, first: cutlass.Constexpr):
-        """The producer: make the barriers, `first` those of the first load, and when that is under way the
-        others, which takes as long as a dozen products. Then the consumers may look at them."""
-        full_k, full_v, empty, q_full, q_empty = rings
-        with cute.arch.elect_one():
-            for i in range_constexpr(self.stages):
-                if const_expr(first == (i == 0)):
-                    cute.arch.mbarrier_init(full_k + i, 1)
-                    cute.arch.mbarrier_init(full_v + i, 1)
-                if const_expr(not first):
-                    cute.arch.mbarrier_init(empty + i, WARPS)
-            if const_expr(not first):
-                cute.arch.mbarrier_init(q_full, 1)
-                cute.arch.mbarrier_init(q_empty, WARPS)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_warp()
-        if const_expr(not first):
-            cute.arch.barrier_arrive(barrier_id=Barrier.INITIALISED, number_of_threads=self.threads)
 
     # ---- loads --------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load(
-        self, load_K, mK, sK, load_V, mV, sV, mQ, sQ, mTable, rings,
-        batch, kv_head, block, group, first, count, length, done, turn,
+    def produce(
+        self, load_K, tmaK, sK, load_V, tmaV, sV, mQ, sQ, mK, mV, mLengths, mTable, rings, group, blocks,
+        sizes, flat, per_page,
     ):  # fmt: skip
-        """K and V of `count` chunks, and behind the first of them Q."""
-        full_k, full_v, empty, q_full, q_empty = rings
-        box_bytes = self.box * self.head_dim * self.kv_bytes
-        if const_expr(not self.paged):
-            tKgK, tKsK = partition_tma(load_K, mK[None, None, kv_head, batch], sK)
-            tVgV, tVsV = partition_tma(load_V, mV[None, None, kv_head, batch], sV)
-        page_size = mK.shape[0]
-        known = Int32(0)  # the page of which lane 0 has the place
-        page, page_after = Int32(0), Int32(0)
-        if const_expr(self.paged):
-            known = first * self.chunk // page_size
-            pages = cute.ceil_div(length, page_size)  # of the sequence
-            page = pages_from(mTable, batch, known, pages)
-            page_after = pages_from(mTable, batch, known + WARP, pages)
-        for i in range(count, unroll=1):
-            stage, phase = (done + i) % self.stages, ((done + i) // self.stages & 1) ^ 1
-            key = (first + i) * self.chunk
-            if done + i >= self.stages:
-                cute.arch.mbarrier_wait(empty + stage, phase)
-            if const_expr(not self.paged):
-                expect(full_k + stage, box_bytes)
-                load_once(load_K, tKgK[None, first + i], tKsK[None, stage], full_k + stage)
-                expect(full_v + stage, box_bytes)
-                load_once(load_V, tVgV[None, first + i], tVsV[None, stage], full_v + stage)
-            else:
-                boxes = cutlass.min(self.boxes, cute.ceil_div(length - key, self.box))
-                expect(full_k + stage, boxes * box_bytes)
-                expect(full_v + stage, boxes * box_bytes)
-                for b in range(boxes, unroll=1):
-                    at = (key + b * self.box) // page_size
-                    inside = (key + b * self.box) % page_size // self.box
-                    if at >= known + WARP:
-                        known += WARP
-                        page = page_after
-                        page_after = pages_from(mTable, batch, known + WARP, pages)
-                    this = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, at - known))
-                    place = stage * self.boxes + b
-                    from_k, to_k = partition_tma(load_K, mK[None, None, kv_head, this], sK)
-                    from_v, to_v = partition_tma(load_V, mV[None, None, kv_head, this], sV)
-                    load_once(load_K, from_k[None, inside], to_k[None, place], full_k + stage)
-                    load_once(load_V, from_v[None, inside], to_v[None, place], full_v + stage)
-            if i == 0:
-                if turn == 0:
-                    self.initialise(rings, first=False)
-                cute.arch.mbarrier_wait(q_empty, (turn & 1) ^ 1)
-                self.load_q(mQ, sQ, q_full, batch, kv_head, group, block * self.rows)
+        seqlen_kv, added, seqlen_q, left = flat
+        batch_size, together, column_groups = mQ.shape[0], sizes[0], sizes[2]
+        with cute.arch.elect_one():
+            self.loads.initialise(rings, first=True)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()
+        cute.arch.barrier_arrive(barrier_id=Barrier.FIRST_MADE, number_of_threads=CONSUMERS + WARP)
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
 
-    @cute.jit
-    def load_q(self, mQ, sQ, q_full, batch, kv_head, group, first_row):
-        """Rows of Q, one copy each: row r is of query r / group and head r mod group."""
-        rows = cutlass.min(mQ.shape[2] * group.divisor - first_row, self.rows)
-        expect(q_full, rows * self.head_dim * 2)
-        cute.arch.sync_warp()
-        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=self.head_dim * 16)
-        for row in range(cute.arch.lane_idx(), rows, WARP, unroll=1):
-            query, head = divmod(first_row + row, group)
-            cute.copy(
-                atom, mQ[batch, kv_head * group.divisor + head, query, None], sQ[row, None], mbar_ptr=q_full
+        # While the launch before ends: where the slice is if that leaves the lengths as they are, and the way
+        # to its first keys. Lengths and pages may be anything yet: what they lead to is fetched, if it is
+        # there, and not looked at.
+        seen = None
+        if const_expr(self.guesses):
+            seen = self.list.lanes_lengths(mLengths, batch_size, True)
+        mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(
+            mLengths, flat, batch_size, sizes, seen
+        )
+        first, page = Int32(-1), Int32(0)
+        if const_expr(self.pdl):
+            if (at < end) & (batch < batch_size):
+                length = Int32(seqlen_kv)
+                if const_expr(self.guesses):
+                    length = cute.arch.shuffle_sync(seen, batch) + added
+                n, first, count = self.list.segment(entry, entries, end - at, length, seqlen_q, left)
+                first = cutlass.max(0, first)
+                page = self.loads.table_window(mTable, batch, self.loads.page_of(first, per_page), True)
+                kv_head, block = divmod(columns * together.divisor + mine, blocks)
+                self.loads.find_first(mK, mV, page, batch, kv_head, first, per_page)
+        if const_expr(self.guesses):
+            self.wait_for_inputs()
+            if first >= 0:
+                page = self.loads.table_window(mTable, batch, self.loads.page_of(first, per_page))
+            if not self.list.still(mLengths, batch_size, seen):
+                mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(
+                    mLengths, flat, batch_size, sizes
+                )
+                first = Int32(-1)
+
+        done, turn = Int32(0), Int32(0)  # chunks that went through the ring; sequences, whose Q did
+        while at < end:
+            length = self.list.length(mLengths, seqlen_kv, added, batch)
+            known = first  # of which `page` is
+            n, first, count = self.list.segment(entry, entries, end - at, length, seqlen_q, left)
+            if count > 0:
+                kv_head, block = divmod(columns * together.divisor + mine, blocks)
+                if const_expr(self.paged):
+                    if (turn > 0) | (first != known):
+                        page = self.loads.table_window(mTable, batch, self.loads.page_of(first, per_page))
+                self.loads.chunks(
+                    load_K, tmaK, sK, load_V, tmaV, sV, mQ, sQ, mTable, rings, batch, kv_head, block, group,
+                    first, count, length, done, turn, per_page, page, (Barrier.OTHERS_MADE, 2 * WARP),
+                    self.pdl and not self.list.lengths,
+                )  # fmt: skip
+                done += count
+                turn += 1
+            at, batch, columns, entry, entries = self.list.behind(
+                mLengths, flat, column_groups, at, end, batch, columns, entry, entries, n
             )
-        cute.arch.sync_warp()
+        if turn == 0:
+            wait_at((Barrier.OTHERS_MADE, 2 * WARP))
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_wait()
+
+    def wait_for_inputs(self) -> None:
+        """Until the launch before has ended, nothing is written in global memory, and nothing that is read
+        counts: it may have made anything of it, lengths included, and may be reading scratch."""
+        if self.pdl:
+            cute.arch.griddepcontrol_wait()
 
     # ---- products -----------------------------------------------------------------------------------------
 
     @cute.jit
     def consume(
         self, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE,
-        mArrived, scale, left, sQ, sK, sV, sO, sStats, rings, added, group, blocks, sizes,
+        mArrived, scale, left, sQ, sK, sV, sO, sStats, rings, sent, added, group, blocks, sizes,
     ):  # fmt: skip
         full_k, full_v, empty, q_full, q_empty = rings
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
-        self.wait_for_inputs()
+        # The producer has made the barriers of the first load, and makes that; the others are made here.
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                self.loads.initialise(rings, first=False)
+                if const_expr(self.cluster > 1):
+                    self.merging.exchange.initialise(sent)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()
+            cute.arch.barrier_arrive(barrier_id=Barrier.OTHERS_MADE, number_of_threads=2 * WARP)
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive()
+        cute.arch.barrier(barrier_id=Barrier.FIRST_MADE, number_of_threads=CONSUMERS + WARP)
         batch_size, _, seqlen_q, _ = mQ.shape
         seqlen_kv = mK.shape[2]
         all_rows = seqlen_q * group.divisor
         flat = seqlen_kv, added, seqlen_q, left
         together, column_groups = sizes[0].divisor, sizes[2]
+        seen = None
+        if const_expr(self.guesses):
+            seen = self.list.lanes_lengths(mLengths, batch_size, True)
         mine, share, at, end, batch, columns, entry, entries = self.list.own_slice(
-            mLengths, flat, batch_size, sizes
+            mLengths, flat, batch_size, sizes, seen
         )
+        self.wait_for_inputs()
+        if const_expr(self.guesses):
+            if not self.list.still(mLengths, batch_size, seen):
+                mine, share, at, end, batch, columns, entry, entries = self.list.own_slice(
+                    mLengths, flat, batch_size, sizes
+                )
         tile, key_slice = warp_idx % self.tiles, warp_idx // self.tiles
         team_slices = self.slices // self.teams
         team, own_slice = key_slice // team_slices, key_slice % team_slices
@@ -360,12 +345,11 @@ class Decode:
         S, O = by_half(rS), by_half(rO)  # (half, column)
         row_max, row_sum = (cute.make_rmem_tensor(cute.make_layout(HALVES), Float32) for _ in range(2))
         limit, low = (cute.make_rmem_tensor(cute.make_layout(HALVES), Int32) for _ in range(2))
-        cute.arch.barrier(barrier_id=Barrier.INITIALISED, number_of_threads=self.threads)
 
-        done, turn = Int32(0), Int32(0)
+        done, turn, visit = Int32(0), Int32(0), Int32(0)
         while at < end:
             length = self.list.length(mLengths, seqlen_kv, added, batch)
-            n, first, count = self.segment(entry, entries, end - at, length, seqlen_q, left)
+            n, first, count = self.list.segment(entry, entries, end - at, length, seqlen_q, left)
             column = columns * together + mine
             kv_head, block = divmod(column, blocks)
             first_row = block * self.rows
@@ -375,7 +359,7 @@ class Decode:
             if const_expr(self.unit == 0):
                 first_piece = start // share
                 pieces = (start + entries - 1) // share - first_piece + 1
-                piece = cute.arch.block_idx()[0] * PIECES + (1 if entry == 0 else 0)
+                piece = cute.arch.block_idx()[0] // self.cluster * PIECES + (1 if entry == 0 else 0)
             rows = cutlass.min(all_rows - first_row, self.rows)
             o_place = batch, kv_head * group.divisor, first_row, group, rows
             own_row = first_row + tile * TILE_Q  # the warp's first
@@ -445,8 +429,11 @@ class Decode:
                 if const_expr(not self.keep_q):
                     arrive(q_empty)
 
-            # 4. the warps' results are put together; then, by who comes last, those of the CTAs
+            # 4. the warps' results are put together, in a cluster the CTAs'; then, by who comes last, pieces
             value_scale = mVScale[batch, kv_head] if const_expr(self.eight_bits) else Float32(1.0)
+            if const_expr(self.cluster > 1):
+                if visit == 0:
+                    cute.arch.cluster_wait()  # all its CTAs have begun, and their barriers are made
             self.merging.merge_warps(
                 rO,
                 row_max,
@@ -461,8 +448,16 @@ class Decode:
                 o_place,
                 piece,
                 pieces,
+                sent,
+                visit,
             )
-            if pieces > 1:
+            if const_expr(self.cluster > 1):
+                self.merging.merge_cluster(
+                    mO, mLSE, mPart, mPartLSE, mArrived, o_place, batch * column_groups * together + column,
+                    piece, first_piece * together + mine, together, pieces, sent, visit,
+                )  # fmt: skip
+                visit += 1
+            elif pieces > 1:
                 self.merging.merge_pieces(
                     mO, mLSE, mPart, mPartLSE, mArrived, o_place, batch * column_groups * together + column,
                     first_piece * together + mine, together, pieces,
@@ -470,6 +465,9 @@ class Decode:
             at, batch, columns, entry, entries = self.list.behind(
                 mLengths, flat, column_groups, at, end, batch, columns, entry, entries, n
             )
+        if const_expr(self.cluster > 1):
+            if visit == 0:
+                cute.arch.cluster_wait()
 
     @cute.jit
     def softmax(self, S, O, row_max, row_sum, scale_log2):
@@ -499,31 +497,11 @@ def heads_first(mX: cute.Tensor | None) -> cute.Tensor | None:
     return cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[0, 2, 1, 3]))
 
 
-def load_once(atom, source, target, barrier) -> None:
-    """By TMA, what nobody reads again before the next step."""
-    cute.copy(atom, source, target, tma_bar_ptr=barrier, cache_policy=Int64(READ_ONCE))
-
-
-def expect(barrier, size) -> None:
-    """One lane: arrive at a barrier that waits for so many bytes besides."""
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-
-
 def arrive(barrier) -> None:
     """One lane, when all of its warp are here."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
-
-
-@cute.jit
-def pages_from(mTable, batch, first, pages):
-    """Of each lane one entry of a sequence's page table, from `first` on."""
-    page = Int32(0)
-    if first + cute.arch.lane_idx() < pages:
-        page = mTable[batch, first + cute.arch.lane_idx()]
-    return page
 
 
 def supports(problem: Problem) -> str | None:

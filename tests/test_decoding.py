@@ -41,7 +41,7 @@ LENGTHS = [[0, 1, 17, 64, 129, 700], [1500], [256, 256, 256], [5] * 40]
 @pytest.mark.parametrize("unit", [0, 2])
 def test_split_and_combine_is_attention(lengths, queries, group, unit) -> None:
     q, k, v = tensors(queries, group, 2, lengths)
-    for causal, left, ctas in itertools.product((False, True), (None, 0, 100), (3, 132)):
+    for causal, left, ctas in itertools.product((False, True), (None, 0, 100), (4, 132)):
         plan = model.plan_of(queries, 2 * group, 2, 64, unit, ctas)
         o, lse = model.decode(plan, q, k, v, lengths, causal=causal, left=left)
         same_o, same_lse = model.attention(q, k, v, lengths, causal=causal, left=left)
@@ -55,9 +55,16 @@ def test_slices_are_equal_and_hold_every_chunk_once(unit: int) -> None:
     for _ in range(50):
         lengths = [random_.choice((0, 1, random_.randint(0, 5000))) for _ in range(random_.randint(1, 70))]
         columns, ctas = random_.randint(1, 9), random_.choice((1, 7, 132))
-        plan = model.Plan(8, 64, unit, ctas, calls_decode.together_of(columns, ctas))
+        cluster = 1 if unit else random_.choice((1, 2, 4))
+        ctas *= cluster
+        plan = model.Plan(8, 64, unit, ctas, calls_decode.together_of(columns, ctas // cluster), cluster)
         found = model.segments(plan, lengths, columns)
-        read = [(x.batch, x.column, x.first + i) for x in found for i in range(x.chunks)]
+        read = [
+            (x.batch, x.column, first + i)
+            for x in found
+            for first, chunks in x.parts(cluster)
+            for i in range(chunks)
+        ]
         wanted = [
             (b, c, i) for b, n in enumerate(lengths) for c in range(columns) for i in range(-(-n // 64))
         ]
@@ -69,10 +76,10 @@ def test_slices_are_equal_and_hold_every_chunk_once(unit: int) -> None:
         for _, same in itertools.groupby(sorted(found, key=whose), key=whose):
             same = list(same)
             assert all(x.pieces == (tuple(y.piece for y in same) if len(same) > 1 else ()) for x in same)
-        work = [sum(max(1, x.chunks) for x in found if x.cta == cta) for cta in range(plan.ctas)]
+        work = [sum(max(1, x.chunks) for x in found if x.cluster == i) for i in range(plan.clusters)]
         entries = sum(max(1, -(-n // 64)) for n in lengths) * columns // plan.together
         if not unit:
-            assert max(work) == -(-entries // (plan.ctas // plan.together))
+            assert max(work) == -(-entries // (plan.clusters // plan.together))
 
 
 def test_teams_leave_few_sms_without_work() -> None:
@@ -96,8 +103,9 @@ def test_a_sequence_does_not_depend_on_its_batch() -> None:
 def test_every_defect_is_seen(defect: str) -> None:
     """On a ragged batch, against what rounding to bf16 explains."""
     lengths = [700, 40, 1500]
-    q, k, v = tensors(1, 4, 2, lengths)
-    plan = model.plan_of(1, 8, 2, 64, ctas=7)
+    q, k, v = tensors(4, 4, 2, lengths)
+    plan = model.plan_of(4, 8, 2, 64, ctas=14)
+    assert plan.cluster == 2
     exact, lse = model.attention(q, k, v, lengths)
     rounding = np.abs(torch.from_numpy(exact).bfloat16().double().numpy() - exact)
     o, own_lse = model.decode(plan, q, k, v, lengths, defect=defect)
@@ -271,7 +279,9 @@ def test_scratch_is_of_the_capacity_not_of_the_lengths() -> None:
         "pieces_lse": ((264, 8), "float32"),
         "arrived": ((64 * 8 * 8,), "int32"),
     }
-    options |= {"unit": 16}
+    options |= {"cluster": 2}
+    assert calls_decode.decode_scratch(problem, options, 132)["arrived"] == ((64 * 8 * 8 * 2,), "int32")
+    options |= {"unit": 16, "cluster": 1}
     assert calls_decode.decode_scratch(problem, options, 132)["pieces"][0] == (64 * 8 * 8, 8, 128)
 
 

@@ -55,7 +55,7 @@ def test_what_was_timed_is_what_passed() -> None:
 
 
 def test_what_can_be_reached() -> None:
-    assert len(LISTED) == len(reachable_in_decode()) == 4800
+    assert len(LISTED) == len(reachable_in_decode()) == 5280
     assert {own.key_of(*kernel_of(x)) for x in (*cases(), *ROWS)} <= LISTED
     assert {own.key_of(*kernel_of(x)) for x in ROWS} <= set(own.wanted())
 
@@ -124,7 +124,7 @@ def test_precompile_narrows_decode_to_a_model(monkeypatch: pytest.MonkeyPatch) -
         }
     jobs.clear()
     assert precompile.main(["decode", "--sms", "132"]) == 0
-    assert len(jobs) == 4800 and all("sms" not in options for _, _, options in jobs)
+    assert len(jobs) == 5280 and all("sms" not in options for _, _, options in jobs)
 
 
 class Named:

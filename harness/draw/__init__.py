@@ -7,7 +7,7 @@ what it would write. The bytes follow from the sources alone.
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.draw import memory, orders, tiles, timelines
+from harness.draw import decoding, memory, orders, tiles, timelines
 from harness.draw.canvas import Canvas
 from hopper_attention.cache import write_atomically
 
@@ -20,6 +20,7 @@ DRAWINGS: dict[str, Callable[[], Canvas]] = {
     "shared_memory": memory.maps,
     "bwd4": memory.bwd4,
     "decode": orders.decode,
+    "decode_time": decoding.time,
     "causal_order": orders.causal,
 }
 

@@ -30,11 +30,25 @@ class FlatList:
     lengths: bool  # whether sequences have lengths of their own
     appends: bool  # whether keys come to those that the length counts
     window: bool  # whether a query sees no further back than so many keys
+    ctas: int = 1  # of a cluster, which has a slice together
 
     def length(self, mLengths, seqlen_kv, added, batch):
         """Keys of a sequence, of which `added` are new."""
         length = cute.arch.make_warp_uniform(mLengths[batch]) if self.lengths else Int32(seqlen_kv)
         return length + added if self.appends else length
+
+    @cute.jit
+    def lanes_lengths(self, mLengths, batch_size, early: cutlass.Constexpr):
+        """Of each lane one of the first sequences' lengths. `early`: those that the launch before may still
+        change, read past L1, so that a plain load finds later what they are then."""
+        length, lane = Int32(0), cute.arch.lane_idx()
+        if lane < batch_size:
+            if const_expr(early):
+                place = (mLengths.iterator + lane).llvm_ptr
+                length = cute.arch.load(place, Int32, sem="relaxed", scope="gpu")
+            else:
+                length = mLengths[lane]
+        return length
 
     def first_chunk(self, length, seqlen_q, left):
         """The chunk with the first key that is seen: the first query sees `left` keys besides the one at its
@@ -52,23 +66,24 @@ class FlatList:
         return cute.ceil_div(chunks, self.unit) if self.unit else chunks
 
     @cute.jit
-    def entries_or_none(self, mLengths, added, seqlen_q, left, batch):
+    def entries_or_none(self, mLengths, added, seqlen_q, left, batch, seen):
         entries = Int32(0)
         if batch < mLengths.shape[0]:
-            length = mLengths[batch]
+            length = mLengths[batch] if const_expr(seen is None) else seen
             if const_expr(self.appends):
                 length = length + added
             entries = self.entries_of(self.chunks_of(length, seqlen_q, left))
         return entries
 
     @cute.jit
-    def own_slice(self, mLengths, flat, batch_size, sizes):
+    def own_slice(self, mLengths, flat, batch_size, sizes, seen=None):
         """Of this CTA: (its place in its team, entries of a slice, where its team's begins and ends; batch,
-        group of columns and entry there, and how many entries there are of them)."""
+        group of columns and entry there, and how many entries there are of them). By what the lanes have
+        `seen` of the lengths of at most 32 sequences, or by all of them."""
         cta, _, _ = cute.arch.block_idx()
         _, added, seqlen_q, left = flat
         together, teams, column_groups, entries_of_all, of_batch, share_of_all = sizes
-        team, mine = divmod(cta, together)
+        team, mine = divmod(cta // self.ctas, together)
         if const_expr(not self.lengths):
             share, entries = share_of_all, entries_of_all.divisor
             at, total = team * share, batch_size * of_batch.divisor
@@ -77,8 +92,10 @@ class FlatList:
         else:
             lane = cute.arch.lane_idx()
             total = Int32(0)
+            if const_expr(seen is not None):
+                batch_size = cutlass.min(batch_size, WARP)
             for first in range(0, batch_size, WARP, unroll=4):
-                total += self.entries_or_none(mLengths, added, seqlen_q, left, first + lane)
+                total += self.entries_or_none(mLengths, added, seqlen_q, left, first + lane, seen)
             total = column_groups * cute.arch.warp_reduction_sum(total)
             share = cutlass.max(1, cute.ceil_div(total, teams))
             at = team * share
@@ -86,7 +103,7 @@ class FlatList:
             first, before = Int32(0), Int32(0)  # a sequence, and the entries of a column of those before it
             batch, rest, entries = Int32(batch_size), Int32(0), Int32(1)
             while first < batch_size:
-                own = self.entries_or_none(mLengths, added, seqlen_q, left, first + lane)
+                own = self.entries_or_none(mLengths, added, seqlen_q, left, first + lane, seen)
                 up_to = own
                 for i in range_constexpr(5):
                     other = cute.arch.shuffle_sync_up(up_to, 1 << i)
@@ -108,6 +125,30 @@ class FlatList:
         ]
         end = cutlass.min(at + share, total)
         return mine, share, at, end, batch, columns, entry, entries
+
+    def segment(self, entry, entries, left_of_slice, length, seqlen_q, left):
+        """What comes next in a slice, of one sequence and column: (its entries, this CTA's first chunk and
+        its chunks). The CTAs of a cluster have equally many, or one more."""
+        first = self.first_chunk(length, seqlen_q, left)
+        chunks = cute.ceil_div(length, self.chunk) - first  # 0 without a key
+        if self.unit:
+            n, own = Int32(1), entry * self.unit
+            count = cutlass.min(chunks - own, self.unit)
+        else:
+            n, own = cutlass.min(entries - entry, left_of_slice), entry
+            count = cutlass.min(chunks - own, n)
+        first += own
+        if self.ctas > 1:
+            rank = cute.arch.block_idx_in_cluster()
+            begin, end = count * rank // self.ctas, count * (rank + 1) // self.ctas
+            first, count = first + begin, end - begin
+        return n, first, count
+
+    @cute.jit
+    def still(self, mLengths, batch_size, seen):
+        """Whether the lengths are what the lanes have seen of them, and these were all."""
+        now = self.lanes_lengths(mLengths, batch_size, False)
+        return (batch_size <= WARP) & cute.arch.vote_all_sync(now == seen)
 
     @cute.jit
     def behind(self, mLengths, flat, column_groups, at, end, batch, columns, entry, entries, n):

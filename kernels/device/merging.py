@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from ..calls_decode import PIECES, WARPS
+from .clusters import Exchange
 from .constants import LN_2, VECTOR, WARP
 from .rows import LANES, finite, sum_of_row
 from .warp_products import HALVES, TILE_Q, columns_of
@@ -23,9 +24,12 @@ class Merging:
     """Of a CTA with `rows` rows, in `tiles` of 16, each shared by `slices` warps."""
 
     def __init__(
-        self, head_dim: int, dtype: type, rows: int, eight_bits: bool, unit: int, barrier_id: int
+        self, head_dim: int, dtype: type, rows: int, eight_bits: bool, unit: int, barrier_id: int,
+        ctas: int = 1,
     ):  # fmt: skip
+        """`ctas`: of a cluster, which share all sequences."""
         self.head_dim, self.dtype, self.rows = head_dim, dtype, rows
+        self.exchange = Exchange(ctas, rows, head_dim)
         self.eight_bits, self.unit, self.barrier_id = eight_bits, unit, barrier_id
         self.tiles = max(1, rows // TILE_Q)
         self.slices = WARPS // self.tiles
@@ -36,7 +40,8 @@ class Merging:
 
     @property
     def smem_bytes(self) -> int:
-        return WARPS * (self.merge_rows * (self.merge_columns + VECTOR) + 2 * TILE_Q) * 4
+        own = WARPS * (self.merge_rows * (self.merge_columns + VECTOR) + 2 * TILE_Q) * 4
+        return own + self.exchange.smem_bytes
 
     def allocate(self, smem: object) -> tuple[cute.Tensor, cute.Tensor]:
         """O of each warp, (warp, row, column), and its rows' maxima and sums, (warp, row, 2)."""
@@ -52,10 +57,11 @@ class Merging:
 
     @cute.jit
     def merge_warps(
-        self, rO, row_max, row_sum, value_scale, sO, sStats, mO, mLSE, mPart, mPartLSE, o_place, piece, pieces
+        self, rO, row_max, row_sum, value_scale, sO, sStats, mO, mLSE, mPart, mPartLSE, o_place, piece,
+        pieces, sent, visit,
     ):  # fmt: skip
         """Put the results of warps with the same rows together, through shared memory: O and LSE, or a
-        piece of them if there are several."""
+        piece of them if there are several; in a cluster they are sent to who puts its CTAs' together."""
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
         rows = o_place[4]
@@ -77,7 +83,9 @@ class Merging:
                 row, vector = (i * WARPS + warp_idx) * at_once + lane // own, lane % own
                 if row < rows:
                     result, lse = self.row_of_warps(sO, sStats, row, vector, value_scale)
-                    if pieces == 1:
+                    if const_expr(self.exchange.ctas > 1):
+                        self.exchange.send(sent, visit, result, lse, row, p * own + vector)
+                    elif pieces == 1:
                         store_row(mO, mLSE, result, lse, o_place, row, p * own + vector, self.dtype)
                     else:
                         to = cute.local_tile(mPart[piece, row, None], (4,), (p * own + vector,))
@@ -131,18 +139,7 @@ class Merging:
         at_once = WARP // own
         arrived = column * WARPS + warp_idx
         if warp_idx * at_once < rows:
-            cute.arch.sync_warp()
-            before = Int32(0)
-            if lane == 0:
-                # What the warp has written is there for whoever counts on, and what those before have for it.
-                before = cute.arch.atomic_add(
-                    (mArrived.iterator + arrived).llvm_ptr, Int32(1), sem="acq_rel", scope="gpu"
-                )
-            cute.arch.sync_warp()
-            before = cute.arch.shuffle_sync(before, 0)
-            if before == pieces - 1:
-                if lane == 0:
-                    mArrived[arrived] = Int32(0)  # for the next launch
+            if self.is_last(mArrived, arrived, pieces):
                 lanes = min(WARP, self.head_dim // 4)  # of a row
                 passes = at_once * lanes // WARP
                 for i in range(cute.ceil_div(self.rows, WARPS * at_once) * passes, unroll=1):
@@ -156,6 +153,61 @@ class Merging:
                         )
                         if row < rows:
                             store_row(mO, mLSE, result, lse, o_place, row, vector, self.dtype)
+
+    @cute.jit
+    def merge_cluster(
+        self, mO, mLSE, mPart, mPartLSE, mArrived, o_place, column, piece, first, stride, pieces, sent, visit
+    ):  # fmt: skip
+        """Put a part of the columns of all CTAs of the cluster together: O and LSE, or a piece, and whoever
+        is the last to say that those columns of a piece are there puts the pieces together."""
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
+        x, rows, rank = self.exchange, o_place[4], cute.arch.block_idx_in_cluster()
+        inside = tidx % x.vectors
+        vector = rank * x.vectors + inside
+        at_once = CONSUMERS // x.vectors  # rows
+        passes = -(-self.rows // at_once)
+        if warp_idx * WARP < rows * x.vectors:
+            x.wait(sent, visit, rows)
+            for i in range(passes, unroll=1):
+                row = i * at_once + tidx // x.vectors
+                result, lse = x.put_together(sent, visit, cutlass.min(row, rows - 1), inside)
+                if row < rows:
+                    if pieces == 1:
+                        store_row(mO, mLSE, result, lse, o_place, row, vector, self.dtype)
+                    else:
+                        cute.autovec_copy(result, cute.local_tile(mPart[piece, row, None], (4,), (vector,)))
+                        if inside == 0:
+                            mPartLSE[piece * x.ctas + rank, row] = lse
+            if pieces > 1:
+                if self.is_last(mArrived, (column * x.ctas + rank) * WARPS + warp_idx, pieces):
+                    for i in range(passes, unroll=1):
+                        row = i * at_once + tidx // x.vectors
+                        result, lse = self.row_of_pieces(
+                            mPart, mPartLSE, first, stride, pieces, cutlass.min(row, rows - 1), vector,
+                            min(x.vectors, WARP),
+                        )  # fmt: skip
+                        if row < rows:
+                            store_row(mO, mLSE, result, lse, o_place, row, vector, self.dtype)
+
+    @cute.jit
+    def is_last(self, mArrived, counter, pieces):
+        """A warp: count what it has written of a piece; whether all others are there. Then the counter is at
+        zero again, for the next launch."""
+        lane = cute.arch.lane_idx()
+        cute.arch.sync_warp()
+        before = Int32(0)
+        if lane == 0:
+            # What the warp has written is there for whoever counts on, and what those before have for it.
+            before = cute.arch.atomic_add(
+                (mArrived.iterator + counter).llvm_ptr, Int32(1), sem="acq_rel", scope="gpu"
+            )
+        cute.arch.sync_warp()
+        last = cute.arch.shuffle_sync(before, 0) == pieces - 1
+        if last:
+            if lane == 0:
+                mArrived[counter] = Int32(0)
+        return last
 
     @cute.jit
     def row_of_pieces(
@@ -172,7 +224,10 @@ class Merging:
         parts = cute.make_rmem_tensor(cute.make_layout((4, at_once)), Float32)
         own = lane % lanes
         for first in range(0, pieces, at_once, unroll=1):
-            lse = mPartLSE[self.place_of(first_piece, stride, cutlass.min(first + own, pieces - 1)), row]
+            whose = self.place_of(first_piece, stride, cutlass.min(first + own, pieces - 1))
+            if const_expr(self.exchange.ctas > 1):
+                whose = whose * self.exchange.ctas + cute.arch.block_idx_in_cluster()
+            lse = mPartLSE[whose, row]
             lse = lse if (own < at_once) & (first + own < pieces) else -Float32.inf
             for j in range_constexpr(at_once):
                 # There are two at least, so the first is never another.

@@ -1,0 +1,205 @@
+"""How long decode takes on a GPU, beside cuDNN, FlashAttention-2 and FlashAttention-3.
+
+A row is timed as a CUDA graph of calls over caches that rotate through more than L2 holds, so that K and V
+come from memory in each; and as single calls, which a host that does not capture graphs sees.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from hopper_attention import flash_attn_with_kvcache
+from hopper_attention.checks import E4M3
+from hopper_attention.kernels import calls_decode
+from hopper_attention.kernels.contract import Problem
+
+from . import decoding_records, fa3
+from .decoding_cases import Row, kernel_of
+
+ROTATION_BYTES = 1.05e9  # of caches that calls go through: 20 times L2
+CALLS = 40  # of a graph, at least
+REPEATS = 9
+Call = Callable[[], object]
+
+
+class Pool:
+    """Random memory that all caches are views of: a row may rotate through gigabytes."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(int(2.2e9), dtype=torch.bfloat16, device="cuda")
+        for piece in self.memory.split(2**28):
+            piece.normal_()
+
+    def caches(self, row: Row) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        memory = self.memory
+        if row.eight_bits:  # of which no code is NaN
+            memory = (memory.view(torch.uint8)[: int(2.4e9)] & 0xBF).view(E4M3)
+        shape = row.batch, row.keys, row.kv_heads, row.head_dim
+        size = math.prod(shape)
+        count = max(2, math.ceil(ROTATION_BYTES / (2 * size * memory.element_size())))
+        views = [memory[i * size : (i + 1) * size].view(shape) for i in range(2 * count)]
+        return list(zip(views[::2], views[1::2]))
+
+
+def in_pages(row: Row, caches) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+    """A page table in random order, and the caches as pages."""
+    pages = math.ceil(row.keys / row.page)
+    order = torch.randperm(row.batch * pages, device="cuda").int()
+    shape = -1, row.page, row.kv_heads, row.head_dim
+    return order.view(row.batch, pages), [[x.reshape(shape) for x in pair] for pair in caches]
+
+
+def ours(row: Row, q: torch.Tensor, caches) -> list[Call]:
+    options: dict[str, object] = {"causal": row.queries > 1}
+    if row.page or row.ragged:
+        options["cache_seqlens"] = torch.tensor(row.lengths, dtype=torch.int32, device="cuda")
+    if row.page:
+        options["block_table"], caches = in_pages(row, caches)
+    if row.eight_bits:
+        one = torch.ones((), device="cuda")
+        options |= {"k_descale": one, "v_descale": one}
+    return [lambda k=k, v=v: flash_attn_with_kvcache(q, k, v, **options) for k, v in caches]
+
+
+def plain_launches(row: Row, q: torch.Tensor, caches) -> list[Call]:
+    """The same kernel, launched when the one before it has ended: without programmatic dependent launch."""
+    least, options = kernel_of(row)
+    kernel = decoding_records.compiled(least, options | {"pdl": False})
+    problem = Problem(
+        row.batch, row.heads, row.kv_heads, row.queries, row.keys, row.head_dim, least.causal,
+        direction="decode",
+    )  # fmt: skip
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    scratch = [
+        torch.zeros(shape, dtype=getattr(torch, kind), device="cuda")
+        for shape, kind in calls_decode.decode_scratch(problem, options, sms).values()
+    ]
+    together = calls_decode.together_of(calls_decode.columns_of(problem), sms // options["cluster"])
+    lengths = table = None
+    if options["lengths"]:
+        lengths = torch.tensor(row.lengths, dtype=torch.int32, device="cuda")
+    if row.page:
+        table, caches = in_pages(row, caches)
+    descale = torch.ones(row.batch, row.kv_heads, device="cuda") if row.eight_bits else None
+    o, lse = torch.empty_like(q), q.new_empty(row.batch, row.heads, row.queries, dtype=torch.float32)
+    rest = lengths, table, (None, None), (descale, descale), scratch, together, row.head_dim**-0.5, None
+    return [lambda k=k, v=v: calls_decode.launch_decode(kernel, q, k, v, o, lse, *rest) for k, v in caches]
+
+
+def sdpa(backend: SDPBackend) -> Callable[[Row, torch.Tensor, object], list[Call]]:
+    def calls(row: Row, q: torch.Tensor, caches) -> list[Call]:
+        if row.page or row.ragged or row.eight_bits or row.queries > 1:
+            raise NotImplementedError("takes neither lengths, pages nor a mask aligned at the bottom right")
+        first = lambda x: x.transpose(1, 2)
+
+        def call(k: torch.Tensor, v: torch.Tensor) -> None:
+            with sdpa_kernel(backend):
+                scaled_dot_product_attention(*map(first, (q, k, v)), enable_gqa=row.heads != row.kv_heads)
+
+        return [lambda k=k, v=v: call(k, v) for k, v in caches]
+
+    return calls
+
+
+def fa3_calls(row: Row, q: torch.Tensor, caches) -> list[Call]:
+    if row.eight_bits:
+        raise NotImplementedError("takes e4m3 keys only with e4m3 queries")
+    options = {"is_causal": row.queries > 1, "num_splits": 0, "window_size_left": -1, "window_size_right": -1}
+    options["seqused_k"] = torch.tensor(row.lengths, dtype=torch.int32, device="cuda")
+    if row.page:
+        options["page_table"], caches = in_pages(row, caches)
+    for build in fa3.builds().values():
+        try:
+            calls = [fa3._call(build.fwd, q=q, k=k, v=v, **options) for k, v in caches]
+            calls[0]()
+            return calls
+        except Exception:  # built for another PyTorch, or without what is asked
+            continue
+    raise RuntimeError("no build of FlashAttention-3 runs this")
+
+
+PROVIDERS = {
+    "hopper_attention": ours,
+    "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+    "fa2": sdpa(SDPBackend.FLASH_ATTENTION),
+    "fa3": fa3_calls,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """Calls in a CUDA graph, and what they read, which the graph does not keep."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: list[Call]
+
+
+def captured(calls: list[Call]) -> Captured:
+    calls = calls * max(1, CALLS // len(calls))
+    calls[0]()
+    torch.cuda.synchronize()  # scratch is shared by calls that come one after another: not by two streams
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        calls[0]()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+    return Captured(graph, calls)
+
+
+def in_turns(graphs: dict[str, Captured]) -> dict[str, float]:
+    """Microseconds of a call of each graph, all graphs taking turns: the median of replays behind a first."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(1 + REPEATS):
+        for name, x in graphs.items():
+            times[name].append(_elapsed(x.graph.replay) / len(x.calls))
+    return {name: round(statistics.median(found[1:]), 2) for name, found in times.items()}
+
+
+def single(calls: list[Call]) -> float:
+    """Microseconds of a call where the host launches each: the slower of host and GPU."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return _median(run) / len(calls)
+
+
+def _median(run: Call) -> float:
+    run()
+    return statistics.median(_elapsed(run) for _ in range(REPEATS))
+
+
+def _elapsed(run: Call) -> float:
+    """Microseconds on the GPU."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return 1e3 * start.elapsed_time(end)
+
+
+def time_row(row: Row, pool: Pool) -> dict[str, object]:
+    """One row of the results: µs of each provider, in a graph and, of ours, called one by one."""
+    caches = pool.caches(row)
+    q = torch.randn(row.batch, row.queries, row.heads, row.head_dim, device="cuda", dtype=torch.bfloat16)
+    found: dict[str, object] = dataclasses.asdict(row) | {"bytes": row.bytes, "us": {}, "errors": {}}
+    found["cubin_sha256"] = decoding_records.identity_of(row)
+    graphs = {}
+    for name, make in (PROVIDERS | {"without_pdl": plain_launches}).items():
+        try:
+            graphs[name] = captured(make(row, q, caches))
+        except Exception as error:  # a peer that does not take a row must not end the run
+            found["errors"][name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    found["us"] = in_turns(graphs)
+    found["without_pdl_us"] = found["us"].pop("without_pdl", None)
+    found["single_us"] = round(single(ours(row, q, caches)), 2)
+    return found
