@@ -150,7 +150,8 @@ class FlashAttentionForward(QueryTiles):
         loads = *loads, *load_atom(mV, self.tile_kv, of_values)
         mmas = attention_mmas(self.dtype, self.tile_kv, of_values)
         tensors = *loads, *store_atom(mO, WARP_ROWS, of_values), mLSE, mCounter
-        self.kernel(*mmas, *tensors, tiles, mList, *given[:4]).launch(
+        numbers = *self.on_host(given.scale, given.window, given.softcap), given.sink
+        self.kernel(*mmas, *tensors, tiles, mList, *numbers).launch(
             grid=(cutlass.min(tiles, self.sms * self.config.ctas), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas,  # without it the compiler drops setmaxnreg, silently
@@ -162,9 +163,9 @@ class FlashAttentionForward(QueryTiles):
     @cute.kernel
     def kernel(
         self, mma_qk, mma_pv, load_Q, mQ, load_K, mK, load_V, mV, store_O, mO, mLSE, mCounter, tiles, mList,
-        scale, window, softcap, mSink,
+        scale_log2, window, cap, mSink,
     ):  # fmt: skip
-        self.take(scale, window, softcap)
+        self.take(scale_log2, window, cap)
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         extents = mQ.shape[0], mK.shape[0]
