@@ -22,7 +22,7 @@ from enum import IntEnum
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
@@ -211,6 +211,8 @@ class FlashAttentionForward(QueryTiles):
                 tile, _, _ = cute.arch.block_idx()
                 announced = Int32(FIRST)
                 if const_expr(self.packed):
+                    for atom in (load_Q, load_K, load_V):
+                        cpasync.prefetch_descriptor(atom)
                     cute.arch.griddepcontrol_wait()  # for the list
                     tiles = mList[0, 0] * mQ.shape[2]
                     listed = self.locate_listed(tile, mQ, mList)
