@@ -24,7 +24,7 @@ from .constants import WARP
 from .limits import FINAL_LISTED, LISTED
 from .masks import Mask
 
-THREADS = 1024  # of the one CTA that lists tiles
+THREADS = 512  # of the one CTA that lists tiles
 LIST_WARPS = THREADS // WARP
 CLASSES = 128  # of sequences, by the length of their tiles' loops: four for each power of two
 FAR = 2**30  # rows: more than any sequence has
@@ -191,7 +191,7 @@ class ListTiles:
         if lane == WARP - 1:
             sWarps[warp] = up_to
         cute.arch.sync_threads()
-        of_warp = sWarps[lane]
+        of_warp = sWarps[cutlass.min(lane, LIST_WARPS - 1)]
         before_warps = sum_up_to(of_warp)
         before = cute.arch.shuffle_sync(before_warps - of_warp, warp) + up_to - total
         if thread == LIST_WARPS - 1:
@@ -203,7 +203,7 @@ class ListTiles:
 
         record = self.record_of(sTiles, warp, begin + lane, end, own_sequence, own_blocks)
         if const_expr(self.mask is not None):
-            tiles = cute.arch.shuffle_sync(before_warps, WARP - 1)
+            tiles = cute.arch.shuffle_sync(before_warps, LIST_WARPS - 1)
             first_final = cutlass.max(0, tiles - final) if sequences <= THREADS else tiles
             sFinal = smem.allocate_tensor(Int32, cute.make_layout(FINAL_LISTED), 16)
             record = self.list_final(mList, sFinal, record, first_final, tiles)
