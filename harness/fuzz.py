@@ -302,6 +302,7 @@ def summary(direction: str, drawn: list[Drawn], first: int) -> dict[str, object]
         "sinks": count(lambda x: x.sink),
         "packed": count(lambda x: x.sequences is not None),
         "sequences": sum(len(x.sequences or ()) for x in problems),
+        "deterministic": sum(map(is_deterministic, drawn)) if direction == "bwd" else None,
         "grouped_heads": count(lambda x: x.heads != x.kv_heads),
         "layouts": {name: sum(x.layout == name for x in drawn) for name in LAYOUTS},
     }
