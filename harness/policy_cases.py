@@ -131,6 +131,17 @@ def edges_of_windows(stage_id, args):
                 yield from checked(stage_id, random_given(problem))
 
 
+def shift_scores(given: Given, by: float) -> None:
+    """q·k becomes `by` and some noise. Each column has the same part in it, and the noise of the second half
+    is that of the first with the other sign, so that shift times noise cancels. (If one column made it all,
+    a row of dK would be one large number, whose rounding the rule for rows takes for that of head_dim.)"""
+    head_dim = given.problem.head_dim
+    half, of_queries = head_dim // 2, -2.0
+    for x, own in ((given.q, of_queries), (given.k, by / head_dim / of_queries)):
+        x[..., half:] = -x[..., :half]
+        x.copy_(x.float() * head_dim**-0.25 + own)
+
+
 @case(policies=True)
 def far_below_zero(stage_id, args):
     """Scores at which e^s is nothing: a maximum that stays at 0 while a row has seen no key loses them all;
@@ -140,9 +151,7 @@ def far_below_zero(stage_id, args):
             problem = plain_of(stage_id, head_dim, batch=1, seqlen_q=400, seqlen_kv=400, **fields)
             given = random_given(problem, scale=1.0, sink=torch.full((4,), FAR, device="cuda"))
             given.sink = given.sink if problem.sink else None
-            # q·k = FAR + noise: one column makes it, the others as they are.
-            given.q[..., 0], given.k[..., 0] = FAR / 16, 16.0
-            given.q[..., 1:] *= head_dim**-0.5
+            shift_scores(given, FAR)
             yield from checked(stage_id, given, "scores far below zero")
         for sink in (-math.inf, -300.0, -30.0, 30.0, 300.0):
             problem = plain_of(stage_id, head_dim, batch=1, causal=True, sink=True)
