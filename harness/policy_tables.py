@@ -13,8 +13,10 @@ from harness.library import Rows, load_rows
 from harness.markdown import table
 from harness.plots import PEER_COLOURS, STAGE_COLOUR, format_rate, label
 from harness.policy_suite import DIRECTIONS, OURS, PEERS, SUITES
+from harness.results import DIRECTION_WORDS
 from hopper_attention.kernels.contract import Problem
 
+STAGES = {direction: stage_id for stage_id, direction in DIRECTIONS.items()}
 DRAWN = {"heads": 16, "kv_heads": 16, "head_dim": 128}
 BEST_PEER = "fa3"  # in the figure
 MARKERS = ("o", "s", "^", "D")  # by length
@@ -65,36 +67,40 @@ def times_by_length(rows: Rows, provider: str) -> dict[int, dict[int, float]]:
     return dict(sorted(found.items()))
 
 
-def plot_window(rows: Rows, gpu: str, path: Path | str) -> None:
-    """Draw time against the window, a line for each length: where they lie on each other, time does not
-    depend on the length."""
+def plot_window(rows: Mapping[str, Rows], gpu: str, path: Path | str) -> None:
+    """Draw time against the window, a panel for each direction's rows, a line for each length: where they lie
+    on each other, time does not depend on the length."""
     with plots.style():
-        figure = Figure(figsize=(7.5, 4.8))
-        axes = figure.subplots()
-        for provider, colour in ((BEST_PEER, PEER_COLOURS[BEST_PEER]), (OURS, STAGE_COLOUR)):
-            _draw(axes, times_by_length(rows, provider), provider, colour)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.xaxis.set_major_formatter(lambda keys, _: f"{keys:g}")
-        axes.yaxis.set_major_formatter(lambda ns, _: f"{ns:g}")
-        axes.set_xlabel("window, keys")
-        axes.set_ylabel("ns for each query of all heads")
-        axes.legend(loc="upper left")
-        plots.heading(figure, "Time grows with the window, not with the length", f"{gpu} · forward, d = 128")
-        figure.subplots_adjust(left=0.1, right=0.98, bottom=0.11, top=0.9)
+        figure = Figure(figsize=(1.0 + 5.5 * len(rows), 4.8))
+        for axes, direction in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows):
+            for provider, colour in ((BEST_PEER, PEER_COLOURS[BEST_PEER]), (OURS, STAGE_COLOUR)):
+                _draw(axes, times_by_length(rows[direction], provider), provider, direction, colour)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.xaxis.set_major_formatter(lambda keys, _: f"{keys:g}")
+            axes.yaxis.set_major_formatter(lambda ns, _: f"{ns:g}")
+            axes.yaxis.set_minor_formatter(lambda ns, _: f"{ns:g}")
+            axes.set_xlabel("window, keys")
+            axes.set_title(DIRECTION_WORDS[direction], fontsize=10, loc="left")
+            axes.legend(loc="upper left")
+        figure.axes[0].set_ylabel("ns for each query of all heads")
+        plots.heading(figure, "Time grows with the window, not with the length", f"{gpu} · 16 heads of 128")
+        figure.subplots_adjust(left=0.07, right=0.98, bottom=0.11, top=0.87, wspace=0.15)
         plots.save(figure, path)
 
 
-def _draw(axes: Axes, times: Mapping[int, Mapping[int, float]], provider: str, colour: str) -> None:
+def _draw(
+    axes: Axes, times: Mapping[int, Mapping[int, float]], provider: str, direction: str, colour: str
+) -> None:
+    name = STAGES[direction] if provider == OURS else label(provider)
     for marker, (length, by_window) in zip(MARKERS, times.items()):
         windows = sorted(by_window)
-        name = "k6" if provider == OURS else label(provider)
         strokes = {"color": colour, "marker": marker, "markerfacecolor": "none", "linewidth": 1.0}
         axes.plot(windows, [by_window[x] for x in windows], label=f"{name}, {length} tokens", **strokes)
 
 
 def figures(folder: Path) -> dict[str, Callable[[Path], None]]:
     """The figure of one GPU by its file's name, if there are rows for it."""
-    rows = load(folder, "window", "fwd")
-    lengths = times_by_length(rows, OURS)
-    return {"window.png": partial(plot_window, rows, folder.name.upper())} if len(lengths) > 1 else {}
+    rows = {direction: load(folder, "window", direction) for direction in STAGES}
+    rows = {direction: x for direction, x in rows.items() if len(times_by_length(x, OURS)) > 1}
+    return {"window.png": partial(plot_window, rows, folder.name.upper())} if rows else {}

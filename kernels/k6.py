@@ -107,6 +107,7 @@ class FlashAttentionForward(QueryTiles):
         self.value_dim = value_dim or head_dim  # columns of V and O
         config = config or CONFIGS[head_dim]
         self.has, self.cap_way, self.cap = has, cap, None
+        self.has_policies = bool({*has} - {"scale"})
         batch = Packed() if "sequences" in has else DENSE
         super().__init__(head_dim, mask, ROWS * config.consumers, config.tile_kv, batch)
         self.dtype, self.config, self.sms = ELEMENTS[dtype], config, sms
@@ -161,9 +162,9 @@ class FlashAttentionForward(QueryTiles):
     @cute.kernel
     def kernel(
         self, mma_qk, mma_pv, load_Q, mQ, load_K, mK, load_V, mV, store_O, mO, mLSE, mCounter, tiles, mList,
-        scale_log2, window, cap, mSink,
+        scale, window, cap, mSink,
     ):  # fmt: skip
-        self.take(scale_log2, window, cap)
+        self.take(scale, window, cap)
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         extents = mQ.shape[0], mK.shape[0]

@@ -166,8 +166,9 @@ def test_the_figure_has_a_line_for_each_length(tmp_path: Path, monkeypatch: pyte
     }
     drawn = []
     monkeypatch.setattr(policy_tables.plots, "save", lambda figure, path: drawn.append(figure))
-    policy_tables.plot_window(rows, "H200", tmp_path / "window.png")
+    policy_tables.plot_window({"fwd": rows, "bwd": rows[:2]}, "H200", tmp_path / "window.png")
     lines = {x.get_label(): list(zip(*x.get_data())) for x in drawn[0].axes[0].get_lines()}
+    assert "bwd4, 8192 tokens" in [x.get_label() for x in drawn[0].axes[1].get_lines()]
     assert set(lines) == {
         f"{name}, {n} tokens" for name in ("k6", "FlashAttention-3") for n in (8192, 32768, 131072)
     }

@@ -48,15 +48,16 @@ class QueryTiles:
 
     def on_host(self, scale, window, softcap):
         """What a kernel takes of what a launch is given: numbers in powers of two, which are then operands
-        and need neither a register nor an instruction of the loops."""
+        and need neither a register nor an instruction of the loops. A kernel without policies is given the
+        scale as it is: its machine code is that which has a record."""
         if softcap is not None:
             return None, window, cap_numbers(scale, softcap)
-        return None if scale is None else scale * LOG2_E, window, None
+        return scale * LOG2_E if self.has_policies else scale, window, None
 
-    def take(self, scale_log2, window, cap) -> None:
+    def take(self, scale, window, cap) -> None:
         """What `on_host` gave, inside the kernel. With a soft cap scores come out in powers of two."""
-        if scale_log2 is not None:
-            self.scale_log2 = scale_log2
+        if scale is not None:
+            self.scale_log2 = scale if self.has_policies else scale * LOG2_E
         if window is not None:
             self.mask = Window(*window)
         if cap is not None:
