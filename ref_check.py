@@ -12,12 +12,11 @@ import sys
 
 import torch
 
-from harness import cases, machine_code, mutations, provenance, records, results, timing
+from harness import cases, mutations, policy_cases, provenance, records, results, timing
 from harness.command import Parser, Usage, run
 from harness.inputs import hopper_gpu
 from harness.sweep import sweep
 from hopper_attention.kernels import ladder
-from hopper_attention.launch import compile_stage
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -62,6 +61,7 @@ def check_stage(stage_id: str, args: argparse.Namespace) -> bool:
     """Run a stage's cases and, with --save, write its record. Returns whether all passed."""
     cases.worst_seen.clear()
     cases.forms_passed.clear()
+    policy_cases.problems_passed.clear()
     environment = timing.environment({})
     if args.save:
         results.probe(records.path_of(environment["gpu"], stage_id))
@@ -76,10 +76,7 @@ def check_stage(stage_id: str, args: argparse.Namespace) -> bool:
     print(f"{stage_id}: worst seen: {seen}", flush=True)
     passed = not any(outcome.failures for outcome in outcomes)
     if args.save and passed:
-        kernels = tuple(
-            records.Checked(kernel, machine_code.identity(compile_stage(stage_id, kernel)), tuple(forms))
-            for kernel, forms in cases.forms_passed.items()
-        )
+        kernels = records.passed(stage_id)
         names = tuple(outcome.name for outcome in outcomes)
         found = records.Record(
             stage_id, environment, provenance.digest(stage_id), args.repeats, names, kernels

@@ -830,12 +830,6 @@ def chosen(stage_id: str, only: str | None = None) -> list[str]:
     ]
 
 
-def of_reachable(stage_id: str) -> list[str]:
-    """Of the cases `chosen` those of the kernels that a record lists: windows, soft caps, sinks, packed
-    sequences and other head dims have kernels of their own, which no record holds yet."""
-    return [name for name in chosen(stage_id) if CASES[name][0] != "library" and not CASES[name][2]]
-
-
 def run_cases(stage_id: str, args: object) -> Iterator[Outcome]:
     """Run a stage's cases, one after the other."""
     for name in chosen(stage_id, args.only):

@@ -7,21 +7,18 @@ about a hundred of them, the timed ones among these, and the record says which. 
 judges it as it does the ladder's.
 """
 
-import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import machine_code, provenance
+from harness import machine_code, provenance, record_files
 from harness.results import ENVIRONMENT_IDENTITY, gpu_folder, results_dir
-from hopper_attention.cache import write_atomically
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import DECODE, Kernel, kernel_for
 
 from .decoding_cases import Case, Row, cases, kernel_of
 
-SCHEMA = 1
 FIELDS = ("head_dim", "dtype", "causal")  # of a problem, that are compiled in
 
 
@@ -55,17 +52,13 @@ class Record:
         """Write the record, a kernel a line. Raises ValueError before writing what would be incomplete."""
         if gap := missing(self):
             raise ValueError(f"the record of {DECODE} lacks {gap}; nothing was written")
-        lines = [
-            {key: asdict(x.problem)[key] for key in FIELDS}
+        fields = {"stage": DECODE, "environment": self.environment, "digest": self.digest}
+        lines = (
+            {key: getattr(x.problem, key) for key in FIELDS}
             | {"options": x.options, "cubin_sha256": x.cubin_sha256, "cases": x.cases}
             for x in self.kernels
-        ]
-        fields = {"schema": SCHEMA, "stage": DECODE, "environment": self.environment, "digest": self.digest}
-        head = ",\n".join(f"{json.dumps(key)}: {json.dumps(x)}" for key, x in fields.items())
-        path = path or self.path
-        body = ",\n  ".join(map(json.dumps, lines))
-        write_atomically(path, f'{{\n{head},\n"kernels": [\n  {body}\n]\n}}\n'.encode())
-        return path
+        )
+        return record_files.write(path or self.path, fields, lines)
 
 
 def key_of(problem: Problem, options: dict[str, Any]) -> str:
@@ -99,25 +92,22 @@ def record_of(environment: dict[str, Any]) -> Record:
 
 def load(path: Path) -> Record:
     """Read a record. Raises ValueError that names the file and what is wrong with it."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if (data["schema"], data["stage"]) != (SCHEMA, DECODE):
-            raise ValueError(f"not of schema {SCHEMA} and stage {DECODE}")
+
+    def record_of(data: dict[str, Any]) -> Record:
+        if data["stage"] != DECODE:
+            raise ValueError(f"not of stage {DECODE}")
         kernels = tuple(
             Passed(
-                Problem(1, 1, 1, 1, 1, **{key: line[key] for key in FIELDS}, direction=DECODE),
+                Problem.square(1, 1, 1, **{key: line[key] for key in FIELDS}, direction=DECODE),
                 line["options"],
                 line["cubin_sha256"],
                 line["cases"],
             )
             for line in data["kernels"]
         )
-        record = Record(data["environment"], data["digest"], kernels)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: {error!r}") from None
-    if gap := missing(record):
-        raise ValueError(f"{path}: lacks {gap}")
-    return record
+        return Record(data["environment"], data["digest"], kernels)
+
+    return record_files.read(path, record_of, missing)
 
 
 def missing(record: Record) -> str | None:

@@ -14,8 +14,10 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 import torch
 
@@ -30,6 +32,7 @@ from hopper_attention.launch import compile_kernel, compiled_for
 from hopper_attention.precompile import fill
 
 COUNT = 2048
+PIECE = 64  # problems that a process takes at a time
 DIRECTIONS = ("fwd", "bwd")
 ROWS_MAX = 6000  # rows of all heads and batches together, so that float64 takes milliseconds
 LAYOUTS = ("heads first", "rows first", "of one tensor", "padded rows")
@@ -136,6 +139,11 @@ def problem_of(number: int, direction: str) -> Drawn:
     return Drawn(number, problem, scale, padding, rng.choice(LAYOUTS), outside)
 
 
+def is_deterministic(drawn: Drawn) -> bool:
+    """Whether a backward problem goes to the deterministic kernels; each kind goes to both."""
+    return drawn.number // KINDS % 2 == 0
+
+
 # ---- running one ------------------------------------------------------------------------------------------
 
 
@@ -173,7 +181,7 @@ def check(drawn: Drawn) -> list[str]:
         saved = [laid_out(x, drawn.layout, packed) for x in (given.do, o)]
         dlse = given.dlse if given.dlse is None or not packed else given.dlse[0]
         lse = lse[0] if packed else lse
-        deterministic = drawn.number % 2 == 0
+        deterministic = is_deterministic(drawn)
         found = policies.backward(
             saved[0], *tensors, saved[1], lse.contiguous(), dlse, more, *options, deterministic
         )
@@ -203,7 +211,7 @@ def jobs(drawn: list[Drawn]) -> list[tuple[str, Problem, dict[str, object]]]:
         if one.problem.direction == "fwd":
             stages = [production.forward_stage(policies.without_idle_window(one.problem))]
         else:
-            stages = [production.backward_stage(one.problem, one.number % 2 == 0)[0]]
+            stages = [production.backward_stage(one.problem, is_deterministic(one))[0]]
         for stage_id in stages:
             least = compiled_for(stage_id, policies.without_idle_window(one.problem))
             job = stage_id, least, ladder.load(stage_id)[0].options
@@ -225,11 +233,33 @@ def run(
                 yield drawn, [f"{type(error).__name__}: {error}"]
 
 
+def run_piece(first: int, count: int, direction: str) -> list[tuple[int, list[str]]]:
+    """Of each problem in a range its number, and what was wrong with it."""
+    return [(drawn.number, failures) for drawn, failures in run(first, count, (direction,))]
+
+
+def run_in_processes(
+    first: int, count: int, directions: tuple[str, ...], processes: int
+) -> Iterable[tuple[Drawn, list[str]]]:
+    """As `run`, in so many processes: what takes time is the reference's many small operations, which keep no
+    GPU busy."""
+    pieces = [
+        (begin, min(PIECE, first + count - begin), direction)
+        for direction in directions
+        for begin in range(first, first + count, PIECE)
+    ]
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for (*_, direction), found in zip(pieces, pool.map(run_piece, *zip(*pieces))):
+            for number, failures in found:
+                yield problem_of(number, direction), failures
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("first", nargs="?", type=int, default=0, help="number of the first problem")
     parser.add_argument("count", nargs="?", type=int, default=COUNT, help="problems of each direction")
     parser.add_argument("--direction", choices=DIRECTIONS, help="one direction alone")
+    parser.add_argument("--processes", type=int, default=1, help="how many share the problems, on one GPU")
     parser.add_argument("--no-save", action="store_true", help="print, and write nothing")
     args = parser.parse_args(arguments)
     if not hopper_gpu():
@@ -239,8 +269,9 @@ def main(arguments: list[str] | None = None) -> int:
     every = [problem_of(n, x) for x in directions for n in range(args.first, args.first + args.count)]
     kernels = jobs(every)
     fill(kernels)
+    print(f"{len(kernels)} kernels", flush=True)
     begin, failed, passed = time.perf_counter(), [], dict.fromkeys(directions, 0)
-    for drawn, failures in run(args.first, args.count, directions):
+    for drawn, failures in run_in_processes(args.first, args.count, directions, args.processes):
         passed[drawn.problem.direction] += not failures
         if failures:
             failed.append(drawn)
@@ -271,6 +302,7 @@ def summary(direction: str, drawn: list[Drawn], first: int) -> dict[str, object]
         "sinks": count(lambda x: x.sink),
         "packed": count(lambda x: x.sequences is not None),
         "sequences": sum(len(x.sequences or ()) for x in problems),
+        "deterministic": sum(map(is_deterministic, drawn)) if direction == "bwd" else None,
         "grouped_heads": count(lambda x: x.heads != x.kv_heads),
         "layouts": {name: sum(x.layout == name for x in drawn) for name in LAYOUTS},
     }

@@ -1,10 +1,16 @@
 """The cases of `harness.cases` for stages that take a window, a soft cap, a sink or packed sequences: each
 alone, as models have them together, and what others got wrong.
+
+A call can reach 150 such kernels of each of the forward stages and 300 of the backward ones
+(`launch.reachable_with_policies`). The cases run about 40 of each: all masks, caps, sinks and packed
+sequences at every head_dim, combinations as models have them. A stage's record says which, and of how many
+problems each has passed.
 """
 
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -15,7 +21,7 @@ from harness.policies import Given, random_given, starts_of
 from harness.registry import CASES, case, same
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.launch import compile_stage
+from hopper_attention.launch import compile_stage, compiled_for
 
 HEAD_DIMS = (64, 128, 256)
 FAR = -1e3  # scores of keys that are seen, so far below zero that nothing of e^score is left
@@ -35,6 +41,9 @@ def packed_of(stage_id: str, sequences, head_dim: int = 64, behind: int = 0, **f
     return plain_of(stage_id, head_dim, **fields).with_(**extents)
 
 
+problems_passed: Counter[Problem] = Counter()  # by what is compiled; what `records` keeps
+
+
 def checked(stage_id: str, given: Given, what: str = "") -> Iterator[str]:
     """The pass rule, or a refusal by name, which `harness.policy_cases` cannot meet: `chosen` asks first."""
     if reason := ladder.load(stage_id)[1].supports(given.problem):
@@ -45,8 +54,16 @@ def checked(stage_id: str, given: Given, what: str = "") -> Iterator[str]:
         torch.cuda.synchronize()
     except RuntimeError as error:  # of a launch, which names no problem
         raise RuntimeError(f"{given.problem}{what and ', '}{what}: {error!s:.200}") from error
+    if not failures:
+        problems_passed[compiled_for(stage_id, given.problem)] += 1
     for failure in failures:
         yield f"{given.problem}{what and ', '}{what}: {failure}"
+
+
+def kernels(stage_id: str) -> Counter[Problem]:
+    """The kernels that the first cases run, each alone, together and packed, and how many problems each."""
+    problems = *alone(stage_id), *together(stage_id), *(problem for _, problem in packed(stage_id))
+    return Counter(compiled_for(stage_id, problem) for problem in problems)
 
 
 # ---- each, and together ------------------------------------------------------------------------------------
@@ -74,26 +91,34 @@ TOGETHER = (  # as models have them, and everything at once
 EXTENTS = ({}, {"seqlen_q": 1025, "seqlen_kv": 1025}, {"seqlen_kv": 700}, {"seqlen_q": 700}, {"seqlen_q": 1})
 
 
-@case(policies=True)
-def policies_alone(stage_id, args):
+def alone(stage_id: str) -> Iterator[Problem]:
     for head_dim in HEAD_DIMS:
         for fields in ALONE:
             for extents in EXTENTS:
-                problem = plain_of(stage_id, head_dim, batch=1, **fields).with_(**extents)
-                yield from checked(stage_id, random_given(problem, scale=3.0 * head_dim**-0.5))
+                yield plain_of(stage_id, head_dim, batch=1, **fields).with_(**extents)
+
+
+def together(stage_id: str) -> Iterator[Problem]:
+    for fields in TOGETHER:
+        for extents in EXTENTS:
+            plain = plain_of(stage_id, **{**fields, **extents})
+            yield plain
+            if plain.direction == "bwd":
+                yield plain.with_(scaled=True, lse_grad=True)
+        yield packed_of(stage_id, ((300, 300), (1, 77), (64, 64), (0, 9), (513, 513), (2, 2)), **fields)
+
+
+@case(policies=True)
+def policies_alone(stage_id, args):
+    for problem in alone(stage_id):
+        yield from checked(stage_id, random_given(problem, scale=3.0 * problem.head_dim**-0.5))
 
 
 @case(policies=True)
 def policies_together(stage_id, args):
-    for fields in TOGETHER:
-        for extents in EXTENTS:
-            plain = plain_of(stage_id, **{**fields, **extents})
-            yield from checked(stage_id, random_given(plain, scale=2.0 * plain.head_dim**-0.5))
-            if plain.direction == "bwd":
-                yield from checked(stage_id, random_given(plain.with_(scaled=True, lse_grad=True)))
-        sequences = ((300, 300), (1, 77), (64, 64), (0, 9), (513, 513), (2, 2))
-        plain = packed_of(stage_id, sequences, **fields)
-        yield from checked(stage_id, random_given(plain, scale=2.0 * plain.head_dim**-0.5))
+    for problem in together(stage_id):
+        scale = None if problem.lse_grad else 2.0 * problem.head_dim**-0.5
+        yield from checked(stage_id, random_given(problem, scale=scale))
 
 
 @case(policies=True)
@@ -106,6 +131,17 @@ def edges_of_windows(stage_id, args):
                 yield from checked(stage_id, random_given(problem))
 
 
+def shift_scores(given: Given, by: float) -> None:
+    """q·k becomes `by` and some noise. Each column has the same part in it, and the noise of the second half
+    is that of the first with the other sign, so that shift times noise cancels. (If one column made it all,
+    a row of dK would be one large number, whose rounding the rule for rows takes for that of head_dim.)"""
+    head_dim = given.problem.head_dim
+    half, of_queries = head_dim // 2, -2.0
+    for x, own in ((given.q, of_queries), (given.k, by / head_dim / of_queries)):
+        x[..., half:] = -x[..., :half]
+        x.copy_(x.float() * head_dim**-0.25 + own)
+
+
 @case(policies=True)
 def far_below_zero(stage_id, args):
     """Scores at which e^s is nothing: a maximum that stays at 0 while a row has seen no key loses them all;
@@ -115,15 +151,25 @@ def far_below_zero(stage_id, args):
             problem = plain_of(stage_id, head_dim, batch=1, seqlen_q=400, seqlen_kv=400, **fields)
             given = random_given(problem, scale=1.0, sink=torch.full((4,), FAR, device="cuda"))
             given.sink = given.sink if problem.sink else None
-            # q·k = FAR + noise: one column makes it, the others as they are.
-            given.q[..., 0], given.k[..., 0] = FAR / 16, 16.0
-            given.q[..., 1:] *= head_dim**-0.5
+            shift_scores(given, FAR)
             yield from checked(stage_id, given, "scores far below zero")
         for sink in (-math.inf, -300.0, -30.0, 30.0, 300.0):
             problem = plain_of(stage_id, head_dim, batch=1, causal=True, sink=True)
             yield from checked(
                 stage_id, random_given(problem, sink=torch.full((4,), sink, device="cuda")), f"sink {sink}"
             )
+
+
+@case(policies=True)
+def scores_about_the_cap(stage_id, args):
+    """From far within the cap to far beyond it: tanh is computed in several ways. And of caps large and
+    small, whose powers must have their place in fp32."""
+    for head_dim in HEAD_DIMS:
+        for cap in (1e-5, 3.0, 50.0, 300.0):
+            for ahead in (0.2, 1.0, 5.0):  # of the cap, the largest of some thousand scores
+                given = random_given(plain_of(stage_id, head_dim, batch=1, causal=True, softcap=cap))
+                given.q *= ahead * cap / 4
+                yield from checked(stage_id, given, f"scores up to {ahead} caps")
 
 
 # ---- packed sequences --------------------------------------------------------------------------------------
@@ -141,17 +187,22 @@ PACKED = {
 MASKED = ({}, {"causal": True}, {"window": (37, 0)}, {"window": (20, 11)})
 
 
-@case(policies=True)
-def packed_sequences(stage_id, args):
+def packed(stage_id: str) -> Iterator[tuple[str, Problem]]:
+    """Named problems."""
     for head_dim in HEAD_DIMS:
         for name, sequences in PACKED.items():
             for mask in MASKED:
                 problem = packed_of(stage_id, sequences, head_dim, behind=70, **mask)
-                if problem.direction == "bwd" and not all(problem.totals):
-                    continue
-                yield from checked(stage_id, random_given(problem, outside=math.inf), name)
-    problem = packed_of(stage_id, PACKED["ragged"], 128, causal=True, heads=8, kv_heads=2, dtype="float16")
-    yield from checked(stage_id, random_given(problem), "GQA, fp16")
+                if problem.direction != "bwd" or all(problem.totals):
+                    yield name, problem
+    fields = {"causal": True, "heads": 8, "kv_heads": 2, "dtype": "float16"}
+    yield "GQA, fp16", packed_of(stage_id, PACKED["ragged"], 128, **fields)
+
+
+@case(policies=True)
+def packed_sequences(stage_id, args):
+    for name, problem in packed(stage_id):
+        yield from checked(stage_id, random_given(problem, outside=math.inf), name)
 
 
 @case(policies=True)

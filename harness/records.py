@@ -4,40 +4,70 @@
     python -m harness.records --renew    recompile everything, and date the records of what did not change
 
 `ref_check.py STAGE --save` writes results/<gpu>/checks/<stage>.json after every case has passed: for each
-kernel of `launch.reachable` its identity and the forms of problem it computed, and the digest of what the
-machine code follows from (`provenance`). While the digest is that of the sources, the machine code is what
-passed. An edit that changes no instruction makes a digest stale and nothing else: `--renew` proves that by
-recompiling, on any machine. The tests recompile one of the plain cases of each stage and some of the others,
-other ones for each commit, so that a digest that was not made by compiling is found out, and all plain cases
-of a stage whose record is not current.
+kernel of `launch.reachable` its identity and the forms of problem it computed; for each kernel with windows,
+soft caps, sinks or packed sequences that the cases run (`policy_cases.kernels`) how many problems; and the
+digest of what the machine code follows from (`provenance`). While the digest is that of the sources, the
+machine code is what passed. An edit that changes no instruction makes a digest stale and nothing else:
+`--renew` proves that by recompiling, on any machine. The tests recompile one of the plain cases of each stage
+and some of the others, other ones for each commit, so that a digest that was not made by compiling is found
+out, and all plain cases of a stage whose record is not current.
 """
 
 import argparse
-import json
+import functools
+import multiprocessing
+import os
 import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import cases, decoding_records, head_dims, machine_code, provenance  # noqa: F401  head_dims: cases
+from harness import cases, decoding_records, machine_code, policy_cases, provenance, record_files
+from harness import head_dims as _head_dims  # noqa: F401  registers its cases
+from harness.registry import CASES
 from harness.results import ENVIRONMENT_IDENTITY, gpu_folder, results_dir
-from hopper_attention.cache import write_atomically
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.kernels.device.limits import HEAD_DIMS
-from hopper_attention.launch import compile_stage, reachable
+from hopper_attention.launch import WITH_POLICIES, compile_stage, reachable
 
-SCHEMA = 1
 KERNEL_FIELDS = ("head_dim", "causal", "top_left", "dtype", "direction", "scaled", "lse_grad", "value_dim")
+FOR_PROCESSES = 16  # kernels to compile, from which on other processes are worth their start
+POLICY_FIELDS = ("window", "softcap", "sink", "sequences")  # written of kernels that have them
+# Stages whose record is from before records listed kernels with policies and of other head dims. The next one
+# lists them: take the stage out then.
+YET_PLAIN = ("k6", "k6_r128", "k6_r64", "bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det")
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A kernel, what its machine code is, and the forms of `cases.FORMS` it passed."""
+    """A kernel, what its machine code is, and what it passed: forms of `cases.FORMS`, or, with policies, so
+    many problems of `policy_cases`."""
 
     kernel: Problem
     cubin_sha256: str
-    forms: tuple[str, ...]
+    forms: tuple[str, ...] = ()
+    problems: int = 0
+
+    def line(self) -> dict[str, Any]:
+        """As it is written."""
+        fields = {x: value for x in KERNEL_FIELDS if (value := getattr(self.kernel, x)) is not None}
+        fields |= {x: getattr(self.kernel, x) for x in self.kernel.policies}
+        passed = {"problems": self.problems} if self.kernel.policies else {"forms": self.forms}
+        return fields | {"cubin_sha256": self.cubin_sha256} | passed
+
+    @classmethod
+    def of_line(cls, line: dict[str, Any]) -> "Checked":
+        """From what `line` gave."""
+        fields = {x: line[x] for x in (*KERNEL_FIELDS, *POLICY_FIELDS) if x in line}
+        for name, as_tuple in (("window", tuple), ("sequences", lambda x: tuple(map(tuple, x)))):
+            if name in fields:
+                fields[name] = as_tuple(fields[name])
+        kernel = Problem.square(1, 1, 1, **fields)
+        forms, problems = tuple(line.get("forms", ())), line.get("problems", 0)
+        return cls(kernel, line["cubin_sha256"], forms, problems)
 
 
 @dataclass(frozen=True)
@@ -59,19 +89,9 @@ class Record:
         """Write the record, a kernel a line. Raises ValueError before writing what would be incomplete."""
         if gap := missing(self):
             raise ValueError(f"the record of {self.stage} lacks {gap}; nothing was written")
-        kernels = [
-            {key: value for key in KERNEL_FIELDS if (value := getattr(x.kernel, key)) is not None}
-            | {"cubin_sha256": x.cubin_sha256, "forms": x.forms}
-            for x in self.kernels
-        ]
-        fields = {"schema": SCHEMA, "stage": self.stage, "environment": self.environment}
-        fields |= {"digest": self.digest, "repeats": self.repeats, "cases": self.cases}
-        write = lambda x: json.dumps(x, ensure_ascii=False, sort_keys=False)
-        head = ",\n".join(f"{write(key)}: {write(value)}" for key, value in fields.items())
-        lines = ",\n  ".join(map(write, kernels))
-        path = path or self.path
-        write_atomically(path, f'{{\n{head},\n"kernels": [\n  {lines}\n]\n}}\n'.encode())
-        return path
+        fields = {"stage": self.stage, "environment": self.environment, "digest": self.digest}
+        fields |= {"repeats": self.repeats, "cases": self.cases}
+        return record_files.write(path or self.path, fields, (x.line() for x in self.kernels))
 
 
 def path_of(gpu: str, stage_id: str) -> Path:
@@ -80,47 +100,73 @@ def path_of(gpu: str, stage_id: str) -> Path:
 
 def load(path: Path) -> Record:
     """Read a record. Raises ValueError that names the file and what is wrong with it."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data.pop("schema") != SCHEMA:
-            raise ValueError(f"not of schema {SCHEMA}")
-        data["cases"] = tuple(data["cases"])
-        data["kernels"] = tuple(
-            Checked(
-                Problem.square(1, 1, 1, **{key: line.pop(key) for key in KERNEL_FIELDS if key in line}),
-                line.pop("cubin_sha256"),
-                tuple(line.pop("forms")),
-            )
-            for line in data["kernels"]
-        )
-        record = Record(**data)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: {error!r}") from None
-    if gap := missing(record):
-        raise ValueError(f"{path}: lacks {gap}")
-    return record
+
+    def record_of(data: dict[str, Any]) -> Record:
+        kernels = tuple(map(Checked.of_line, data.pop("kernels")))
+        return Record(**data | {"cases": tuple(data["cases"])}, kernels=kernels)
+
+    return record_files.read(path, record_of, missing)
 
 
 def missing(record: Record) -> str | None:
     """What a record lacks of all that its stage must pass, or None."""
     if lacking := [key for key in ENVIRONMENT_IDENTITY if not record.environment.get(key)]:
         return f"the environment's {', '.join(lacking)}"
-    if lacking := [name for name in cases.of_reachable(record.stage) if name not in record.cases]:
+    if lacking := [name for name in _cases_of(record.stage) if name not in record.cases]:
         return f"the cases {', '.join(lacking)}"
     if record.repeats < 1:
         return "repeats"
-    passed = {x.kernel: x.forms for x in record.kernels}
-    for kernel in recorded(record.stage):
+    passed = {x.kernel: x for x in record.kernels}
+    for kernel in plain(record.stage):
         for form in cases.forms_of(record.stage, kernel):
-            if form not in passed.get(kernel, ()):
+            if kernel not in passed or form not in passed[kernel].forms:
                 return f"{form} of {kernel}"
+    for kernel, problems in with_policies(record.stage).items():
+        if kernel not in passed or passed[kernel].problems < problems:
+            return f"{problems} problems of {kernel}"
     return None
 
 
-def recorded(stage_id: str) -> list[Problem]:
-    """The kernels that a record lists: of all that can be reached those of heads of HEAD_DIMS, V's as the
-    others. Those of other head dims passed the cases of `harness.head_dims`, and have no record yet."""
-    return [x for x in reachable(stage_id) if x.head_dim in HEAD_DIMS and x.value_dim is None]
+def _cases_of(stage_id: str) -> list[str]:
+    yet = stage_id in YET_PLAIN
+    of_plain = lambda name: CASES[name][0] != "library" and not CASES[name][2]
+    return [name for name in cases.chosen(stage_id) if not yet or of_plain(name)]
+
+
+def plain(stage_id: str) -> list[Problem]:
+    """The kernels without policies that a record lists."""
+    yet = stage_id in YET_PLAIN
+    is_own = lambda kernel: kernel.head_dim in HEAD_DIMS and kernel.value_dim is None
+    return [kernel for kernel in reachable(stage_id) if not yet or is_own(kernel)]
+
+
+def with_policies(stage_id: str) -> Counter[Problem]:
+    """The kernels with policies that a record lists at least, and how many problems each has passed."""
+    listed = stage_id in WITH_POLICIES and stage_id not in YET_PLAIN
+    return policy_cases.kernels(stage_id) if listed else Counter()
+
+
+def passed(stage_id: str) -> tuple[Checked, ...]:
+    """For who has just seen every case pass. Compiles what the cases did not."""
+    identity = functools.partial(_identity, stage_id)
+    of_forms = [Checked(x, identity(x), forms=tuple(forms)) for x, forms in cases.forms_passed.items()]
+    others = policy_cases.problems_passed.items()
+    return *of_forms, *(Checked(x, identity(x), problems=count) for x, count in others)
+
+
+def _identity(stage_id: str, kernel: Problem) -> str:
+    return machine_code.identity(compile_stage(stage_id, kernel))
+
+
+def identities(stage_id: str, kernels: list[Problem]) -> list[str]:
+    """Of today's machine code. A process compiles one kernel at a time: many are for as many processes as
+    there are cores."""
+    identity = functools.partial(_identity, stage_id)
+    if len(kernels) < FOR_PROCESSES:
+        return list(map(identity, kernels))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        return list(pool.map(identity, kernels))
 
 
 def stale(record: Record) -> str | None:
@@ -135,11 +181,11 @@ def stale(record: Record) -> str | None:
 
 def changed(record: Record, kernels: list[Problem] | None = None) -> list[str]:
     """A line for each kernel (by default all) whose machine code is not what passed. Compiles."""
+    asked = [x for x in record.kernels if kernels is None or x.kernel in kernels]
     return [
         f"{record.stage} {x.kernel}: {x.cubin_sha256:.12} passed, the source compiles to {now:.12}"
-        for x in record.kernels
-        if kernels is None or x.kernel in kernels
-        if (now := machine_code.identity(compile_stage(record.stage, x.kernel))) != x.cubin_sha256
+        for x, now in zip(asked, identities(record.stage, [x.kernel for x in asked]))
+        if now != x.cubin_sha256
     ]
 
 

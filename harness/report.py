@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from harness import library, plots, published, worth
+from harness import library, plots, policy_tables, published, worth
 from harness.figures import drawable
 from harness.markdown import table
 from harness.plots import format_rate, label
@@ -374,9 +374,10 @@ def figures(
             if direction in directions:
                 draw = partial(plots.plot_progress, swept, direction=direction)
                 found[root / "results" / folder / name] = draw
-        drawn = drawable(swept) | library.figures(root / "results" / folder)
+        own = root / "results" / folder
+        drawn = drawable(swept) | library.figures(own) | policy_tables.figures(own)
         for name, draw in drawn.items():
-            found[root / "results" / folder / name] = draw
+            found[own / name] = draw
     return found
 
 
@@ -417,7 +418,7 @@ def _blocks_of(root: Path, everything: Mapping[str, dict[str, Results]], stages:
     newest = root / "results" / next(iter(everything), "")
     counters = counters_table(newest / "profiles", [stage.id for stage in stages])
     tables = ablation_tables(root, everything)
-    of_library = library.blocks(newest, next(iter(everything.values()), {}))
+    of_library = library.blocks(newest, next(iter(everything.values()), {})) | policy_tables.blocks(newest)
     of_library |= {
         f"worth-{file}": worth.block(file, ablations_of(root, everything, file)) for file in worth.LACKING
     }

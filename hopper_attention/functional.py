@@ -6,6 +6,7 @@ import torch
 from . import ops, ops_policies
 from .checks import E4M3, check_tensor, check_window, name_of
 from .fp8 import Descale, attention_fp8, descale_of
+from .pages import rows_of_pages
 
 Window = tuple[int | None, int | None]
 NO_WINDOW = (-1, -1)
@@ -241,13 +242,15 @@ def flash_attn_varlen_func(
     and in gradients they are zero where there is a `seqused`, and may hold anything behind the last
     sequence.
 
-    The rest as in `flash_attn_func`. Raises NotImplementedError, with the argument's name, for pages, chunks,
-    qv, splits, margins and dropout.
+    With `block_table` (or `page_table`), int32 (n, pages of a sequence), k and v are the pages of a cache,
+    (pages, page_size, kv heads, head_dim): what it names is copied to rows first, as many pages of each
+    sequence as the table has room for.
+
+    The rest as in `flash_attn_func`. Raises NotImplementedError, with the argument's name, for chunks, qv,
+    splits, margins and dropout.
     """
     refuse_by_name(
         "flash_attn_varlen_func",
-        ("block_table", "a tensor", block_table is not None),
-        ("page_table", "a tensor", page_table is not None),
         ("qv", "a tensor", qv is not None),
         ("attention_chunk", attention_chunk, attention_chunk != 0),
         ("num_splits", num_splits, num_splits not in (0, 1)),
@@ -257,6 +260,11 @@ def flash_attn_varlen_func(
     named = ("q", q), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)
     for name, x in named:
         check_tensor(name, x)
+    if block_table is not None and page_table is not None:
+        raise ValueError("block_table and page_table are two names of one argument: give one of them")
+    table = page_table if block_table is None else block_table
+    if table is not None:
+        k, v, cu_seqlens_k, seqused_k = rows_of_pages(q, k, v, table, cu_seqlens_q, cu_seqlens_k, seqused_k)
     causal, window = mask_of(causal, False, window_size)
     tensors = sink_of(learnable_sink), cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     options = softmax_scale, causal, False, *window, softcap, deterministic

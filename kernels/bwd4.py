@@ -363,9 +363,9 @@ class Backward(LoadingTiles):
     ):  # fmt: skip
         """A tile of queries; its Sᵀ is there already. `masked` and `final` are Python's.
 
-            issue dPᵀ                 P = exp2(Sᵀ·c − LSE), rounded
-            issue dV (early_dV)       wait for dPᵀ; dS = P∘(dPᵀ − D), rounded, to shared memory
-            tell the other consumer that dS is there
+            issue dPᵀ                 P = exp2(Sᵀ·c − LSE), rounded             (then of the next part of
+            issue dV (early_dV)       wait for dPᵀ; dS = P∘(dPᵀ − D), rounded   the queries: `Config.parts`)
+            dS to shared memory; tell the other consumer that it is there
             wait for the turn ── the other issues nothing from here ──
             issue dV (otherwise), dK; wait for the other's dS; issue dQ; wait for dV and dK
             issue the next tile's Sᵀ, unless `final`
@@ -379,18 +379,20 @@ class Backward(LoadingTiles):
         stage, shared, rings = q_get.index, x.shared, x.rings
         dV = f.dV.of(None, stage)  # here: traced behind the wait, LLVM orders the step differently
         rings.do.consumer_wait(q_get)
-        f.dP.of(None, stage).issue(False)
-        first_key, first_query = kv_block * TILE_KV + x.index * ROWS, q_tile * self.tile_q
-        hides = f.places, first_key, first_query, *seqlens
-        self.exponentials(f.scores, f.words_P, shared.stats[None, 0, None, stage], *hides, masked)
-        self.round_P(f.S.acc, f.words_P)
-        if self.config.early_dV:
-            dV.issue(True)
-        warpgroup.wait_group(1 if self.config.early_dV else 0)  # dP
-        self.gradients(f.scores, f.dscores, shared.stats[None, 1, None, stage], f.places)
-        round_fragment(f.dP.acc, f.words_dS, self.dtype)
-        part = f.tSsdS[None, None, None, x.index + CONSUMERS * parity]
-        cute.copy(f.copy_dS, f.copy_dS.retile(f.dS_out), part)
+        first_key = kv_block * TILE_KV + x.index * ROWS
+        for part in f.parts:
+            part.dP.of(None, part.place(stage)).issue(False)
+            sLSE, sD = [part.own(shared.stats[None, i, None, stage]) for i in range(2)]
+            hides = f.places, first_key, part.first_query(q_tile * self.tile_q), *seqlens
+            self.exponentials(part.scores, part.words_P, sLSE, *hides, masked)
+            self.round_P(part.S, part.words_P)
+            if early_dV := self.config.early_dV and part is f.parts[-1]:
+                dV.issue(True)
+            warpgroup.wait_group(1 if early_dV else 0)  # dP
+            self.gradients(part.scores, part.dscores, sD, f.places)
+            round_fragment(part.dP.acc, part.words_dS, self.dtype)
+        place = f.tSsdS[None, None, None, x.index + CONSUMERS * parity]
+        cute.copy(f.copy_dS, f.copy_dS.retile(f.dS_out), place)
         cute.arch.fence_view_async_shared()  # written by threads, read by WGMMA
         self.sync(Barrier.DS_READY, 2 * parity + x.other, BOTH, arrive=True)
 

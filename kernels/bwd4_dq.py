@@ -244,7 +244,7 @@ class QueryGradient(TilesOfQueries):
             dQ through the place of Q to global memory
         """
         # 3. a consumer's prologue
-        q_ring, k_ring, v_ring, tile_ring = rings.q, rings.k, rings.v, rings.tile
+        q_ring, k_ring, tile_ring = rings.q, rings.k, rings.tile
         consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         thread = tidx % WARPGROUP
         q_get = pipeline.PipelineState(CONSUMERS, Int32(0), consumer, Int32(0))
@@ -271,13 +271,7 @@ class QueryGradient(TilesOfQueries):
             if const_expr(self.mask.hides_first):
                 span = first_row, kv_blocks, own_blocks, None
                 (_, _, own_blocks, _), (left, first, edge) = self.begin(span, q_block, *lengths)
-            for _ in range(kv_blocks - own_blocks, unroll=1):
-                for ring, state in ((k_ring, k_get), (v_ring, v_get)):
-                    ring.consumer_wait(state)
-                    ring.consumer_release(state)
-                k_get.advance()
-                k_next.advance()
-                v_get.advance()
+            k_get, k_next, v_get = self.leave(rings, k_get, k_next, v_get, kv_blocks - own_blocks)
             # (LSE or D, query)
             scratch_row = self.batch.scratch_row(place, place[1], mQ.shape[2])
             mOwnStats = self.batch.scratch(mStats, place)
@@ -306,13 +300,7 @@ class QueryGradient(TilesOfQueries):
             k_next.advance()
             v_get.advance()
             if const_expr(self.mask.hides_first):
-                for _ in range(left, unroll=1):  # which only the other consumer sees
-                    for ring, state in ((k_ring, k_get), (v_ring, v_get)):
-                        ring.consumer_wait(state)
-                        ring.consumer_release(state)
-                    k_get.advance()
-                    k_next.advance()
-                    v_get.advance()
+                k_get, k_next, v_get = self.leave(rings, k_get, k_next, v_get, left)
 
             # 6. epilogue: dQ through its consumer's rows of Q
             rdQ16 = cute.make_rmem_tensor(x.dQ.acc.layout, self.dtype)  # ((2, 2, d/8), 1, 1)
@@ -331,6 +319,19 @@ class QueryGradient(TilesOfQueries):
                 q_get.advance()
             valid, place = hear_place(tile_ring, tile_get, shared.tile)
             tile_get.advance()
+
+    @cute.jit
+    def leave(self, rings, k_get, k_next, v_get, tiles):
+        """Wait for so many tiles of keys, which only the other consumer sees, and release them unread; the
+        rings' states behind them."""
+        for _ in range(tiles, unroll=1):
+            for ring, state in ((rings.k, k_get), (rings.v, v_get)):
+                ring.consumer_wait(state)
+                ring.consumer_release(state)
+            k_get.advance()
+            k_next.advance()
+            v_get.advance()
+        return k_get, k_next, v_get
 
     def fragments(self, rings, shared, mma_s, mma_q, consumer, thread) -> Consumer:
         """What a consumer's thread holds, and its operands."""

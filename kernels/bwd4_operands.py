@@ -27,8 +27,9 @@ from .device.fragments import Coordinates, Product, coordinates
 from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, Rings
 from .device.limits import TILE_Q, tile_dim
 from .device.rings import tma_rings
+from .device.rows import in_parts
 from .device.tile_order import message_ring
-from .device.tma import allocate_tiles, swizzled_tiles
+from .device.tma import allocate_tiles, row_slices, swizzled_tiles
 from .device.wgmma import by_row, exchanged, operand_a
 
 TILE_KV = ROWS * CONSUMERS
@@ -43,6 +44,7 @@ class Config:
     keep_V: bool  # V in registers, operand A of dPᵀ, where dV is not early: fewer reads of shared memory
     stages: int = 2  # of Q and dO
     k_stages: int = 2  # so that the next tile's K is loaded while this one is worked on
+    parts: int = 1  # of a step's queries, P and dSᵀ of one after the other, where registers are few
 
     @property
     def blocks(self) -> int:
@@ -71,6 +73,8 @@ def config_of(problem: Problem) -> Config:
     config = CONFIGS[tile_dim(problem)]
     if problem.window is not None or problem.softcap > 0:  # whose registers V has otherwise
         config = replace(config, keep_V=False)
+    if problem.softcap > 0 and config.blocks > 1:  # P and P∘(1 − tanh²) are both there while dPᵀ is in flight
+        config = replace(config, early_dV=True, parts=config.blocks)
     return config
 
 
@@ -157,11 +161,38 @@ def tiled_mmas(config: Config, head_dim: int, dtype: type) -> list[cute.TiledMma
         make_trivial_tiled_mma(dtype, dtype, a, b, Float32, (1, 1, 1), (ROWS, n), place)
         for a, b, n, place in (
             (K, K, config.tile_q, source.SMEM),  # Sᵀ = K·Qᵀ
-            (K, K, config.tile_q, source.RMEM if config.keep_V else source.SMEM),  # dPᵀ = V·dOᵀ
+            (K, K, config.tile_q // config.parts, source.RMEM if config.keep_V else source.SMEM),  # dPᵀ
             (K, MN, head_dim, source.RMEM),  # dV = Pᵀ·dO, dK = dSᵀ·Q
             (MN, MN, dq_columns(head_dim), source.SMEM),  # dQ = dS·K
         )
     ]
+
+
+@dataclass(frozen=True)
+class PartOfQueries:
+    """Some of a step's queries, whose P and dSᵀ are made at once: all of them, or 64."""
+
+    S: cute.Tensor  # `Fragments.S.acc` of these queries
+    dP: Product  # V's last mode has been sliced; of dO: stage, or (part, stage)
+    scores: cute.Tensor  # S as (key, query)
+    dscores: cute.Tensor  # dP.acc as (key, query)
+    words_P: cute.Tensor
+    words_dS: cute.Tensor
+    index: int = 0
+    count: int = 1  # of parts
+
+    def place(self, stage: Int32) -> Int32 | tuple[int, Int32]:
+        """The last mode of dP's operand dO."""
+        return stage if self.count == 1 else (self.index, stage)
+
+    def first_query(self, of_tile: Int32) -> Int32:
+        return of_tile if self.index == 0 else of_tile + ROWS * self.index
+
+    def own(self, sX: cute.Tensor) -> cute.Tensor:
+        """Of sX (query, block) this part's blocks."""
+        if self.count == 1:
+            return sX
+        return cute.local_tile(sX, (ROWS, cute.size(sX, mode=[1]) // self.count), (0, self.index))
 
 
 @dataclass(frozen=True)
@@ -188,6 +219,13 @@ class Fragments:
     tSsdS: cute.Tensor  # (CPY, CPY_M, CPY_N, consumer + 2 · parity): where copy_dS puts them
     copy_dKV: cute.TiledCopy  # the same for dV and dK
     copy_V: cute.TiledCopy | None  # shared memory to dP's operand A by ldmatrix, where V stays in registers
+    parts: list[PartOfQueries]  # `Config.parts`
+
+
+def cut(words: cute.Tensor, parts: int) -> list[cute.Tensor]:
+    """So many equal parts of registers, one behind the other."""
+    layout = cute.make_layout(cute.size(words) // parts)
+    return [cute.make_tensor(words.iterator + p * cute.size(layout), layout) for p in range(parts)]
 
 
 def fragments(
@@ -217,7 +255,8 @@ def fragments(
     dS_out = cute.make_tensor(tdS.iterator, rS.layout)  # ((2, 2, tile_q/8), 1, 1)
     tSK = mma_s.make_fragment_A(thr_s.partition_A(shared.K))  # (MMA, 1, d/16, consumer + 2 · stage)
     tSQ = mma_s.make_fragment_B(thr_s.partition_B(shared.Q))  # (MMA, 1, d/16, stage)
-    tPdO = mma_p.make_fragment_B(thr_p.partition_B(shared.dO))  # (MMA, 1, d/16, stage)
+    dO_of_dP = shared.dO if config.parts == 1 else row_slices(shared.dO, tile_q // config.parts)
+    tPdO = mma_p.make_fragment_B(thr_p.partition_B(dO_of_dP))  # (MMA, 1, d/16, stage), or (part, stage) last
     copy_V = None
     if config.keep_V:
         tPV = mma_p.make_fragment_A(mma_p.partition_shape_A((ROWS, d)))  # ((2, 2, 2), 1, d/16)
@@ -240,9 +279,19 @@ def fragments(
     places = coordinates(mma_s, (ROWS, tile_q), thread)
     stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
     copy_dS, copy_dKV = [cute.make_tiled_copy_C(stmatrix, mma).get_slice(thread) for mma in (mma_s, mma_kv)]
+    dP = Product(mma_p, rdP, tPV, tPdO)
+    parts = [PartOfQueries(rS, dP, scores, dscores, words_P, words_dS)]
+    if config.parts > 1:
+        count = config.parts
+        accumulators = [in_parts(rX, count) for rX in (rS, rdP)]
+        words = [cut(rX, count) for rX in (words_P, words_dS)]
+        parts = []
+        for i, (own_S, own_dP, *own_words) in enumerate(zip(*accumulators, *words)):
+            of_dP = Product(mma_p, own_dP, tPV, tPdO)
+            parts.append(PartOfQueries(own_S, of_dP, by_row(own_S), by_row(own_dP), *own_words, i, count))
     return Fragments(
         S=Product(mma_s, rS, tSK, tSQ),
-        dP=Product(mma_p, rdP, tPV, tPdO),
+        dP=dP,
         dV=Product(mma_kv, rdV, tP, tVdO),
         dK=Product(mma_kv, rdK, tdS, tKQ),
         dQ=Product(mma_q, rdQ, tQdS, tQK),
@@ -256,6 +305,7 @@ def fragments(
         tSsdS=copy_dS.partition_D(shared.dS),
         copy_dKV=copy_dKV,
         copy_V=copy_V,
+        parts=parts,
     )
 
 

@@ -106,7 +106,7 @@ def _loads(costs: Iterable[float], workers: int) -> list[float]:
 
 # ---- backward: parts of the work on a tile of keys ---------------------------------------------------------
 
-STEP_Q = {64: 128, 96: 64, 128: 64, 256: 64}  # queries of a step on a tile of keys, by `tile_dim`
+STEP_Q = {64: 128, 96: 64, 128: 64, 192: 64, 256: 64}  # queries of a step on a tile of keys, by `tile_dim`
 
 # What `parts_of` reckons with, in steps of bwd4's main loop: a tile of queries on a tile of keys. Fitted to
 # the measured times of notes/bwd4_parts.md, "How to divide".

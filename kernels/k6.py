@@ -22,7 +22,7 @@ from enum import IntEnum
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
@@ -30,7 +30,7 @@ from .calls import forward_scratch, given_names, refuse_forward, run_forward
 from .contract import LazyMaximum, Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
-from .device.forward_shapes import CANDIDATES, CONFIGS, config_of
+from .device.forward_shapes import CONFIGS, VARIANTS, config_of, variants_for  # noqa: F401  for ablations
 from .device.given import fake_given, fake_list, take_apart
 from .device.lazy import exponentiate, first_room, first_softmax, follow_maximum, raise_maximum, subtract
 from .device.limits import has_own_kernel, tile_dims
@@ -107,6 +107,7 @@ class FlashAttentionForward(QueryTiles):
         self.value_dim = value_dim or head_dim  # columns of V and O
         config = config or CONFIGS[head_dim]
         self.has, self.cap_way, self.cap = has, cap, None
+        self.has_policies = bool({*has} - {"scale"})
         batch = Packed() if "sequences" in has else DENSE
         super().__init__(head_dim, mask, ROWS * config.consumers, config.tile_kv, batch)
         self.dtype, self.config, self.sms = ELEMENTS[dtype], config, sms
@@ -145,12 +146,11 @@ class FlashAttentionForward(QueryTiles):
             totals = seqlen_q, mK.shape[2]
             mList, tiles = self.list_tiles(mList, given, totals, heads, self.sms * self.config.ctas, stream)
         mQ, mK, mV, mO = [self.batch.view(mX) for mX in (mQ, mK, mV, mO)]
-        columns, of_values = self.head_dim, self.value_dim
-        loads = *load_atom(mQ, ROWS, columns), *load_atom(mK, self.tile_kv, columns)
-        loads = *loads, *load_atom(mV, self.tile_kv, of_values)
-        mmas = attention_mmas(self.dtype, self.tile_kv, of_values)
-        tensors = *loads, *store_atom(mO, WARP_ROWS, of_values), mLSE, mCounter
-        self.kernel(*mmas, *tensors, tiles, mList, *given[:4]).launch(
+        loads = *load_atom(mQ, ROWS, self.head_dim), *load_atom(mK, self.tile_kv, self.head_dim)
+        loads = *loads, *load_atom(mV, self.tile_kv, self.value_dim)
+        mmas = attention_mmas(self.dtype, self.tile_kv, self.value_dim)
+        tensors = *loads, *store_atom(mO, WARP_ROWS, self.value_dim), mLSE, mCounter
+        self.kernel(*mmas, *tensors, tiles, mList, *self.on_host(*given[:3]), given.sink).launch(
             grid=(cutlass.min(tiles, self.sms * self.config.ctas), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas,  # without it the compiler drops setmaxnreg, silently
@@ -162,9 +162,9 @@ class FlashAttentionForward(QueryTiles):
     @cute.kernel
     def kernel(
         self, mma_qk, mma_pv, load_Q, mQ, load_K, mK, load_V, mV, store_O, mO, mLSE, mCounter, tiles, mList,
-        scale, window, softcap, mSink,
+        scale, window, cap, mSink,
     ):  # fmt: skip
-        self.take(scale, window, softcap)
+        self.take(scale, window, cap)
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         extents = mQ.shape[0], mK.shape[0]
@@ -177,19 +177,15 @@ class FlashAttentionForward(QueryTiles):
             sO = allocate_tiles(smem, self.dtype, ROWS, self.value_dim, self.consumers)
         elif const_expr(self.value_dim < self.head_dim):
             sO = cute.local_tile(sQ, (ROWS, self.value_dim, q_places), (0, 0, 0))
-        sK, sV = [  # (key, column, stage)
-            allocate_tiles(smem, self.dtype, self.tile_kv, columns, self.stages)
-            for columns in (self.head_dim, self.value_dim)
-        ]
+        of_keys = lambda columns: allocate_tiles(smem, self.dtype, self.tile_kv, columns, self.stages)
+        sK, sV = of_keys(self.head_dim), of_keys(self.value_dim)  # (key, column, stage)
         sVt = exchanged(sV)  # (head_dim, key, stage): the same bytes, as operand B of P·V takes them
         sTile = smem.allocate_tensor(Int32, cute.make_layout(self.message), 16)
-        own_bytes = ROWS * self.head_dim * 2
-        k_bytes, v_bytes = (self.tile_kv * columns * 2 for columns in (self.head_dim, self.value_dim))
         q_ring, k_ring, v_ring = tma_rings(
             smem,
-            (q_places, own_bytes, WARPS),  # every consumer waits for its own rows of Q
-            (self.stages, k_bytes, consumer_warps),
-            (self.stages, v_bytes, consumer_warps),
+            (q_places, ROWS * self.head_dim * 2, WARPS),  # every consumer waits for its own rows of Q
+            (self.stages, self.tile_kv * self.head_dim * 2, consumer_warps),
+            (self.stages, self.tile_kv * self.value_dim * 2, consumer_warps),
             # From a shuffle it stays in a register (notes/gotchas.md, "A loop's bound may be computed anew").
             lane=cute.arch.shuffle_sync(cute.arch.lane_idx(), cute.arch.lane_idx()),
         )
@@ -210,6 +206,8 @@ class FlashAttentionForward(QueryTiles):
                 tile, _, _ = cute.arch.block_idx()
                 announced = Int32(FIRST)
                 if const_expr(self.packed):
+                    for atom in (load_Q, load_K, load_V):
+                        cpasync.prefetch_descriptor(atom)
                     cute.arch.griddepcontrol_wait()  # for the list
                     tiles = mList[0, 0] * mQ.shape[2]
                     listed = self.locate_listed(tile, mQ, mList)
@@ -449,12 +447,3 @@ def compile_kernel(problem: Problem, **options: object) -> object:
     counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
     scratch = [fake_list(), counter] if kernel.packed else [counter]
     return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), *scratch, *fake_given(q.shape[1], kernel.has))
-
-
-MAXIMA = {"share 0.6": {"share": 0.6}, "growth 8 alone": {"share": 0.0}, "exact": {"exact": True}}
-VARIANTS = {str(config): {"config": config} for configs in CANDIDATES.values() for config in configs} | MAXIMA
-
-
-def variants_for(problem: Problem) -> list[str]:
-    """The labels in VARIANTS that are candidates at the problem's head_dim."""
-    return [*map(str, CANDIDATES.get(problem.head_dim, ())), *MAXIMA]

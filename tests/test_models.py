@@ -28,6 +28,7 @@ from harness.models import (
 )
 from hopper_attention.kernels import k6, ladder
 from hopper_attention.kernels.contract import LazyMaximum, Problem
+from hopper_attention.kernels.device import forward_shapes
 from hopper_attention.kernels.device.constants import WARP, WARPGROUP
 from hopper_attention.kernels.device.query_tiles import ROWS
 
@@ -222,7 +223,7 @@ every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 SHAPES = {
     (d, config.tile_kv, config.parts)
     for d, configs in (
-        *k6.CANDIDATES.items(),
+        *forward_shapes.CANDIDATES.items(),
         *((d, (config,)) for d, config in k6.CONFIGS.items() if isinstance(d, int)),
     )
     for config in configs

@@ -283,13 +283,79 @@ def test_a_causal_window_ends_at_the_query() -> None:
     assert all(x.equal(first) for x in others)
 
 
+# ---- pages ------------------------------------------------------------------------------------------------
+
+PAGE = 4  # keys
+
+
+def in_pages(seed: int = 7) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """`packed`, keys and values as shuffled pages, what holds no key NaN, and the table: pages beyond a
+    sequence's keys have numbers that there are not."""
+    (q, k, v), starts = packed()
+    keys = [n for _, n in LENGTHS]
+    longest, count = max(-(-n // PAGE) for n in keys), sum(-(-n // PAGE) for n in keys)
+    order = iter(torch.randperm(count + 1, generator=torch.Generator().manual_seed(seed)).tolist())
+    table = torch.full((len(keys), longest), -1, dtype=torch.int32)
+    pages = [torch.full((count + 1, PAGE, *x.shape[1:]), math.nan, dtype=x.dtype) for x in (k, v)]
+    for i, n in enumerate(keys):
+        for j in range(-(-n // PAGE)):
+            table[i, j] = page = next(order)
+            begin, rows = starts[1][i] + j * PAGE, min(PAGE, n - j * PAGE)
+            for x, of in zip((k, v), pages):
+                of[page, :rows] = x[begin : begin + rows]
+    return [q, *pages], starts, table
+
+
+@pytest.mark.parametrize("name", ["block_table", "page_table"])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (5, 0)}, {"softcap": 3.0}])
+def test_pages_are_packed_rows(options: dict, name: str) -> None:
+    tensors, starts = packed()
+    expected = flash_attn_varlen_func(*tensors, *starts, return_lse=True, **options)
+    paged, starts, table = in_pages()
+    found = flash_attn_varlen_func(*paged, *starts, return_lse=True, **options, **{name: table})
+    assert all(x.equal(y) for x, y in zip(found, expected))
+    used = starts[1].diff()  # as who keeps a cache knows them; what cu_seqlens_k says does not count then
+    found = flash_attn_varlen_func(
+        *paged, starts[0], starts[1] * 0, seqused_k=used, return_lse=True, **options, **{name: table}
+    )
+    assert all(x.equal(y) for x, y in zip(found, expected))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda x: {"block_table": x.long()}, TypeError, "block_table must be int32, not int64"),
+        (lambda x: {"block_table": x[:2]}, ValueError, "block_table must be (5, pages) on cpu, not (2, 5)"),
+        (lambda x: {"block_table": x[0]}, ValueError, "block_table must be (5, pages) on cpu, not (5,)"),
+        (lambda x: {"block_table": x, "page_table": x}, ValueError, "two names of one argument"),
+        (lambda x: {"block_table": 3}, TypeError, "block_table must be a torch.Tensor, not int"),
+    ],
+)
+def test_wrong_pages_are_refused(change, error: type, message: str) -> None:
+    tensors, starts, table = in_pages()
+    with pytest.raises(error) as raised:
+        flash_attn_varlen_func(*tensors, *starts, **change(table))
+    assert message in str(raised.value)
+
+
+def test_rows_beside_a_table_are_refused() -> None:
+    (q, k, v), starts, table = in_pages()
+    for tensors, message in (
+        ((q, k[0], v), "k must have 4 dimensions (page, page_size, heads, head_dim) beside a block_table"),
+        ((q, k, v[:-1]), "must agree in pages, page_size and heads"),
+        ((q, k[:0], v[:0]), "k and v have no page, but block_table names some"),
+    ):
+        with pytest.raises(ValueError) as raised:
+            flash_attn_varlen_func(*tensors, *starts, block_table=table)
+        assert message in str(raised.value)
+
+
 # ---- what is refused --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"block_table": torch.zeros(1)}, NotImplementedError, "does not take block_table = 'a tensor'"),
         ({"qv": torch.zeros(1)}, NotImplementedError, "does not take qv = 'a tensor'"),
         ({"dropout_p": 0.5}, NotImplementedError, "does not take dropout_p = 0.5"),
         ({"num_splits": 3}, NotImplementedError, "does not take num_splits = 3"),

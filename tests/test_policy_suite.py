@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import peers, policy_models, policy_suite, timing
+from harness import peers, policy_models, policy_suite, policy_tables, timing
 from harness.command import Usage
 from harness.policies import Given
 from harness.policy_suite import Named
+from harness.results import results_dir
 from hopper_attention import policies, production
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
@@ -129,3 +130,56 @@ def test_peers_that_lack_a_policy_say_so() -> None:
             policy_suite.BUILDS[name](rows)
     assert rows.window == (-1, 0)
     assert production.FORWARD == "k6"
+
+
+# ---- the tables and the figure ----------------------------------------------------------------------------
+
+
+def rows_of(*windows: tuple[int, int]) -> list[dict[str, object]]:
+    """Rows of the suite's problems of DRAWN, (window, length) each, no two times alike."""
+    found = []
+    for i, (window, n) in enumerate(windows):
+        problem = Problem(1, 16, 16, n, n, 128, False, window=(window - 1, 0))
+        us = {"hopper_attention": 100.0 + i, "fa3": 150.0 + 3 * i, "fa2": 400.0}
+        row = {"name": f"{window} of {n}", "problem": str(problem), "flops": problem.flops, "us": us}
+        found.append(row)
+    return found
+
+
+def test_the_table_names_the_best_peer() -> None:
+    row, _ = rows_of((128, 8192), (1024, 8192))
+    row["us"] |= {"fa3": 90.0, "dense": 95.0}
+    lines = policy_tables.suite_table([row]).splitlines()
+    assert "b1 h16 n8192 d128 window 127:0 bfloat16 | 100.0 |" in lines[2]
+    assert lines[2].endswith("| FlashAttention-3 | **0.900** | 0.950 |")
+    del row["us"]["fa3"], row["us"]["fa2"], row["us"]["dense"]
+    assert policy_tables.suite_table([row]).splitlines()[2].endswith("|  |  |")
+
+
+def test_the_figure_has_a_line_for_each_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of((1024, 8192), (128, 8192), (128, 32768), (1024, 32768), (4096, 131072))
+    rows += [row | {"problem": row["problem"].replace("h16", "h32:8")} for row in rows[:1]]
+    assert policy_tables.times_by_length(rows, "fa3") == {
+        8192: {1024: 150e3 / 8192, 128: 153e3 / 8192},
+        32768: {128: 156e3 / 32768, 1024: 159e3 / 32768},
+        131072: {4096: 162e3 / 131072},
+    }
+    drawn = []
+    monkeypatch.setattr(policy_tables.plots, "save", lambda figure, path: drawn.append(figure))
+    policy_tables.plot_window({"fwd": rows, "bwd": rows[:2]}, "H200", tmp_path / "window.png")
+    lines = {x.get_label(): list(zip(*x.get_data())) for x in drawn[0].axes[0].get_lines()}
+    assert "bwd4, 8192 tokens" in [x.get_label() for x in drawn[0].axes[1].get_lines()]
+    assert set(lines) == {
+        f"{name}, {n} tokens" for name in ("k6", "FlashAttention-3") for n in (8192, 32768, 131072)
+    }
+    assert lines["k6, 8192 tokens"] == [(128, 101e3 / 8192), (1024, 100e3 / 8192)]
+
+
+def test_what_is_committed_has_its_tables_and_its_figure() -> None:
+    for folder in sorted(results_dir().glob("h*")):
+        tables = policy_tables.blocks(folder)
+        assert set(tables) == {f"{x}-{y}" for x in ("packed", "window") for y in ("fwd", "bwd")}
+        for name, text in tables.items():
+            suite, direction = name.split("-")
+            assert bool(text) == (folder / suite / f"{direction}.json").exists()
+        assert set(policy_tables.figures(folder)) <= {"window.png"}

@@ -1,5 +1,6 @@
 """Every kernel that a user can reach has passed on a GPU: the committed records, and what makes one stale."""
 
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -12,7 +13,7 @@ from harness import cases, provenance, records
 from hopper_attention import cache
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.launch import compiled_for, reachable
+from hopper_attention.launch import WITH_POLICIES, compiled_for, reachable, reachable_with_policies
 
 STAGES = list(ladder.LADDER)
 SAMPLE = 1  # kernels beside the plain ones that a run of the tests recompiles
@@ -20,13 +21,16 @@ ENVIRONMENT = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2", "cutlass_dsl":
 
 
 def made_up(stage_id: str, **changes: object) -> records.Record:
-    kernels = tuple(
-        records.Checked(kernel, "a" * 64, tuple(cases.forms_of(stage_id, kernel)))
-        for kernel in records.recorded(stage_id)
-    )
-    record = records.Record(
-        stage_id, ENVIRONMENT, provenance.digest(stage_id), 100, tuple(cases.chosen(stage_id)), kernels
-    )
+    plain = [
+        records.Checked(kernel, "a" * 64, forms=tuple(cases.forms_of(stage_id, kernel)))
+        for kernel in records.plain(stage_id)
+    ]
+    others = [
+        records.Checked(kernel, "a" * 64, problems=count)
+        for kernel, count in records.with_policies(stage_id).items()
+    ]
+    kernels, names = (*plain, *others), tuple(cases.chosen(stage_id))
+    record = records.Record(stage_id, ENVIRONMENT, provenance.digest(stage_id), 100, names, kernels)
     return replace(record, **changes)
 
 
@@ -63,7 +67,7 @@ def test_a_sample_of_the_records_is_of_todays_machine_code() -> None:
 # The closed list
 
 
-@pytest.mark.parametrize(("stage_id", "kernels"), [("k2", 4), ("k6", 72), ("bwd3", 4), ("bwd4_parts", 102)])
+@pytest.mark.parametrize(("stage_id", "kernels"), [("k2", 4), ("k6", 72), ("bwd3", 4), ("bwd4_parts", 114)])
 def test_what_can_be_reached(stage_id: str, kernels: int) -> None:
     found = reachable(stage_id)
     assert len(found) == len(set(found)) == kernels
@@ -102,23 +106,58 @@ def test_nothing_else_can_be_reached(stage_id: str) -> None:
     assert taken
 
 
+@pytest.fixture
+def of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records as they are made now."""
+    monkeypatch.setattr(records, "YET_PLAIN", ())
+
+
+@pytest.mark.parametrize("stage_id", WITH_POLICIES)
+def test_what_a_record_lists_of_policies_is_of_every_head_dim_mask_and_policy(
+    stage_id: str, of_everything: None
+) -> None:
+    listed = records.with_policies(stage_id)
+    assert set(listed) <= set(reachable_with_policies(stage_id))
+    assert len(listed) >= 38
+    of = {(x.head_dim, name, x.dtype) for x in listed for name in x.policies}
+    assert {x[:2] for x in of} == set(itertools.product((64, 128, 256), policies_of(stage_id)))
+    assert {x[1] for x in of if x[2] == "float16"} == set(policies_of(stage_id))
+
+
+def policies_of(stage_id: str) -> set[str]:
+    return {name for kernel in reachable_with_policies(stage_id) for name in kernel.policies}
+
+
 # A record that lacks something, or is of other sources
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_record_is_read_as_it_was_written(tmp_path: Path, of_everything: None) -> None:
     record = made_up("k6")
     path = record.save(tmp_path / "k6.json")
     assert records.load(path) == record
     assert records.stale(record) is None
 
 
-def test_records_that_lack_something_are_neither_written_nor_read(tmp_path: Path) -> None:
+def test_records_that_lack_something_are_neither_written_nor_read(
+    tmp_path: Path, of_everything: None
+) -> None:
     whole = made_up("k6")
     path = whole.save(tmp_path / "k6.json")
     fewer_forms = replace(whole.kernels[3], forms=whole.kernels[3].forms[1:])
+    without_last = replace(whole.kernels[-1], problems=whole.kernels[-1].problems - 1)
+    last = whole.kernels[-1].kernel
     lacking = {
+        f"{whole.kernels[-1].problems} problems of {last}": replace(
+            whole, kernels=(*whole.kernels[:-1], without_last)
+        ),
+        f"problems of {last}": replace(whole, kernels=whole.kernels[:-1]),
+        "the cases policies alone": replace(
+            whole, cases=tuple(x for x in whole.cases if x != "policies alone")
+        ),
         "MHA of .* d64 ": replace(whole, kernels=(*whole.kernels[:3], fewer_forms, *whole.kernels[4:])),
-        "MHA of .* d256 ": replace(whole, kernels=whole.kernels[:-1]),
+        "MHA of .* d192 ": replace(
+            whole, kernels=tuple(x for x in whole.kernels if x.kernel.head_dim != 192)
+        ),
         "the cases needle": replace(whole, cases=tuple(x for x in whole.cases if x != "needle")),
         "repeats": replace(whole, repeats=0),
         "the environment's driver": replace(whole, environment={**ENVIRONMENT, "driver": None}),

@@ -1,4 +1,4 @@
-"""Tile shapes of k6: those it has, and those they were chosen from."""
+"""Tile shapes of k6: those it has, those they were chosen from, and what else ablations vary."""
 
 from dataclasses import replace
 
@@ -27,3 +27,12 @@ def config_of(problem: Problem, configs: dict[object, Config] = CONFIGS) -> Conf
     """That of the problem's tiles, of CONFIGS or others like them."""
     columns, of_values = tile_dims(problem)
     return configs[columns if columns == of_values else (columns, of_values)]
+
+
+MAXIMA = {"share 0.6": {"share": 0.6}, "growth 8 alone": {"share": 0.0}, "exact": {"exact": True}}
+VARIANTS = {str(config): {"config": config} for configs in CANDIDATES.values() for config in configs} | MAXIMA
+
+
+def variants_for(problem: Problem) -> list[str]:
+    """The labels in VARIANTS that are candidates at the problem's head_dim."""
+    return [*map(str, CANDIDATES.get(problem.head_dim, ())), *MAXIMA]

@@ -345,8 +345,9 @@ class Tiles(Scores):
     def by_query(self, sX, query):
         """What a thread needs of sX (query, block), of the queries of its columns: pairs, 8 queries apart,
         from `query` on."""
-        rX = cute.make_rmem_tensor(cute.make_layout(((2, 8 * self.blocks),)), Float32)
-        for block in range_constexpr(self.blocks):
+        blocks = cute.size(sX, mode=[1])
+        rX = cute.make_rmem_tensor(cute.make_layout(((2, 8 * blocks),)), Float32)
+        for block in range_constexpr(blocks):
             pairs = cute.make_tensor(
                 sX[None, block].iterator + query, cute.make_layout((2, 8), stride=(1, 8))
             )

@@ -8,14 +8,14 @@ from .constants import GRID_YZ_MAX, ROWS_MAX, VECTOR
 HEAD_DIMS = (64, 128, 256)  # of the production kernels; compiled in
 # Columns of a tile, for these head dims and all others: `tile_dims`. A kernel for the others is compiled once
 # for a tile, and told the head_dim by the tensors.
-TILE_DIMS = {"fwd": (64, 96, 128, 192, 256), "bwd": (64, 96, 128, 256)}
+TILE_DIMS = {"fwd": (64, 96, 128, 192, 256), "bwd": (64, 96, 128, 192, 256)}
 NARROW_VALUES = (192, 128)  # columns of Q and K, and of V and O, in tiles of their own
 BLOCK = 64  # query rows of a block of scratch, and columns of a column block: M and N of dQ's product
 # By `tile_dim`, of bwd4: queries in a tile, to which scratch is padded; keys in one; bytes of a query's
 # column in Q and dO, up to head_dim 128 in dQ_sum too.
-TILE_Q = {64: 128, 96: 64, 128: 64, 256: 128}
-TILE_KV = {64: 128, 96: 128, 128: 128, 256: 64}
-COLUMN_BYTES = {64: 8, 96: 8, 128: 8, 256: 4}
+TILE_Q = {64: 128, 96: 64, 128: 64, 192: 128, 256: 128}
+TILE_KV = {64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
+COLUMN_BYTES = {64: 8, 96: 8, 128: 8, 192: 4, 256: 4}
 SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked on together and stay in L2
 FINAL_SECTIONS = 4  # of them, at the end, worked on as one: what is fetched last is then short
 FORWARD_ROWS = {64: 256, 96: 192, 128: 192, 192: 128, 256: 128}  # queries in a tile of k6, by `tile_dim`

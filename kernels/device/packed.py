@@ -24,7 +24,7 @@ from .constants import WARP
 from .limits import FINAL_LISTED, LISTED
 from .masks import Mask
 
-THREADS = 1024  # of the one CTA that lists tiles
+THREADS = 512  # of the one CTA that lists tiles
 LIST_WARPS = THREADS // WARP
 CLASSES = 128  # of sequences, by the length of their tiles' loops: four for each power of two
 FAR = 2**30  # rows: more than any sequence has
@@ -191,7 +191,7 @@ class ListTiles:
         if lane == WARP - 1:
             sWarps[warp] = up_to
         cute.arch.sync_threads()
-        of_warp = sWarps[lane]
+        of_warp = sWarps[cutlass.min(lane, LIST_WARPS - 1)]
         before_warps = sum_up_to(of_warp)
         before = cute.arch.shuffle_sync(before_warps - of_warp, warp) + up_to - total
         if thread == LIST_WARPS - 1:
@@ -201,16 +201,16 @@ class ListTiles:
             before += own[i]
         cute.arch.sync_threads()
 
-        record = self.record_of(sTiles, warp, begin + lane, own_sequence, own_blocks)
+        record = self.record_of(sTiles, warp, begin + lane, end, own_sequence, own_blocks)
         if const_expr(self.mask is not None):
-            tiles = cute.arch.shuffle_sync(before_warps, WARP - 1)
+            tiles = cute.arch.shuffle_sync(before_warps, LIST_WARPS - 1)
             first_final = cutlass.max(0, tiles - final) if sequences <= THREADS else tiles
             sFinal = smem.allocate_tensor(Int32, cute.make_layout(FINAL_LISTED), 16)
             record = self.list_final(mList, sFinal, record, first_final, tiles)
         self.write(mList, record)
         for first in range(begin + WARP, end, WARP, unroll=1):
             sequence, blocks = self.read(first + lane, end, given)
-            self.write(mList, self.record_of(sTiles, warp, first + lane, sequence, blocks))
+            self.write(mList, self.record_of(sTiles, warp, first + lane, end, sequence, blocks))
 
     @cute.jit
     def count(self, sTiles, warp, sequence, blocks):
@@ -219,12 +219,12 @@ class ListTiles:
             cute.arch.atomic_add((sTiles.iterator + place).llvm_ptr, blocks)
 
     @cute.jit
-    def record_of(self, sTiles, warp, index, sequence, blocks):
+    def record_of(self, sTiles, warp, index, end, sequence, blocks):
         """A warp: what is to be listed of its lanes' sequences, behind those of the same class before."""
         lane, own_class = cute.arch.lane_idx(), self.class_of(sequence)
         # Tiles of this class in lanes before this one, and in all.
         before, together = Int32(0), Int32(0)
-        for i in range_constexpr(WARP):
+        for i in range(cutlass.min(WARP, end - index + lane), unroll=1):  # of those there are
             theirs, others = cute.arch.shuffle_sync(own_class, i), cute.arch.shuffle_sync(blocks, i)
             others = others if theirs == own_class else 0
             before += others if i < lane else 0
@@ -243,26 +243,37 @@ class ListTiles:
         if thread < FINAL_LISTED:
             sFinal[thread] = Int32(-1)  # what belongs to a sequence that begins before
         cute.arch.sync_threads()
-        found = cute.arch.vote_ballot_sync((blocks > 0) & (first >= first_final))
-        left = found
+        found = (blocks > 0) & (first >= first_final)
+        # Sequences of one tile, of which there may be many, all at once; others one after the other.
+        several = cute.arch.vote_ballot_sync(found & (blocks > 1))
+        if found & (blocks == 1):
+            sFinal[first - first_final] = self.loop_of(0, *record[3:7])
+        left = several
         while left != 0:
             theirs, left = next_of(left, record)
             for block in range(cute.arch.lane_idx(), theirs[2], WARP, unroll=1):
                 sFinal[theirs[1] + block - first_final] = self.loop_of(block, *theirs[3:7])
         cute.arch.sync_threads()
-        left = found
+        if found & (blocks == 1):
+            self.write_final(mList, sFinal, record, 0, first_final, tiles)
+        left = several
         while left != 0:
             theirs, left = next_of(left, record)
             for block in range(cute.arch.lane_idx(), theirs[2], WARP, unroll=1):
-                index = theirs[1] + block - first_final
-                own, place = sFinal[index], first_final
-                for i in range(tiles - first_final, unroll=4):
-                    other = sFinal[i]
-                    place += 1 if (other > own) | (other < 0) | ((other == own) & (i < index)) else 0
-                one = [*theirs[:2], -1 - block, *theirs[3:]]
-                for i in range_constexpr(LISTED):
-                    mList[1 + place, i] = one[i]
+                self.write_final(mList, sFinal, theirs, block, first_final, tiles)
         return [*record[:2], blocks if first < first_final else 0, *record[3:]]
+
+    @cute.jit
+    def write_final(self, mList, sFinal, record, block, first_final, tiles):
+        """A thread: one of the final tiles, behind those with longer loops."""
+        index = record[1] + block - first_final
+        own, place = sFinal[index], first_final
+        for i in range(tiles - first_final, unroll=4):
+            other = sFinal[i]
+            place += 1 if (other > own) | (other < 0) | ((other == own) & (i < index)) else 0
+        one = [*record[:2], -1 - block, *record[3:]]
+        for i in range_constexpr(LISTED):
+            mList[1 + place, i] = one[i]
 
     @cute.jit
     def loop_of(self, block, start_q, seqlen_q, start_kv, seqlen_kv):

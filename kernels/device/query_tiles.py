@@ -14,7 +14,7 @@ from .constants import LOG2_E, WARPGROUP
 from .limits import FINAL_LISTED
 from .masks import Mask, Window
 from .packed import DENSE, Batch, ListTiles, Packed, locate_listed
-from .softcap import SoftCap
+from .softcap import SoftCap, cap_numbers
 from .tile_order import ByHead, BySection
 
 ROWS = 64  # queries of a consumer: the M of a WGMMA
@@ -46,14 +46,22 @@ class QueryTiles:
         # With a mask the tile that sees most, the last of a head, comes first (tile_order.py says why).
         self.order = BySection(backwards=True) if mask.hides else ByHead()
 
-    def take(self, scale, window, softcap) -> None:
-        """What a launch is given, inside the kernel. With a soft cap scores come out in powers of two."""
+    def on_host(self, scale, window, softcap):
+        """What a kernel takes of what a launch is given: numbers in powers of two, which are then operands
+        and need neither a register nor an instruction of the loops. A kernel without policies is given the
+        scale as it is: its machine code is that which has a record."""
+        if softcap is not None:
+            return None, window, cap_numbers(scale, softcap)
+        return scale * LOG2_E if self.has_policies else scale, window, None
+
+    def take(self, scale, window, cap) -> None:
+        """What `on_host` gave, inside the kernel. With a soft cap scores come out in powers of two."""
         if scale is not None:
-            self.scale_log2 = scale * LOG2_E
+            self.scale_log2 = scale if self.has_policies else scale * LOG2_E
         if window is not None:
             self.mask = Window(*window)
-        if softcap is not None:
-            self.cap, self.scale_log2 = SoftCap(scale, softcap, self.cap_way), 1.0
+        if cap is not None:
+            self.cap, self.scale_log2 = SoftCap(cap, self.cap_way), 1.0
 
     def section_bytes(self, seqlen_kv):
         """Of K and V of the heads that are worked on together under a mask, and stay in L2."""
