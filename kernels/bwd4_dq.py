@@ -46,9 +46,9 @@ class Shared:
     """Shared memory. Tiles of 16-bit elements lie as the TMA's 128-byte swizzle puts them."""
 
     Q: cute.Tensor  # (query, head_dim, consumer)
-    dO: cute.Tensor  # (query, head_dim, consumer)
+    dO: cute.Tensor  # (query, value_dim, consumer)
     K: cute.Tensor  # (key, head_dim, stage)
-    V: cute.Tensor  # (key, head_dim, 1)
+    V: cute.Tensor  # (key, value_dim, 1)
     tile: cute.Tensor  # (4,) int32: valid, and the place of a tile of queries; of packed ones (8,)
 
 
@@ -100,16 +100,21 @@ class QueryGradient(TilesOfQueries):
 
     registers = (40, 232)  # of a producer's thread, of a consumer's; a causal producer spills with 24
 
-    def __init__(self, head_dim: int, mask: Mask, dtype: type, sms: int = SMS, **policies: bool):
+    def __init__(
+        self, head_dim: int, mask: Mask, dtype: type, sms: int = SMS, value_dim: int | None = None,
+        **policies: bool,
+    ):  # fmt: skip
         super().__init__(head_dim, mask, TILE_Q[head_dim], ROWS, **policies)
         self.dtype, self.sms = dtype, sms
+        self.value_dim = value_dim or head_dim  # columns of V and dO
 
     def section_bytes(self, seqlen_kv):
         return SECTION_BYTES
 
     @property
     def smem_bytes(self) -> int:
-        tiles = (2 * CONSUMERS + STAGES + 1) * ROWS * self.head_dim * 2  # Q, dO, K and V
+        columns = (CONSUMERS + STAGES) * self.head_dim + (CONSUMERS + 1) * self.value_dim  # Q, K, dO, V
+        tiles = ROWS * columns * 2
         barriers = 2 * (CONSUMERS + STAGES + 2) * 8
         return tiles + 4 * (1 + self.batch.words) + barriers
 
@@ -118,8 +123,9 @@ class QueryGradient(TilesOfQueries):
         batch, heads, seqlen_q, _ = mQ.shape
         mQ, mDO, mK, mV, mDQ = [self.batch.view(mX) for mX in (mQ, mDO, mK, mV, mDQ)]
         tma = []
-        for mX in (mQ, mDO, mK, mV):
-            tma += load_atom(mX, ROWS, self.head_dim)
+        of_keys, of_values = self.head_dim, self.value_dim
+        for mX, columns in ((mQ, of_keys), (mDO, of_values), (mK, of_keys), (mV, of_values)):
+            tma += load_atom(mX, ROWS, columns)
         source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
         mma_s, mma_q = [
             make_trivial_tiled_mma(self.dtype, self.dtype, K, b, Float32, (1, 1, 1), (ROWS, n), place)
@@ -151,19 +157,19 @@ class QueryGradient(TilesOfQueries):
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         lengths = mQ.shape[0], mK.shape[0]
-        d = self.head_dim
+        of_keys, of_values = self.head_dim, self.value_dim
         smem = SmemAllocator()
-        sQ, sdO = [allocate_tiles(smem, self.dtype, ROWS, d, CONSUMERS) for _ in range(2)]
-        sK = allocate_tiles(smem, self.dtype, ROWS, d, STAGES)
-        sV = allocate_tiles(smem, self.dtype, ROWS, d, 1)
+        sQ, sdO = [allocate_tiles(smem, self.dtype, ROWS, d, CONSUMERS) for d in (of_keys, of_values)]
+        sK = allocate_tiles(smem, self.dtype, ROWS, of_keys, STAGES)
+        sV = allocate_tiles(smem, self.dtype, ROWS, of_values, 1)
         sTile = smem.allocate_tensor(Int32, cute.make_layout(1 + self.batch.words), 16)
         shared = Shared(sQ, sdO, sK, sV, sTile)
-        tile_bytes = ROWS * d * 2
+        key_bytes, value_bytes = ROWS * of_keys * 2, ROWS * of_values * 2
         load_rings = tma_rings(
             smem,
-            (CONSUMERS, 2 * tile_bytes, WARPGROUP // WARP),  # a consumer's own rows of Q and dO
-            (STAGES, tile_bytes, CONSUMER_WARPS),
-            (1, tile_bytes, CONSUMER_WARPS),
+            (CONSUMERS, key_bytes + value_bytes, WARPGROUP // WARP),  # a consumer's own rows of Q and dO
+            (STAGES, key_bytes, CONSUMER_WARPS),
+            (1, value_bytes, CONSUMER_WARPS),
         )
         rings = Rings(*load_rings, message_ring(smem, WARPGROUP * CONSUMERS))
         pipeline.pipeline_init_arrive()
