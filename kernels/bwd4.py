@@ -11,13 +11,13 @@ What changes      against bwd3: persistent CTAs and a tile counter; a warp that 
                   head_dim 256, with two kernels of its own. `bwd4_det` adds to dQ in one order, whatever
                   order the CTAs arrive in.
 What does not     preprocess and postprocess, who owns what, which products take registers.
-Supports          bf16 and fp16; head_dims as k6, 96 in tiles of its own; seqlens ≥ 1; GQA and MQA. A causal
-                  mask is aligned at the bottom right or, with top_left, there, as k6's; a query that sees no
-                  key, and a key that no query sees, gives and gets no gradient. Windows, soft caps, sinks and
-                  packed sequences as policies (notes/bwd4_policies.md).
+Supports          bf16 and fp16; head_dims as k6, in tiles of 64, 96, 128, 192, also with values of 128, and
+                  256; seqlens ≥ 1; GQA and MQA. A causal mask is aligned at the bottom right or, with
+                  top_left, there, as k6's; a query that sees no key, and a key that no query sees, gives and
+                  gets no gradient. Windows, caps, sinks, packed sequences: notes/bwd4_policies.md.
 Where to read     The schedule, drawn: notes/bwd4.md, "The schedule". Here are the roles of the warps and the
                   main loop up to head_dim 128; in bwd4_operands.py shared memory, registers, operands; in
-                  bwd4_dkv.py and bwd4_dq.py the kernels of head_dim 256; in bwd4_passes.py what else a call
+                  bwd4_dkv.py and bwd4_dq.py the kernels of more columns; in bwd4_passes.py what else a call
                   launches; in device/key_tiles.py which tiles see which; in device/dq_sums.py dQ's sums.
 """
 

@@ -9,7 +9,7 @@ What changes      against bwd4's Backward: tiles of 64 keys, and a consumer has 
                   the keys, since dK and dV of 64 keys are 256 registers a thread. P crosses over through
                   shared memory, in fp32; nobody takes turns, one consumer being behind by its wait for P.
 What does not     who loads, persistent CTAs, the preprocess; the order of tiles and the mask.
-Supports          head_dim 256, and what bwd4.py does.
+Supports          tiles of 256 and 192 columns, these also with V's of 128, and what bwd4.py does.
 Where to read     notes/bwd4.md, "Heads of 256", has the schedule of both kernels, drawn.
 """
 

@@ -107,6 +107,20 @@ def test_consumers_share_the_columns_of_dq(head_dim: int, columns: int) -> None:
     assert kernel.smem_bytes <= SMEM_MAX
 
 
+@pytest.mark.parametrize(
+    ("dims", "tiles"),
+    [
+        ((136, None), (192, 192)), ((192, None), (192, 192)), ((192, 128), (192, 128)),
+        ((136, 72), (192, 128)), ((128, 192), (192, 192)), ((200, 64), (256, 256)), ((256, None), (256, 256)),
+    ],
+)  # fmt: skip
+def test_wide_gradients_have_tiles_of_both_widths(dims: tuple, tiles: tuple[int, int]) -> None:
+    kernel = bwd4.kernel_for(problem(*dims, direction="bwd"))
+    for one in (kernel.main, kernel.queries):
+        assert (one.head_dim, one.value_dim) == tiles
+        assert one.smem_bytes <= SMEM_MAX
+
+
 @pytest.mark.parametrize("given", [None, 0.3])
 def test_kernels_for_several_head_dims_are_given_their_scale(given: float | None) -> None:
     for head_dim, value_dim, own in ((128, 128, True), (96, 96, False), (128, 64, False)):
