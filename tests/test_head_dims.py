@@ -151,9 +151,12 @@ def test_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_left_to_others() -> None:
     """Gradients of values of another width, under a causal mask; nothing for its head_dim alone."""
-    asked = problem(192, 128, "bwd").with_(seqlen_kv=65)
+    asked = problem(96, 64, "bwd").with_(seqlen_kv=65)
     assert "cuDNN" in slower(asked)
     assert slower(asked.with_(causal=False)) is None
+    in_own_tiles = asked.with_(head_dim=192, value_dim=128)
+    assert slower(in_own_tiles) is None
+    assert "cuDNN" in slower(in_own_tiles.with_(seqlen_q=16384, seqlen_kv=16384))
     for other in (asked.with_(direction="fwd"), *(asked.with_(head_dim=d, value_dim=None) for d in EVERY)):
         assert slower(other) is None
 
