@@ -2,16 +2,19 @@
 
 from .kernels.contract import Problem
 from .kernels.device.constants import SMS
-from .kernels.device.limits import tile_dim
+from .kernels.device.limits import NARROW_VALUES, tile_dim, tile_dims
 from .kernels.division import TILES
 
 FEW = 16  # queries, beside more keys
+LONG = 8192  # keys: at 4096 gradients in tiles of `NARROW_VALUES` are ahead of cuDNN's, at 16384 behind
 
 
 def slower(problem: Problem) -> str | None:
     """Why a problem is better left to the kernel that PyTorch has for it, or None."""
     if problem.direction == "bwd" and problem.causal and problem.value_dim is not None:
-        return f"tiles of the wider of {problem.head_dim} and {problem.value_dim} columns: cuDNN's are faster"
+        own = tile_dims(problem) == NARROW_VALUES and problem.seqlen_kv <= LONG
+        dims = f"{problem.head_dim} and {problem.value_dim} columns"
+        return None if own else f"{dims}, in tiles of the wider or long: cuDNN's kernel is faster"
     if problem.direction == "bwd" or problem.seqlen_kv <= problem.seqlen_q:
         return None
     rows = min(TILES[tile_dim(problem)])

@@ -11,13 +11,13 @@ What changes      against bwd3: persistent CTAs and a tile counter; a warp that 
                   head_dim 256, with two kernels of its own. `bwd4_det` adds to dQ in one order, whatever
                   order the CTAs arrive in.
 What does not     preprocess and postprocess, who owns what, which products take registers.
-Supports          bf16 and fp16; head_dims as k6, 96 in tiles of its own; seqlens ≥ 1; GQA and MQA. A causal
-                  mask is aligned at the bottom right or, with top_left, there, as k6's; a query that sees no
-                  key, and a key that no query sees, gives and gets no gradient. Windows, soft caps, sinks and
-                  packed sequences as policies (notes/bwd4_policies.md).
+Supports          bf16 and fp16; head_dims as k6, in tiles of 64, 96, 128, 192, also with values of 128, and
+                  256; seqlens ≥ 1; GQA and MQA. A causal mask is aligned at the bottom right or, with
+                  top_left, there, as k6's; a query that sees no key, and a key that no query sees, gives and
+                  gets no gradient. Windows, caps, sinks, packed sequences: notes/bwd4_policies.md.
 Where to read     The schedule, drawn: notes/bwd4.md, "The schedule". Here are the roles of the warps and the
                   main loop up to head_dim 128; in bwd4_operands.py shared memory, registers, operands; in
-                  bwd4_dkv.py and bwd4_dq.py the kernels of head_dim 256; in bwd4_passes.py what else a call
+                  bwd4_dkv.py and bwd4_dq.py the kernels of more columns; in bwd4_passes.py what else a call
                   launches; in device/key_tiles.py which tiles see which; in device/dq_sums.py dQ's sums.
 """
 
@@ -55,7 +55,7 @@ from .device.constants import SMS, WARP, WARPGROUP
 from .device.dq_sums import AND_ADDER
 from .device.key_parts import halves, leave_part
 from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS
-from .device.limits import tile_dim
+from .device.limits import tile_dims
 from .device.masks import Mask, mask_of
 from .device.rings import CONSUMER
 from .device.tile_order import hear_place
@@ -379,11 +379,10 @@ class Backward(LoadingTiles):
         stage, shared, rings = q_get.index, x.shared, x.rings
         dV = f.dV.of(None, stage)  # here: traced behind the wait, LLVM orders the step differently
         rings.do.consumer_wait(q_get)
-        first_key = kv_block * TILE_KV + x.index * ROWS
         for part in f.parts:
             part.dP.of(None, part.place(stage)).issue(False)
             sLSE, sD = [part.own(shared.stats[None, i, None, stage]) for i in range(2)]
-            hides = f.places, first_key, part.first_query(q_tile * self.tile_q), *seqlens
+            hides = f.places, kv_block * TILE_KV + x.index * ROWS, part.first_query(q_tile), *seqlens
             self.exponentials(part.scores, part.words_P, sLSE, *hides, masked)
             self.round_P(part.S, part.words_P)
             if early_dV := self.config.early_dV and part is f.parts[-1]:
@@ -424,10 +423,11 @@ def kernel_for(
     problem: Problem, deterministic: bool = False, config: Config | None = None, sms: int = SMS
 ) -> FlashAttentionBackward | WideFlashAttentionBackward:
     """The kernels of the problem's head_dim, mask and type."""
-    columns = tile_dim(problem)
+    columns, of_values = tile_dims(problem)
     options = columns, mask_of(problem), ELEMENTS[problem.dtype]
     policies = {"sms": sms, "capped": problem.softcap > 0, "packed": problem.sequences is not None}
     if columns > 128:
+        policies["value_dim"] = of_values
         main, queries = KeyGradients(*options, **policies), QueryGradient(*options, **policies)
         return WideFlashAttentionBackward(main, queries, problem)
     main = Backward(*options, deterministic, config or config_of(problem), **policies)

@@ -9,7 +9,7 @@ What changes      against bwd4's Backward: tiles of 64 keys, and a consumer has 
                   the keys, since dK and dV of 64 keys are 256 registers a thread. P crosses over through
                   shared memory, in fp32; nobody takes turns, one consumer being behind by its wait for P.
 What does not     who loads, persistent CTAs, the preprocess; the order of tiles and the mask.
-Supports          head_dim 256, and what bwd4.py does.
+Supports          tiles of 256 and 192 columns, these also with V's of 128, and what bwd4.py does.
 Where to read     notes/bwd4.md, "Heads of 256", has the schedule of both kernels, drawn.
 """
 
@@ -30,7 +30,7 @@ from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, 
 from .device.masks import Mask
 from .device.rings import CONSUMER, PRODUCER, put, tma_rings
 from .device.tile_order import fetch, hear_place, message_ring, tell
-from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
+from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom, tiles_at
 from .device.wgmma import by_row, exchanged, operand_a, round_fragment
 
 STAGES = 2  # of Q, dO and P; less than 2 KiB are left
@@ -50,9 +50,9 @@ class Shared:
     """Shared memory. Tiles of 16-bit elements lie as the TMA's 128-byte swizzle puts them."""
 
     K: cute.Tensor  # (key, head_dim, 1)
-    V: cute.Tensor  # (key, head_dim, 1)
+    V: cute.Tensor  # (key, value_dim, 1)
     Q: cute.Tensor  # (query, head_dim, stage)
-    dO: cute.Tensor  # (query, head_dim, stage)
+    dO: cute.Tensor  # (query, value_dim, stage)
     P: cute.Tensor  # (register, thread, quad, stage) fp32: as the threads of both consumers hold it
     stats: cute.Tensor  # (query, LSE or D, block of 64 queries: 1, stage) fp32
     tile: cute.Tensor  # (4,) int32: valid, and the place of a tile of keys; of packed ones (8,)
@@ -106,14 +106,27 @@ class KeyGradients(Tiles):
 
     def __init__(
         self, head_dim: int, mask: Mask, dtype: type, divides: bool = False, sms: int = SMS,
-        **policies: bool,
+        value_dim: int | None = None, **policies: bool,
     ):  # fmt: skip
         # Not `deterministic`: that is taking turns at dQ's sums, of which there are none.
         super().__init__(head_dim, mask, dtype, False, ROWS, ROWS, divides, sms, **policies)
+        self.value_dim = value_dim or head_dim  # columns of V and dO
+
+    def product_of_scores(self) -> cute.TiledMma:
+        """Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ."""
+        return self._product(OperandMajorMode.K, ROWS, warpgroup.OperandSource.SMEM)
+
+    def product_of_sums(self, columns: int) -> cute.TiledMma:
+        """dV = Pᵀ·dO, dK = dSᵀ·Q."""
+        return self._product(OperandMajorMode.MN, columns, warpgroup.OperandSource.RMEM)
+
+    def _product(self, major, columns: int, source) -> cute.TiledMma:
+        kinds = self.dtype, self.dtype, OperandMajorMode.K, major, Float32
+        return make_trivial_tiled_mma(*kinds, (1, 1, 1), (ROWS, columns), source)
 
     @property
     def smem_bytes(self) -> int:
-        tiles = (2 + 2 * STAGES) * ROWS * self.head_dim * 2  # K, V, Q and dO
+        tiles = ROWS * ((2 + STAGES) * self.head_dim + STAGES * self.value_dim) * 2  # K, V's place and Q; dO
         p = STAGES * ROWS * ROWS * 4
         stats = STAGES * 2 * ROWS * 4
         barriers = 2 * (2 * STAGES + 3) * 8
@@ -129,27 +142,21 @@ class KeyGradients(Tiles):
         batch, kv_heads, seqlen_kv, _ = mK.shape
         mQ, mDO, mK, mV, mDK, mDV = [self.batch.view(mX) for mX in (mQ, mDO, mK, mV, mDK, mDV)]
         tma = []
-        for mX in (mQ, mDO, mK, mV):
-            tma += load_atom(mX, ROWS, self.head_dim)
+        of_keys, of_values = self.head_dim, self.value_dim
+        for mX, columns in ((mQ, of_keys), (mDO, of_values), (mK, of_keys), (mV, of_values)):
+            tma += load_atom(mX, ROWS, columns)
         if const_expr(self.divides):
             key_parts, value_parts = halves(mParts)
             tma += [None, key_parts, None, value_parts]
             seqlen_kv, kv_heads = mTiled.shape[0], mTiled.shape[2]
         else:
-            for mX in (mDK, mDV):
-                tma += store_atom(mX, ROWS, self.head_dim)
-        source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
-        mma_s, mma_kv = [
-            make_trivial_tiled_mma(self.dtype, self.dtype, K, b, Float32, (1, 1, 1), (ROWS, n), place)
-            for b, n, place in (
-                (K, ROWS, source.SMEM),  # Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ
-                (MN, self.head_dim, source.RMEM),  # dV = Pᵀ·dO, dK = dSᵀ·Q
-            )
-        ]
+            for mX, columns in ((mDK, of_keys), (mDV, of_values)):
+                tma += store_atom(mX, ROWS, columns)
+        mma_s, mma_k = self.product_of_scores(), self.product_of_sums(of_keys)
         tiles = cute.ceil_div(seqlen_kv, ROWS) * kv_heads * batch
         if const_expr(self.packed):
             tiles = (mList.shape[0] - 1) * kv_heads  # at most
-        self.kernel(mma_s, mma_kv, *tma, mStats, mCounter, tiles, numbers, mTiled, mList).launch(
+        self.kernel(mma_s, mma_k, *tma, mStats, mCounter, tiles, numbers, mTiled, mList).launch(
             grid=(cutlass.min(tiles, self.sms), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
@@ -159,8 +166,8 @@ class KeyGradients(Tiles):
 
     @cute.kernel
     def kernel(
-        self, mma_s, mma_kv, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV, store_dK, mDK, store_dV, mDV,
-        mStats, mCounter, tiles, numbers, mTiled, mList,
+        self, mma_s, mma_k, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV, store_dK, mDK, store_dV,
+        mDV, mStats, mCounter, tiles, numbers, mTiled, mList,
     ):  # fmt: skip
         """mQ, mDO, mK, mV, mDK, mDV are (seqlen, head_dim, heads, batch), as TMA descriptors see them;
         divided, mDK and mDV are mParts' halves. mTiled and mParts: `key_parts`."""
@@ -172,21 +179,23 @@ class KeyGradients(Tiles):
         if const_expr(not self.divides):
             mTiled = mK
         lengths = seqlen_q, seqlen_kv, mQ.shape[2] // mTiled.shape[2]  # the last: query heads of a key head
-        d = self.head_dim
+        of_keys, of_values = self.head_dim, self.value_dim
         smem = SmemAllocator()
-        sK, sV = [allocate_tiles(smem, self.dtype, ROWS, d, 1) for _ in range(2)]
-        sQ, sdO = [allocate_tiles(smem, self.dtype, ROWS, d, STAGES) for _ in range(2)]
+        sK, sV = [allocate_tiles(smem, self.dtype, ROWS, of_keys, 1) for _ in range(2)]
+        if const_expr(of_values != of_keys):  # in a place where dK has room
+            sV = tiles_at(sV.iterator, self.dtype, ROWS, of_values, 1)
+        sQ, sdO = [allocate_tiles(smem, self.dtype, ROWS, d, STAGES) for d in (of_keys, of_values)]
         sP = smem.allocate_tensor(Float32, cute.make_layout((4, WARPGROUP, 8, STAGES)), 128)
         sStats = smem.allocate_tensor(Float32, cute.make_layout((ROWS, 2, 1, STAGES)), 128)
         sTile = smem.allocate_tensor(Int32, cute.make_layout(1 + self.batch.words), 16)
         shared = Shared(sK, sV, sQ, sdO, sP, sStats, sTile)
-        tile_bytes = ROWS * d * 2
+        key_bytes, value_bytes = ROWS * of_keys * 2, ROWS * of_values * 2
         load_rings = tma_rings(
             smem,
-            (STAGES, tile_bytes + 2 * ROWS * 4, CONSUMER_WARPS),  # Q and its queries' LSE and D
-            (STAGES, tile_bytes, CONSUMER_WARPS),
-            (1, tile_bytes, 1),  # the warp that saw dV or dK leave
-            (1, tile_bytes, 1),
+            (STAGES, key_bytes + 2 * ROWS * 4, CONSUMER_WARPS),  # Q and its queries' LSE and D
+            (STAGES, value_bytes, CONSUMER_WARPS),
+            (1, key_bytes, 1),  # the warp that saw dV or dK leave
+            (1, value_bytes, 1),
         )
         rings = Rings(*load_rings, message_ring(smem, WARPGROUP * CONSUMERS))
         pipeline.pipeline_init_arrive()
@@ -200,7 +209,7 @@ class KeyGradients(Tiles):
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             stores = store_dK, mDK, store_dV, mDV
-            self.consume(rings, shared, mma_s, mma_kv, stores, tidx, lengths, mTiled)
+            self.consume(rings, shared, mma_s, mma_k, stores, tidx, lengths, mTiled)
 
     @cute.jit
     def produce(self, rings, shared, loads, mStats, mCounter, tiles, lengths, mTiled, mList):
@@ -265,7 +274,7 @@ class KeyGradients(Tiles):
         tell(tile_ring, tile_put, shared.tile, [0] * (1 + self.batch.words))
 
     @cute.jit
-    def consume(self, rings, shared, mma_s, mma_kv, stores, tidx, lengths, mTiled):
+    def consume(self, rings, shared, mma_s, mma_k, stores, tidx, lengths, mTiled):
         """A consumer: its fragments, then `accumulate` to the end."""
         # 3. a consumer's prologue; both have the same registers, and each the operands of its role
         consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
@@ -273,11 +282,16 @@ class KeyGradients(Tiles):
         q_get, q_next = [pipeline.make_pipeline_state(CONSUMER, STAGES) for _ in range(2)]
         q_next.advance()
         kv_get, tile_get = [pipeline.make_pipeline_state(CONSUMER, 1) for _ in range(2)]
-        thr_s, thr_kv = [mma.get_slice(0) for mma in (mma_s, mma_kv)]
+        mma_v = mma_k if self.value_dim == self.head_dim else self.product_of_sums(self.value_dim)
+        thr_s, thr_v, thr_k = [mma.get_slice(0) for mma in (mma_s, mma_v, mma_k)]
         rS = cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, ROWS)), Float32)  # ((2, 2, 8), 1, 1)
         rSum = cute.make_rmem_tensor(
-            mma_kv.partition_shape_C((ROWS, self.head_dim)), Float32
+            mma_k.partition_shape_C((ROWS, self.head_dim)), Float32
         )  # ((2, 2, d/8), 1, 1)
+        rV = rSum
+        if const_expr(self.value_dim != self.head_dim):
+            of_values = mma_v.partition_shape_C((ROWS, self.value_dim))
+            rV = cute.make_tensor(rSum.iterator, cute.make_layout(of_values))
         words = cute.make_rmem_tensor(cute.make_layout(cute.size(rS) // 2), Int32)  # (16,)
         tP = cute.make_tensor(
             cute.recast_ptr(words.iterator, None, self.dtype), operand_a(rS.layout)
@@ -289,16 +303,17 @@ class KeyGradients(Tiles):
             mma_s.make_fragment_B(thr_s.partition_B(sX)) for sX in (shared.Q, shared.dO)
         ]  # (MMA, 1, d/16, stage)
         tKQ, tVdO = [
-            mma_kv.make_fragment_B(thr_kv.partition_B(exchanged(sX))) for sX in (shared.Q, shared.dO)
+            mma.make_fragment_B(thr.partition_B(exchanged(sX)))
+            for mma, thr, sX in ((mma_k, thr_k, shared.Q), (mma_v, thr_v, shared.dO))
         ]  # (MMA, 1, 64/16, stage)
         places = coordinates(mma_s, (ROWS, ROWS), thread)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        copy_KV = cute.make_tiled_copy_C(stmatrix, mma_kv).get_slice(thread)
+        copies = [cute.make_tiled_copy_C(stmatrix, mma).get_slice(thread) for mma in (mma_v, mma_k)]
         for role in range_constexpr(CONSUMERS):
             if consumer == role:
                 x = Consumer(
                     first=Product(mma_s, rS, (tSK, tSV)[role], (tSQ, tSdO)[role]),
-                    gradient=Product(mma_kv, rSum, tP, (tVdO, tKQ)[role]),
+                    gradient=Product((mma_v, mma_k)[role], (rV, rSum)[role], tP, (tVdO, tKQ)[role]),
                     scores=by_row(rS),
                     words=words,
                     places=places,
@@ -310,12 +325,12 @@ class KeyGradients(Tiles):
                 # The branch gives back the states that it advanced, in the order it advances them. Nobody
                 # needs them, but without, or in another order, LLVM finds other machine code.
                 tile_get, q_get, q_next, kv_get = self.accumulate(
-                    x, role, rings, stores, copy_KV, tidx, lengths, mTiled, tile_get, q_get, q_next, kv_get
+                    x, role, rings, stores, copies, tidx, lengths, mTiled, tile_get, q_get, q_next, kv_get
                 )
 
     @cute.jit
     def accumulate(
-        self, x, role: cutlass.Constexpr, rings, stores, copy_KV, tidx, lengths, mTiled,
+        self, x, role: cutlass.Constexpr, rings, stores, copies, tidx, lengths, mTiled,
         tile_get, q_get, q_next, kv_get,
     ):  # fmt: skip
         """One of the consumers, to the end:
@@ -331,7 +346,10 @@ class KeyGradients(Tiles):
         *extents, group = lengths
         # What its gradient leaves through, which only this consumer reads
         own_ring, sX = ((rings.k, x.shared.K), (rings.v, x.shared.V))[role]
+        if const_expr(self.value_dim != self.head_dim):
+            sX = tiles_at(sX.iterator, self.dtype, ROWS, (self.value_dim, self.head_dim)[role], 1)
         store, mX = ((store_dV, mDV), (store_dK, mDK))[role]
+        copy_sum = copies[role]
         factor = (1.0, self.scale)[role]
         tile_ring, ring = rings.tile, x.ring
 
@@ -370,7 +388,7 @@ class KeyGradients(Tiles):
             else:
                 rX16 = cute.make_rmem_tensor(x.gradient.acc.layout, self.dtype)  # ((2, 2, d/8), 1, 1)
                 rX16.store((x.gradient.acc.load() * factor).to(self.dtype))
-                cute.copy(copy_KV, copy_KV.retile(rX16), copy_KV.partition_D(sX)[None, None, None, 0])
+                cute.copy(copy_sum, copy_sum.retile(rX16), copy_sum.partition_D(sX)[None, None, None, 0])
                 cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
                 self.sync(Barrier.OWN, role, WARPGROUP)
                 if is_first_warp:

@@ -6,7 +6,7 @@ What changes      against bwd4_dkv's KeyGradients: queries are rows, 64 a consum
                   registers as operand A of dQ, and nothing crosses over from one consumer to the other. A
                   kernel like k6, with dP beside the exponentials and dS in place of P.
 What does not     who loads, persistent CTAs; the order of tiles and the mask are k6's.
-Supports          head_dim 256, and what bwd4.py does.
+Supports          tiles of 256 and 192 columns, these also with V's of 128, and what bwd4.py does.
 Where to read     notes/bwd4.md, "Heads of 256", has the schedule of both kernels, drawn.
 """
 
@@ -31,7 +31,7 @@ from .device.tile_order import fetch, hear_place, message_ring, tell
 from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
 from .device.wgmma import by_row, exchanged, operand_a, round_fragment
 
-STAGES = 2  # of K: S of the next tile needs one while dQ reads the other; V is left earlier and has one
+STAGES = 2  # of K: S of the next tile needs one while dQ reads the other; V is left earlier
 
 
 class Barrier(IntEnum):
@@ -46,9 +46,9 @@ class Shared:
     """Shared memory. Tiles of 16-bit elements lie as the TMA's 128-byte swizzle puts them."""
 
     Q: cute.Tensor  # (query, head_dim, consumer)
-    dO: cute.Tensor  # (query, head_dim, consumer)
+    dO: cute.Tensor  # (query, value_dim, consumer)
     K: cute.Tensor  # (key, head_dim, stage)
-    V: cute.Tensor  # (key, head_dim, 1)
+    V: cute.Tensor  # (key, value_dim, stage)
     tile: cute.Tensor  # (4,) int32: valid, and the place of a tile of queries; of packed ones (8,)
 
 
@@ -100,17 +100,24 @@ class QueryGradient(TilesOfQueries):
 
     registers = (40, 232)  # of a producer's thread, of a consumer's; a causal producer spills with 24
 
-    def __init__(self, head_dim: int, mask: Mask, dtype: type, sms: int = SMS, **policies: bool):
+    def __init__(
+        self, head_dim: int, mask: Mask, dtype: type, sms: int = SMS, value_dim: int | None = None,
+        **policies: bool,
+    ):  # fmt: skip
         super().__init__(head_dim, mask, TILE_Q[head_dim], ROWS, **policies)
         self.dtype, self.sms = dtype, sms
+        self.value_dim = value_dim or head_dim  # columns of V and dO
+        self.v_stages = 1 if head_dim == 256 else 2  # where there is room
 
     def section_bytes(self, seqlen_kv):
         return SECTION_BYTES
 
     @property
     def smem_bytes(self) -> int:
-        tiles = (2 * CONSUMERS + STAGES + 1) * ROWS * self.head_dim * 2  # Q, dO, K and V
-        barriers = 2 * (CONSUMERS + STAGES + 2) * 8
+        columns = (CONSUMERS + STAGES) * self.head_dim  # of Q and K
+        columns += (CONSUMERS + self.v_stages) * self.value_dim  # of dO and V
+        tiles = ROWS * columns * 2
+        barriers = 2 * (CONSUMERS + STAGES + self.v_stages + 1) * 8
         return tiles + 4 * (1 + self.batch.words) + barriers
 
     @cute.jit
@@ -118,8 +125,9 @@ class QueryGradient(TilesOfQueries):
         batch, heads, seqlen_q, _ = mQ.shape
         mQ, mDO, mK, mV, mDQ = [self.batch.view(mX) for mX in (mQ, mDO, mK, mV, mDQ)]
         tma = []
-        for mX in (mQ, mDO, mK, mV):
-            tma += load_atom(mX, ROWS, self.head_dim)
+        of_keys, of_values = self.head_dim, self.value_dim
+        for mX, columns in ((mQ, of_keys), (mDO, of_values), (mK, of_keys), (mV, of_values)):
+            tma += load_atom(mX, ROWS, columns)
         source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
         mma_s, mma_q = [
             make_trivial_tiled_mma(self.dtype, self.dtype, K, b, Float32, (1, 1, 1), (ROWS, n), place)
@@ -151,19 +159,19 @@ class QueryGradient(TilesOfQueries):
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         lengths = mQ.shape[0], mK.shape[0]
-        d = self.head_dim
+        of_keys, of_values = self.head_dim, self.value_dim
         smem = SmemAllocator()
-        sQ, sdO = [allocate_tiles(smem, self.dtype, ROWS, d, CONSUMERS) for _ in range(2)]
-        sK = allocate_tiles(smem, self.dtype, ROWS, d, STAGES)
-        sV = allocate_tiles(smem, self.dtype, ROWS, d, 1)
+        sQ, sdO = [allocate_tiles(smem, self.dtype, ROWS, d, CONSUMERS) for d in (of_keys, of_values)]
+        sK = allocate_tiles(smem, self.dtype, ROWS, of_keys, STAGES)
+        sV = allocate_tiles(smem, self.dtype, ROWS, of_values, self.v_stages)
         sTile = smem.allocate_tensor(Int32, cute.make_layout(1 + self.batch.words), 16)
         shared = Shared(sQ, sdO, sK, sV, sTile)
-        tile_bytes = ROWS * d * 2
+        key_bytes, value_bytes = ROWS * of_keys * 2, ROWS * of_values * 2
         load_rings = tma_rings(
             smem,
-            (CONSUMERS, 2 * tile_bytes, WARPGROUP // WARP),  # a consumer's own rows of Q and dO
-            (STAGES, tile_bytes, CONSUMER_WARPS),
-            (1, tile_bytes, CONSUMER_WARPS),
+            (CONSUMERS, key_bytes + value_bytes, WARPGROUP // WARP),  # a consumer's own rows of Q and dO
+            (STAGES, key_bytes, CONSUMER_WARPS),
+            (self.v_stages, value_bytes, CONSUMER_WARPS),
         )
         rings = Rings(*load_rings, message_ring(smem, WARPGROUP * CONSUMERS))
         pipeline.pipeline_init_arrive()
@@ -193,7 +201,8 @@ class QueryGradient(TilesOfQueries):
         q_ring, k_ring, v_ring, tile_ring = rings.q, rings.k, rings.v, rings.tile
         q_put = pipeline.make_pipeline_state(PRODUCER, CONSUMERS)
         k_put = pipeline.make_pipeline_state(PRODUCER, STAGES)
-        v_put, tile_put = [pipeline.make_pipeline_state(PRODUCER, 1) for _ in range(2)]
+        v_put = pipeline.make_pipeline_state(PRODUCER, self.v_stages)
+        tile_put = pipeline.make_pipeline_state(PRODUCER, 1)
         tile, _, _ = cute.arch.block_idx()
         if const_expr(self.packed):
             cute.arch.griddepcontrol_wait()  # for the list
@@ -250,7 +259,8 @@ class QueryGradient(TilesOfQueries):
         q_get = pipeline.PipelineState(CONSUMERS, Int32(0), consumer, Int32(0))
         k_get, k_next = [pipeline.make_pipeline_state(CONSUMER, STAGES) for _ in range(2)]
         k_next.advance()
-        v_get, tile_get = [pipeline.make_pipeline_state(CONSUMER, 1) for _ in range(2)]
+        v_get = pipeline.make_pipeline_state(CONSUMER, self.v_stages)
+        tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
         x = self.fragments(rings, shared, mma_s, mma_q, consumer, thread)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         copy_dQ = cute.make_tiled_copy_C(stmatrix, mma_q).get_slice(thread)
@@ -384,7 +394,7 @@ class QueryGradient(TilesOfQueries):
         "What the assembler takes" and "Heads of 256").
         """
         x.rings.v.consumer_wait(v_get)
-        x.dP.of(None, 0).issue(False)
+        x.dP.of(None, v_get.index if self.v_stages > 1 else 0).issue(False)
         self.exponentials(x.scores, x.rLSE)
         if masked:
             hides = x.places.own, x.places.first, first_row, kv_block, *lengths

@@ -178,6 +178,7 @@ class PartOfQueries:
     dscores: cute.Tensor  # dP.acc as (key, query)
     words_P: cute.Tensor
     words_dS: cute.Tensor
+    tile_q: int  # queries of a step
     index: int = 0
     count: int = 1  # of parts
 
@@ -185,8 +186,9 @@ class PartOfQueries:
         """The last mode of dP's operand dO."""
         return stage if self.count == 1 else (self.index, stage)
 
-    def first_query(self, of_tile: Int32) -> Int32:
-        return of_tile if self.index == 0 else of_tile + ROWS * self.index
+    def first_query(self, q_tile: Int32) -> Int32:
+        first = q_tile * self.tile_q
+        return first if self.index == 0 else first + ROWS * self.index
 
     def own(self, sX: cute.Tensor) -> cute.Tensor:
         """Of sX (query, block) this part's blocks."""
@@ -280,7 +282,7 @@ def fragments(
     stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
     copy_dS, copy_dKV = [cute.make_tiled_copy_C(stmatrix, mma).get_slice(thread) for mma in (mma_s, mma_kv)]
     dP = Product(mma_p, rdP, tPV, tPdO)
-    parts = [PartOfQueries(rS, dP, scores, dscores, words_P, words_dS)]
+    parts = [PartOfQueries(rS, dP, scores, dscores, words_P, words_dS, tile_q)]
     if config.parts > 1:
         count = config.parts
         accumulators = [in_parts(rX, count) for rX in (rS, rdP)]
@@ -288,7 +290,8 @@ def fragments(
         parts = []
         for i, (own_S, own_dP, *own_words) in enumerate(zip(*accumulators, *words)):
             of_dP = Product(mma_p, own_dP, tPV, tPdO)
-            parts.append(PartOfQueries(own_S, of_dP, by_row(own_S), by_row(own_dP), *own_words, i, count))
+            own = own_S, of_dP, by_row(own_S), by_row(own_dP), *own_words
+            parts.append(PartOfQueries(*own, tile_q, i, count))
     return Fragments(
         S=Product(mma_s, rS, tSK, tSQ),
         dP=dP,

@@ -1,6 +1,7 @@
 """The random problems: what their numbers give, and that a wrong library is found out. On a CPU the models
 stand in for the kernels."""
 
+import json
 import math
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ import torch
 
 from harness import fuzz, policy_models
 from harness.policies import Given
+from harness.results import repository
 from hopper_attention import policies, production
 from hopper_attention.kernels import ladder
 
@@ -82,6 +84,19 @@ def test_what_is_written_down() -> None:
     row = fuzz.summary("fwd", drawn, 0)
     assert row["problems"] == 100 and sum(row["layouts"].values()) == 100
     assert min(row[x] for x in ("windows", "softcaps", "sinks", "packed", "grouped_heads")) > 10
+
+
+def test_the_committed_run_is_of_these_problems() -> None:
+    """The numbers still give what was tried, and every kernel that it ran has its identity in the file."""
+    rows = json.loads((repository() / "results/h200/library/fuzz.json").read_text("utf-8"))["rows"]
+    summaries, kernels = rows[:2], rows[2:]
+    jobs = []
+    for direction, row in zip(fuzz.DIRECTIONS, summaries):
+        drawn = [fuzz.problem_of(number, direction) for number in range(fuzz.COUNT)]
+        assert row == fuzz.summary(direction, drawn, 0)
+        jobs += [(stage_id, str(what)) for stage_id, what, _ in fuzz.jobs(drawn)]
+    assert [(x["stage"], x["kernel"]) for x in kernels] == jobs
+    assert all(len(x["cubin_sha256"]) == 64 for x in kernels)
 
 
 def test_whatever_is_drawn_is_on_the_list_of_what_can_be_reached() -> None:

@@ -107,6 +107,20 @@ def test_consumers_share_the_columns_of_dq(head_dim: int, columns: int) -> None:
     assert kernel.smem_bytes <= SMEM_MAX
 
 
+@pytest.mark.parametrize(
+    ("dims", "tiles"),
+    [
+        ((136, None), (192, 192)), ((192, None), (192, 192)), ((192, 128), (192, 128)),
+        ((136, 72), (192, 128)), ((128, 192), (192, 192)), ((200, 64), (256, 256)), ((256, None), (256, 256)),
+    ],
+)  # fmt: skip
+def test_wide_gradients_have_tiles_of_both_widths(dims: tuple, tiles: tuple[int, int]) -> None:
+    kernel = bwd4.kernel_for(problem(*dims, direction="bwd"))
+    for one in (kernel.main, kernel.queries):
+        assert (one.head_dim, one.value_dim) == tiles
+        assert one.smem_bytes <= SMEM_MAX
+
+
 @pytest.mark.parametrize("given", [None, 0.3])
 def test_kernels_for_several_head_dims_are_given_their_scale(given: float | None) -> None:
     for head_dim, value_dim, own in ((128, 128, True), (96, 96, False), (128, 64, False)):
@@ -137,9 +151,12 @@ def test_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_left_to_others() -> None:
     """Gradients of values of another width, under a causal mask; nothing for its head_dim alone."""
-    asked = problem(192, 128, "bwd").with_(seqlen_kv=65)
+    asked = problem(96, 64, "bwd").with_(seqlen_kv=65)
     assert "cuDNN" in slower(asked)
     assert slower(asked.with_(causal=False)) is None
+    in_own_tiles = asked.with_(head_dim=192, value_dim=128)
+    assert slower(in_own_tiles) is None
+    assert "cuDNN" in slower(in_own_tiles.with_(seqlen_q=16384, seqlen_kv=16384))
     for other in (asked.with_(direction="fwd"), *(asked.with_(head_dim=d, value_dim=None) for d in EVERY)):
         assert slower(other) is None
 

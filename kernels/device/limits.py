@@ -61,13 +61,13 @@ def tile_dims(problem: Problem) -> tuple[int, int]:
     """Columns of Q and K, and of V and O, in the tiles of the production kernel for a 16-bit problem."""
     of_keys, of_values = problem.dims
     columns = min(x for x in TILE_DIMS[problem.direction] if max(of_keys, of_values) <= x)
-    if (problem.direction, columns) == ("fwd", NARROW_VALUES[0]) and of_values <= NARROW_VALUES[1]:
+    if columns == NARROW_VALUES[0] and of_values <= NARROW_VALUES[1]:
         return NARROW_VALUES
     return columns, columns
 
 
 def tile_dim(problem: Problem) -> int:
-    """The first of `tile_dims`: what configurations are chosen by, and in a backward pass the second too."""
+    """The first of `tile_dims`: what configurations are chosen by."""
     return tile_dims(problem)[0]
 
 
@@ -81,7 +81,7 @@ def compiled_dims(problem: Problem) -> dict[str, object]:
 def other_dims(direction: str) -> list[dict[str, object]]:
     """`compiled_dims` of all head dims without a kernel of their own: a closed list."""
     equal = [_one_of(columns, columns) for columns in TILE_DIMS.get(direction, ())]
-    return [*equal, _one_of(*NARROW_VALUES)] if direction == "fwd" else equal
+    return [*equal, _one_of(*NARROW_VALUES)] if direction in TILE_DIMS else equal
 
 
 def _one_of(columns: int, of_values: int) -> dict[str, object]:
