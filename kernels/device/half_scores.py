@@ -24,8 +24,11 @@ class ScoresInHalf:
     accumulator = Float16
 
     def __init__(self, tile_kv: int, direct_keys: int):
-        if direct_keys < tile_kv:
-            raise ValueError("scores in fp16 become codes without exponentials: direct_keys must be all")
+        if direct_keys != tile_kv:
+            raise ValueError(
+                f"scores in fp16 become codes without exponentials: direct_keys must be all {tile_kv}, "
+                f"not {direct_keys}"
+            )
 
     def hide(self, tiles, x, rows, first_row, kv_block):
         hide_pairs(tiles, x.rS, *rows.limits, first_row, kv_block, *rows.lengths)
