@@ -77,6 +77,9 @@ class FP8Forward(QueryTiles):
     mQs…mVs     fp32 (batch, kv_heads, 1): what codes of Q, K and V are multiplied by. With `block_scales`
                 those of Q are (batch, heads, blocks of 64 queries), those of K (batch, kv_heads, blocks of 64
                 keys), and in V's place are the exponents of its blocks: V = V8 · 2^e.
+
+    O goes to fp32 after every `flush_keys`; the last `direct_keys` of a tile have codes of P without
+    exponentials, and with `in_half` scores in fp16 (`device.p_codes`, `device.half_scores`).
     """
 
     def __init__(
