@@ -38,7 +38,8 @@ def measure(
         for causal in (False, True):
             for n in seqlens:
                 problem = sweep_problem(n, d, causal, direction)
-                yield Bench(variants(stage_id, problem), [], True, environment).measure(problem)
+                bench = Bench(variants(stage_id, problem), [], True, environment, sustains=False)
+                yield bench.measure(problem)
 
 
 def ablate(arguments: list[str] | None) -> bool:

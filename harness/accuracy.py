@@ -3,14 +3,16 @@
     python -m harness.accuracy            print the tables
     python -m harness.accuracy --save     and keep them in results/<gpu>/library/accuracy.json
 
-Three questions, each with every contender beside the others on the same inputs: the error on inputs with and
-without outliers; what a long sequence does to it; and whether one key in so many is still found.
+Four questions, each with every contender beside the others on the same inputs: the error on inputs with and
+without outliers, of what runs by default and of options that are off; what a long sequence does to it; and
+whether one key in so many is still found.
 """
 
+import itertools
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from harness.stages import allocate
 from hopper_attention import attention
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import LazyMaximum, Problem
+from hopper_attention.kernels.device.fp8 import E4M3_MAX, LARGEST_IN_HALF
 from hopper_attention.launch import compile_kernel
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -61,6 +64,13 @@ def outlier_channels(problem: Problem, generator: torch.Generator) -> Inputs:
     factors = torch.ones(problem.head_dim, device=generator.device)
     factors[:: problem.head_dim // 4] = 50.0
     return _drawn(problem, generator, lambda x, name: x * factors if name == "k" else x)
+
+
+def shifted_keys(problem: Problem, generator: torch.Generator) -> Inputs:
+    """N(0, 1), and to every k of a head one vector added, of N(0, 100): no weight of a softmax changes."""
+    q, k, v = normal(problem, generator)
+    vectors = k.new_empty(problem.batch, problem.kv_heads, 1, problem.head_dim, dtype=torch.float32)
+    return q, (k.float() + 10.0 * vectors.normal_(generator=generator)).to(torch.bfloat16), v
 
 
 def one_sided(problem: Problem, generator: torch.Generator) -> Inputs:
@@ -113,7 +123,9 @@ def by_stage(stage_id: str, **options: object) -> Attend:
         problem = problem.with_(direction=stage.direction)
         tensors = allocate(module, problem, q, k, v, **options)
         if problem.reads_codes:
-            *codes, scales = in_codes(q, k, v)
+            in_half = options.get("in_half", False)
+            largest = LARGEST_IN_HALF[problem.head_dim] if in_half else E4M3_MAX
+            *codes, scales = in_codes(q, k, v, largest=(largest, largest, E4M3_MAX))
             weights = quantized.codes(torch.ones(v.shape[:3], device=v.device))
             tensors.q, tensors.k, tensors.v = *codes[:2], quantized.transposed(codes[2], weights)
             tensors.scales = tuple(x.expand(*k.shape[:2])[..., None].contiguous() for x in scales)
@@ -134,9 +146,18 @@ def by_peer(name: str) -> Attend:
     return attend
 
 
-def in_codes(*tensors: torch.Tensor) -> tuple:
-    """e4m3 codes of each, with the scale (1, 1) by which its largest value is e4m3's."""
-    scales = [quantized.full_scale(x) for x in tensors]
+def of_centred_keys(attend: Attend) -> Attend:
+    """The same of k less its mean over the tokens, which changes no weight of a softmax."""
+
+    def attend_centred(problem: Problem, q, k, v) -> torch.Tensor:
+        return attend(problem, q, (k.float() - k.float().mean(2, keepdim=True)).to(k.dtype), v)
+
+    return attend_centred
+
+
+def in_codes(*tensors: torch.Tensor, largest: Iterable[float] = itertools.repeat(E4M3_MAX)) -> tuple:
+    """e4m3 codes of each, with the scale (1, 1) by which its largest value is its `largest` code."""
+    scales = [quantized.full_scale(x) * (E4M3_MAX / code) for x, code in zip(tensors, largest)]
     return *(quantized.codes(x.float() / scale) for x, scale in zip(tensors, scales)), scales
 
 
@@ -172,17 +193,33 @@ FLUSHED: dict[str, Attend] = {
     "k7, flushed every 1024": by_stage("k7", flush_keys=1024),
     "k7, never flushed": by_stage("k7", flush_keys=NEVER),
 }
+# Options that are off, by their names in k7's ablation where they are k7's.
+WITHOUT_EXPONENTIALS: dict[str, dict[str, object]] = {
+    "32 of 128 keys without exponentials": {"direct_keys": 32},
+    "64 of 128 keys without exponentials": {"direct_keys": 64},
+    "128 of 128 keys without exponentials": {"direct_keys": 128},
+    "128, and scores in fp16": {"direct_keys": 128, "in_half": True},
+}
+OPTIONS: dict[str, Attend] = {
+    f"{stage}, {option}" if option else stage: by_stage(stage, **chosen)
+    for stage in ("k7", "k8")
+    for option, chosen in ({"": {}} | WITHOUT_EXPONENTIALS).items()
+} | {"k8, K less its mean": of_centred_keys(by_stage("k8"))}
 
 
 # ---- questions ---------------------------------------------------------------------------------------------
 
 
 Row = dict[str, Any]
+Draw = Callable[[Problem, torch.Generator], Inputs]
+DRAWS = normal, rare_outliers, outlier_channels
 
 
-def outliers(contenders: dict[str, Attend], problem: Problem = OUTLIERS) -> Iterator[Row]:
+def outliers(
+    contenders: dict[str, Attend], problem: Problem = OUTLIERS, draws: tuple[Draw, ...] = DRAWS
+) -> Iterator[Row]:
     """Root mean square of O − O of float64, mean and spread over SEEDS."""
-    for draw in (normal, rare_outliers, outlier_channels):
+    for draw in draws:
         errors: dict[str, list[float]] = {}
         for seed in SEEDS:
             inputs = draw(problem, torch.Generator(device()).manual_seed(seed))
@@ -226,6 +263,7 @@ def found_needles(contenders: dict[str, Attend], lengths: tuple[int, ...] = LENG
 
 QUESTIONS: dict[str, Callable[[], Iterator[Row]]] = {
     "outliers": lambda: outliers(STAGES | YARDSTICKS | PEERS),
+    "options": lambda: outliers(OPTIONS, draws=(*DRAWS, shifted_keys)),
     "long sums": lambda: long_sums({"k6": in_16_bits} | FLUSHED | PEERS),
     "needles": lambda: found_needles({"k6": in_16_bits} | FLUSHED | PEERS),
 }

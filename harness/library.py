@@ -347,12 +347,13 @@ INPUTS = {
     "normal": "N(0, 1)",
     "rare_outliers": "N(0, 1) + N(0, 100)·Bernoulli(0.001)",
     "outlier_channels": "N(0, 1), four channels of K × 50",
+    "shifted_keys": "N(0, 1), and to every k of a head one vector of N(0, 100)",
     "one_sided": r"weights nearly equal, V = \|N(0, 1)\|",
 }
 
 
 def accuracy_tables(rows: Rows) -> dict[str, str]:
-    """The three questions of `harness.accuracy`."""
+    """The questions of `harness.accuracy`."""
     asked = lambda question: [row for row in rows if row["question"] == question]
     error = lambda row: f"{row['rmse']:.3g} ± {row['spread']:.1g}"
     relative = lambda row: f"{row['relative_rmse']:.2%}"
@@ -361,6 +362,7 @@ def accuracy_tables(rows: Rows) -> dict[str, str]:
     keys = lambda row: f"{row['keys']} keys"
     of_inputs = lambda name: [row for row in asked("long sums") if row["inputs"] == name]
     return {
+        "accuracy-options": _contenders_table(asked("options"), drawn, error),
         "accuracy-outliers": _contenders_table(asked("outliers"), drawn, error),
         "accuracy-normal": _contenders_table(of_inputs("normal"), keys, relative),
         "accuracy-one-sided": _contenders_table(of_inputs("one_sided"), keys, relative),

@@ -149,6 +149,7 @@ class Bench:
     check_all: bool
     environment: dict[str, Any]
     checked: set[tuple] = field(default_factory=set)
+    sustains: bool = True  # whether long problems are also run for seconds
 
     def measure(self, problem: Problem) -> list[results.Row]:
         """One row per peer, and per contender of the problem's direction, timed in one interleaved run."""
@@ -246,7 +247,7 @@ class _One:
         for name, time in times.items():
             steady = None
             fast = self.problem.flops / time.ms_median / 1e9 >= SUSTAINED_TFLOPS
-            if fast and self.problem.seqlen_q >= SUSTAINED_FROM:
+            if self.bench.sustains and fast and self.problem.seqlen_q >= SUSTAINED_FROM:
                 steady = timing.sustained(self.calls[name], time.ms_median)
             known = self.known.get(name, {})
             if name in self.judges:

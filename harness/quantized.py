@@ -17,7 +17,6 @@ from hopper_attention.kernels.device.fp8 import (
     EXPONENT_MIN,
     LARGEST_V,
     ONES_ROWS,
-    OWN_AHEAD,
     OWN_ROTATED,
     SMALLEST_MAXIMUM,
     TOKEN_ORDER,
@@ -124,11 +123,11 @@ def transposed(v8: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return groups[..., TOKEN_ORDER, :].flatten(2, 3).mT.contiguous().view(E4M3)
 
 
-def hadamard(x: torch.Tensor, own: int = OWN_ROTATED) -> torch.Tensor:
-    """√d times the Walsh–Hadamard transform of the last dimension: by the bits of the `own` elements that a
-    thread has, those of a chunk before those of its chunks, then by those of the lane."""
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """√d times the Walsh–Hadamard transform of the last dimension: by the bits of the elements that a thread
+    has, those of a chunk before those of its chunks, then by those of the lane."""
     d = x.shape[-1]
-    first = 4 + (d // own).bit_length() - 1  # behind the lane's
+    first = 4 + (d // OWN_ROTATED[d]).bit_length() - 1  # behind the lane's
     for bit in (0, 1, 2, 3, *range(first, d.bit_length() - 1), *range(4, first)):
         first, second = x.unflatten(-1, (-1, 2, 1 << bit)).unbind(-2)
         x = torch.stack([first + second, first - second], dim=-2).flatten(-3)
@@ -148,8 +147,7 @@ def _rows(x, signs, rope, given):
     if rope is not None:
         x = turned(x, *rope)
     if signs is not None:
-        own = OWN_ROTATED if rope is None else OWN_AHEAD[x.shape[-1]]
-        x, norm = hadamard(x * signs, own), 1.0 / math.sqrt(x.shape[-1])
+        x, norm = hadamard(x * signs), 1.0 / math.sqrt(x.shape[-1])
     if given is not None:
         x8 = codes(x * (given.reciprocal() * norm)[..., None, None] + (x - x))
         return x8, None, x8.float() * given[..., None, None]

@@ -22,7 +22,8 @@ from hopper_attention import production_fp8
 from hopper_attention.kernels.contract import Compiled, Problem
 from hopper_attention.kernels.device.fp8 import ONES_ROWS, padded_tokens, quantized_shapes
 from hopper_attention.kernels.device.limits import HEAD_DIMS
-from hopper_attention.kernels.quantize import compile_quantize, compile_relayout
+from hopper_attention.kernels.quantize import compile_relayout
+from hopper_attention.launch import QUANTIZE, kernel_for
 
 WAYS: dict[str, dict[str, bool]] = {
     "plain": {},
@@ -48,7 +49,8 @@ class Call(NamedTuple):
 def compiled(head_dim: int, dtype: str, way: str) -> Compiled:
     if way == RELAYOUT:
         return compile_relayout(head_dim)
-    return compile_quantize(head_dim, dtype, **WAYS[way])
+    least = Problem.square(1, 1, 1, head_dim, False, dtype=dtype, direction="fp8_cast")
+    return kernel_for(QUANTIZE, least, WAYS[way])
 
 
 def prepared(problem: Problem, way: str, q, k, v, outputs: dict[str, torch.Tensor]) -> Call:

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, const_expr, pipeline, range_constexpr
+from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
@@ -26,28 +26,18 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .calls_fp8 import fp8_scratch, refuse_fp8, run_fp8
 from .contract import Compiled, LazyMaximum, Problem, Scratch, Stage, Tensors, Work
-from .device.arithmetic import largest_positive
+from .device.block_scales import BlockScales, HeadScales
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa, fake_rows
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
-from .device.e4m3 import eighths_to_codes, round_to_codes
 from .device.flushed import add_flushed, flush, own_quads, zeroed_here
-from .device.fp8 import BLOCK, ONES_ROWS
-from .device.half_scores import (
-    HIDDEN_PAIR,
-    larger_of,
-    largest_pair,
-    largest_score,
-    lower_of,
-    pair_of_eighths,
-    pairs_of_row,
-    pairs_to_codes,
-    twice,
-)
+from .device.fp8 import ONES_ROWS
+from .device.half_scores import ScoresInHalf
 from .device.masks import Mask, mask_of
+from .device.p_codes import LIMIT, OFFSET, ScoresInFp32
 from .device.products import Products, Rows, multiply_qk
 from .device.query_tiles import ROWS, Config, QueryTiles, work_on_query_tiles
 from .device.rings import CONSUMER, PRODUCER, OwnStages, await_next, leave_hidden, put, skip, tma_rings
-from .device.rows import OWN_ROWS, finite, in_parts, largest_of_row
+from .device.rows import OWN_ROWS
 from .device.stores import WARP_ROWS, WARPS, WarpStores, await_stores, rounded, store_of_rows, store_warp_rows
 from .device.tile_order import fetch, hear, message_ring, tell
 from .device.tma import allocate_tiles, load_atom, partition_tma, row_slices, store_atom
@@ -74,11 +64,6 @@ CONFIGS = {  # by head_dim; registers of a producer's thread and of a consumer's
     128: Config(consumers=2, tile_kv=128, stages=4, registers=(24, 240), parts=2),
     256: Config(consumers=2, tile_kv=128, stages=2, registers=(24, 240), parts=2),
 }
-OFFSET = 6.0  # log₂ of P where a score is its row's maximum, when that has been brought up to date
-# In eighths of a power of two, and so much higher, an exponent is nearly its P's code: e4m3 has 8 codes for
-# each power, from 2⁻⁷ on (were those not subnormal); 0.457 less, so that P is right on average.
-EIGHTHS, FIRST_CODE = 8.0, 8.0 * 7 - 0.457
-LIMIT = 8.75  # log₂ of P beyond which the maximum is brought up to date: the largest code is 448 = 2^8.81
 FLUSH_KEYS = 4096  # after so many O is added to a sum in fp32
 
 
@@ -92,6 +77,9 @@ class FP8Forward(QueryTiles):
     mQs…mVs     fp32 (batch, kv_heads, 1): what codes of Q, K and V are multiplied by. With `block_scales`
                 those of Q are (batch, heads, blocks of 64 queries), those of K (batch, kv_heads, blocks of 64
                 keys), and in V's place are the exponents of its blocks: V = V8 · 2^e.
+
+    O goes to fp32 after every `flush_keys`; the last `direct_keys` of a tile have codes of P without
+    exponentials, and with `in_half` scores in fp16 (`device.p_codes`, `device.half_scores`).
     """
 
     def __init__(
@@ -111,18 +99,11 @@ class FP8Forward(QueryTiles):
         self.dtype, self.config, self.sms, self.block_scales = ELEMENTS[dtype], config, sms, block_scales
         self.consumers, self.stages = config.consumers, config.stages
         self.columns = head_dim + ONES_ROWS
-        self.blocks = config.tile_kv // BLOCK  # of a tile of keys
-        # Of a tile's keys the last so many have codes of P without exponentials, but in a row's first tile.
-        if direct_keys % 16 or not 0 <= direct_keys <= config.tile_kv:
-            raise ValueError(
-                f"direct_keys must be a multiple of 16 up to {config.tile_kv}, not {direct_keys}"
-            )
-        if in_half and direct_keys < config.tile_kv:
-            raise ValueError("scores in fp16 become codes without exponentials: direct_keys must be all")
-        self.exact_keys = config.tile_kv - direct_keys
-        cuts = {*range(0, config.tile_kv + 1, config.tile_kv // config.parts), self.exact_keys}
-        self.parts = list(zip(sorted(cuts), sorted(cuts)[1:]))  # (first key, behind the last)
-        self.scores = Float16 if in_half else Float32
+        self.scales = (BlockScales if block_scales else HeadScales)(config.tile_kv, config.stages)
+        if in_half:
+            self.softmax = ScoresInHalf(config.tile_kv, direct_keys)
+        else:
+            self.softmax = ScoresInFp32(config.tile_kv, config.parts, direct_keys)
         self.chunk = flush_keys // config.tile_kv  # tiles of keys between two flushes
         self.threads = WARPGROUP * (self.consumers + 1)
         self.q_stages = 2 if self.tile_bytes(2) <= SMEM_MAX // config.ctas - 1024 else 1
@@ -139,8 +120,7 @@ class FP8Forward(QueryTiles):
     @property
     def smem_bytes(self) -> int:
         barriers = 2 * (self.q_stages * self.consumers + 2 * self.stages + 1)
-        scales = 8 * self.blocks * self.stages if self.block_scales else 0
-        return self.tile_bytes(self.q_stages) + scales + 16 + barriers * 8
+        return self.tile_bytes(self.q_stages) + self.scales.bytes + 16 + barriers * 8
 
     @cute.jit
     def __call__(self, mQ, mK, mVt, mO, mLSE, mFlushed, mCounter, mQs, mKs, mVs, scale, stream):
@@ -152,7 +132,7 @@ class FP8Forward(QueryTiles):
         mmas = [
             make_trivial_tiled_mma(E4M3, E4M3, K, K, sums, (1, 1, 1), (ROWS, n), place)
             for n, place, sums in (
-                (self.tile_kv, source.SMEM, self.scores),
+                (self.tile_kv, source.SMEM, self.softmax.accumulator),
                 (PV_COLUMNS[self.head_dim], source.RMEM, Float32),
             )
         ]
@@ -187,7 +167,7 @@ class FP8Forward(QueryTiles):
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
         consumer_warps = WARPS * self.consumers
-        scale_log2 = scale * LOG2_E
+        scale_log2, given_scales = scale * LOG2_E, (mQs, mKs, mVs)
 
         smem = SmemAllocator()
         q_places = self.q_stages * self.consumers  # of Q; a consumer's are its number, and that + consumers
@@ -196,8 +176,7 @@ class FP8Forward(QueryTiles):
         sK = allocate_tiles(smem, E4M3, self.tile_kv, self.head_dim, self.stages)  # (key, head_dim, stage)
         sVt = allocate_tiles(smem, E4M3, self.columns, self.tile_kv, self.stages)  # (column, key, stage)
         sV_boxes = row_slices(sVt, self.columns // self.v_boxes)  # (column, key, box of a stage)
-        of_blocks = cute.make_layout((2 * self.blocks, self.stages))  # K's scales and V's exponents, by stage
-        sScales = smem.allocate_tensor(Float32, of_blocks, 16) if const_expr(self.block_scales) else None
+        sScales = self.scales.allocate(smem)
         sTile = smem.allocate_tensor(Int32, cute.make_layout(4), 16)  # announced, q_block, head, batch
         q_bytes, k_bytes = ROWS * self.head_dim, self.tile_kv * self.head_dim
         q_ring, k_ring, v_ring = tma_rings(
@@ -238,13 +217,13 @@ class FP8Forward(QueryTiles):
                         put(q_ring, q_put, load_Q, tQgQ[None, q_block * self.consumers + i], tQsQ)
                         q_put.advance()
                         if const_expr(i == 0):
-                            self.put_scales(k_ring, kv_put, of_kv, 0)
+                            self.scales.put(k_ring, kv_put, of_kv, 0)
                             put(k_ring, kv_put, load_K, tKgK[None, 0], tKsK)
                     self.put_v(v_ring, kv_put, load_V, tVgV[None, None, 0], tVsV)
                     kv_put.advance()
                     kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
                     for block in range(1, kv_blocks, unroll=1):
-                        self.put_scales(k_ring, kv_put, of_kv, block)
+                        self.scales.put(k_ring, kv_put, of_kv, block)
                         put(k_ring, kv_put, load_K, tKgK[None, block], tKsK)
                         self.put_v(v_ring, kv_put, load_V, tVgV[None, None, block], tVsV)
                         kv_put.advance()
@@ -259,10 +238,10 @@ class FP8Forward(QueryTiles):
             q_get = OwnStages(q_places, self.consumers, consumer)
             k_get, v_get = [pipeline.make_pipeline_state(CONSUMER, self.stages) for _ in range(2)]
             tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
-            x = Products(mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring, self.scores)
+            x = Products(mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring, self.softmax.accumulator)
             rows = Rows(x, self.config.parts, thread, seqlen_q, seqlen_kv)
             rO, sums = self.o_and_sums(x.rO)
-            S, O, row_max, row_sum = rows.S, by_row(rO), rows.max, rows.sum
+            O, row_max, row_sum = by_row(rO), rows.max, rows.sum
             flushed = own_quads(mFlushed, cta * self.consumers + consumer, thread, self.head_dim)
             base = cute.make_rmem_tensor(OWN_ROWS, Float32)
             o_stores = WarpStores(mma_o, sO, store_O, mO, thread, warp_idx, consumer_warps)
@@ -273,23 +252,16 @@ class FP8Forward(QueryTiles):
             k_ring.consumer_wait(k_get)
             multiply_qk(x, q_get, k_get)
             first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
-            qk_scale, v_scale = self.scales(mQs, mKs, mVs, scale_log2, batch, head, first_row, group)
+            qk_scale, v_scale = self.scales.of_tile(given_scales, scale_log2, batch, head, first_row, group)
             warpgroup.wait_group(0)
             while announced != END:
-                factors = self.factors(qk_scale, sScales, k_get)
+                factors = self.scales.factors(qk_scale, sScales, k_get)
                 k_ring.consumer_release(k_get)
                 k_get.advance()
                 if visible == 0:
-                    if const_expr(self.scores is Float16):
-                        self.hide_pairs(x.rS, *rows.limits, first_row, 0, *rows.lengths)
-                    else:
-                        self.hide(S, -Float32.inf, *rows.limits, first_row, 0, *rows.lengths)
+                    self.softmax.hide(self, x, rows, first_row, 0)
                 row_sum.fill(0.0)
-                if const_expr(self.scores is Float16):
-                    self.first_half_softmax(x.rS, x.rP, row_max, factors)
-                else:
-                    self.first_softmax(x.rS, row_max, factors)
-                    round_to_codes(x.rS, x.rP)
+                self.softmax.first(x, rows, factors)
 
                 # 3. main loop: the tiles that are seen whole, those with hidden keys, those all hidden
                 scales = qk_scale, sScales
@@ -325,7 +297,9 @@ class FP8Forward(QueryTiles):
                     k_get = await_next(q_ring, k_ring, q_get, k_get, hidden, announced != END)
                     multiply_qk(x, q_get, k_get)
                 first_row, kv_blocks, own_blocks, visible = self.span(q_block, consumer, seqlen_q, seqlen_kv)
-                qk_scale, v_scale = self.scales(mQs, mKs, mVs, scale_log2, batch, head, first_row, group)
+                qk_scale, v_scale = self.scales.of_tile(
+                    given_scales, scale_log2, batch, head, first_row, group
+                )
                 warpgroup.wait_group(self.q_stages - 1)  # P·V; the next Q·Kᵀ, if it is issued, may go on
                 v_ring.consumer_release(v_get)
                 v_get.advance()
@@ -357,20 +331,6 @@ class FP8Forward(QueryTiles):
             there = destination[None, state.index * self.v_boxes + box]
             cute.copy(atom, source[None, box], there, tma_bar_ptr=ring.producer_get_barrier(state))
 
-    @cute.jit
-    def put_scales(self, k_ring, state, of_kv, kv_block):
-        """Those of a tile of keys to the stage that `put` fills next. Consumers see them as they see the
-        keys: what `put` arrives with at the stage's barrier releases them, for every lane has written
-        them."""
-        sScales, mKs, mVs = of_kv
-        if const_expr(self.block_scales):
-            found = cute.make_rmem_tensor(2 * self.blocks, Float32)
-            for i in range_constexpr(self.blocks):
-                block = cutlass.min(kv_block * self.blocks + i, mKs.shape[0] - 1)
-                found[i], found[self.blocks + i] = mKs[block], mVs[block]
-            k_ring.sync_object_empty.wait(state.index, state.phase)  # the reads are under way
-            cute.autovec_copy(found, sScales[None, state.index])
-
     def o_and_sums(self, rO):
         """O without the sums, as one instruction's accumulator ((2, 2, d/8), 1, 1), and the sums of this
         thread's rows."""
@@ -378,224 +338,29 @@ class FP8Forward(QueryTiles):
         sums = cute.make_tensor(rO.iterator + cute.size(layout), cute.make_layout(OWN_ROWS, stride=2))
         return cute.make_tensor(rO.iterator, layout), sums
 
-    @cute.jit
-    def scales(self, mQs, mKs, mVs, scale_log2, batch, head, first_row, group):
-        """What a score of this consumer's tile is multiplied by, but for its block's scale of K, and what O
-        is."""
-        kv_head = head // group
-        if const_expr(self.block_scales):
-            block = cutlass.min(first_row // BLOCK, mQs.shape[2] - 1)
-            return scale_log2 * mQs[batch, head, block], Float32(1.0)
-        else:
-            return scale_log2 * mQs[batch, kv_head, 0] * mKs[batch, kv_head, 0], mVs[batch, kv_head, 0]
-
     def step(self, x, rows, sums, scales, first_row, kv_block, begun, q_get, k_get, v_get, masked: bool):
         """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one."""
         x.k_ring.consumer_wait(k_get)
         multiply_qk(x, q_get, k_get)
-        factors = self.factors(*scales, k_get)
+        factors = self.scales.factors(*scales, k_get)
         x.v_ring.consumer_wait(v_get)
         multiply_pv(x, v_get, kv_block, begun)
         warpgroup.wait_group(1)
         x.k_ring.consumer_release(k_get)
-        where = *rows.limits, first_row, kv_block, *rows.lengths
-        if masked and self.scores is Float32:
-            self.hide(rows.S, -Float32.inf, *where)
-        if self.scores is Float16:
-            if masked:
-                self.hide_pairs(x.rS, *where)
-            self.half_softmax(x, rows, factors)
-            warpgroup.wait_group(0)
-            x.v_ring.consumer_release(v_get)
-            pairs_to_codes(cute.recast_tensor(x.rS, Int32), x.rP)
-        else:
-            self.softmax(x, rows, factors, v_get)
+        if masked:
+            self.softmax.hide(self, x, rows, first_row, kv_block)
+        self.softmax.exponents(x, rows, factors)
+        warpgroup.wait_group(0)
+        x.v_ring.consumer_release(v_get)
+        self.softmax.codes(x)
         for r in range(OWN_ROWS):
             rows.sum[r] += sums[r]
             sums[r] = zeroed_here(sums[r])
-
-    def softmax(self, x, rows, factors, v_get):
-        """Of one tile, beside P·V of the one before, for which it waits."""
-        fragments = [keys_of(x.rS, *part) for part in self.parts]
-        by_rows = [by_row(fragment) for fragment in fragments]
-        exact = sum(end <= self.exact_keys for _, end in self.parts)
-        for p, (part, fragment) in enumerate(zip(by_rows, fragments)):
-            start, end = (keys * len(factors) // self.tile_kv for keys in self.parts[p])
-            self.subtract(fragment, rows.max, factors[start : max(end, start + 1)], p >= exact)
-            if 0 < p <= exact:
-                exponentiate(by_rows[p - 1])
-            relative = [*by_rows[: min(p, exact)], rows.O]
-            self.raise_maximum(part, relative, by_rows[exact:p], rows.max, rows.sum, p >= exact)
-        warpgroup.wait_group(0)
-        x.v_ring.consumer_release(v_get)
-        if exact == len(self.parts):
-            exponentiate(by_rows[-1])
-            round_to_codes(x.rS, x.rP)
-        else:
-            self.round_parts(x.rS, x.rP)
-
-    def round_parts(self, rS, rP):
-        """S, of which the first `exact_keys` columns are P and the others exponents, to codes."""
-        words = cute.size(rP) * self.exact_keys // self.tile_kv
-        for first, end, to_codes in ((0, words, round_to_codes), (words, cute.size(rP), eighths_to_codes)):
-            if first < end:
-                keys = (i * self.tile_kv // cute.size(rP) for i in (first, end))
-                of_part = cute.make_tensor(rP.iterator + first, cute.make_layout(end - first))
-                to_codes(keys_of(rS, *keys), of_part)
-
-    def factors(self, qk_scale, sScales, k_get):
-        """For each block of keys in a stage: what its scores are multiplied by, and the exponent of its V."""
-        if not self.block_scales:
-            return [(qk_scale, None)]
-        rScales = cute.make_rmem_tensor(2 * self.blocks, Float32)
-        cute.autovec_copy(sScales[None, k_get.index], rScales)
-        return [(qk_scale * rScales[i], rScales[self.blocks + i]) for i in range(self.blocks)]
-
-    def first_softmax(self, rS, row_max, factors):
-        """S of a row's first keys becomes P; row_max is scaled, in powers of two, less OFFSET."""
-        for r in range(OWN_ROWS):
-            largest = None
-            for part, (factor, exponent) in zip(in_parts(rS, len(factors)), factors):
-                of_part = by_row(part)[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0) * factor
-                of_part = of_part if exponent is None else of_part + exponent
-                largest = of_part if largest is None else cute.arch.fmax(largest, of_part)
-            # A row that sees any key sees the first one: only of rows that see none is it not finite.
-            row_max[r] = finite(largest_of_row(Float32(largest))) - OFFSET
-        self.subtract(rS, row_max, factors)
-        exponentiate(by_row(rS))
-
-    @cute.jit
-    def hide_pairs(self, rS, where_S, first_S, first_row, kv_block, seqlen_q, seqlen_kv):
-        """`hide` of scores in fp16, in words: of halves LLVM would read accumulators that are under way."""
-        words = cute.recast_tensor(rS, Int32)
-        for r in range_constexpr(OWN_ROWS):
-            row, key = where_S[r, 0]
-            last_key = seqlen_kv - 1
-            if const_expr(self.mask.hides):
-                last_key = cutlass.min(last_key, self.mask.last_key(first_row + row, seqlen_q, seqlen_kv))
-            visible = last_key - (kv_block * self.tile_kv + key)
-            for i in range_constexpr(cute.size(words) // OWN_ROWS):
-                low, high = (first_S[0, 2 * i + half][1] <= visible for half in range(2))
-                kept = (Int32(0xFFFF) if low else Int32(0)) | (Int32(-0x10000) if high else Int32(0))
-                word = OWN_ROWS * i + r
-                words[word] = (words[word] & kept) | (HIDDEN_PAIR & ~kept)
-
-    def half_softmax(self, x, rows, factors):
-        """Scores in fp16 become exponents in eighths."""
-        words = cute.recast_tensor(x.rS, Int32)
-        self.half_exponents(words, rows.max, factors)
-        self.raise_half_maximum(words, rows.O, rows.max, rows.sum)
-
-    def first_half_softmax(self, rS, rP, row_max, factors):
-        words = cute.recast_tensor(rS, Int32)
-        of_factor = cute.size(words) // len(factors)
-        for r in range(OWN_ROWS):
-            largest = None
-            for i, (factor, exponent) in enumerate(factors):
-                own = [words[j] for j in range(of_factor * i + r, of_factor * (i + 1), OWN_ROWS)]
-                of_part = largest_score(own) * factor
-                of_part = of_part if exponent is None else of_part + exponent
-                largest = of_part if largest is None else cute.arch.fmax(largest, of_part)
-            row_max[r] = as_half_base(finite(largest_of_row(Float32(largest))) - OFFSET)
-        self.half_exponents(words, row_max, factors)
-        pairs_to_codes(words, rP)
-
-    def half_exponents(self, words, row_max, factors):
-        """`subtract` of scores in fp16, in eighths."""
-        of_factor = cute.size(words) // len(factors)
-        for i, (factor, exponent) in enumerate(factors):
-            by = twice(factor * EIGHTHS)
-            for r in range(OWN_ROWS):
-                base = row_max[r] if exponent is None else row_max[r] - exponent
-                shift = twice(FIRST_CODE - base * EIGHTHS)
-                for j in range(of_factor * i + r, of_factor * (i + 1), OWN_ROWS):
-                    words[j] = pair_of_eighths(words[j], by, shift)
-
-    @cute.jit
-    def raise_half_maximum(self, words, O, row_max, row_sum):
-        """`raise_maximum` for exponents of a whole tile, in fp16 and eighths."""
-        limit, offset = LIMIT * EIGHTHS + FIRST_CODE, OFFSET * EIGHTHS + FIRST_CODE
-        own = [pairs_of_row(words, r) for r in range(OWN_ROWS)]
-        pairs = [largest_pair([words[j] for j in of_row]) for of_row in own]
-        # Row by row: NaN of one must not hide what the other is ahead.
-        ahead = [larger_of(pair) for pair in pairs]
-        if cute.arch.vote_any_sync((ahead[0] > limit) | (ahead[1] > limit)):
-            warpgroup.wait_group(0)  # P·V still adds to O
-            for r in range_constexpr(OWN_ROWS):
-                largest = largest_of_row(ahead[r])
-                new_max = as_half_base(row_max[r] + (largest - offset) * (1.0 / EIGHTHS))
-                new_max = new_max if largest > limit else row_max[r]
-                growth = new_max - row_max[r]
-                row_max[r] = new_max
-                one, less = twice(Float32(1.0)), twice(growth * -EIGHTHS)
-                for j in own[r]:
-                    words[j] = pair_of_eighths(words[j], one, less)
-                factor = cute.math.exp2(-growth, fastmath=True)
-                O[r, None].store(O[r, None].load() * factor)
-                row_sum[r] *= factor
-
-    @cute.jit
-    def raise_maximum(self, part, relative, exponents, row_max, row_sum, in_eighths: cutlass.Constexpr):
-        """Where an exponent of `part` is larger than LIMIT, raise the row's maximum until it is OFFSET, and
-        rescale what is relative to it (k6's `raise_maximum`, which says why so). `exponents` are the parts
-        before that are not P yet, in eighths, as `part` may be."""
-        unit, first = (EIGHTHS, FIRST_CODE) if const_expr(in_eighths) else (1.0, 0.0)
-        limit, offset = LIMIT * unit + first, OFFSET * unit + first
-        keys = range(cute.size(part, mode=[1]))
-        ahead = [largest_positive([part[r, c] for c in keys]) for r in range(OWN_ROWS)]
-        if cute.arch.vote_any_sync(cute.arch.fmax(ahead[0], ahead[1]) > limit):
-            warpgroup.wait_group(0)  # P·V still adds to O
-            for r in range_constexpr(OWN_ROWS):
-                largest = largest_of_row(ahead[r])
-                ahead_of_offset = largest - offset
-                if const_expr(in_eighths):
-                    ahead_of_offset = ahead_of_offset * (1.0 / unit)
-                new_max = row_max[r] + (ahead_of_offset if largest > limit else 0.0)
-                growth = new_max - row_max[r]
-                row_max[r] = new_max
-                grown = growth * unit if const_expr(in_eighths) else growth
-                for values in (part, *exponents):
-                    values[r, None].store(values[r, None].load() - grown)
-                factor = cute.math.exp2(-growth, fastmath=True)
-                for values in relative:
-                    values[r, None].store(values[r, None].load() * factor)
-                row_sum[r] *= factor
-
-    def subtract(self, rS, row_max, factors, in_eighths: bool = False):
-        """Scores become exponents, relative to row_max; or `in_eighths` of a power of two, from FIRST_CODE
-        on."""
-        for part, (factor, exponent) in zip(in_parts(rS, len(factors)), factors):
-            S = by_row(part)
-            for r in range(OWN_ROWS):
-                base = row_max[r] if exponent is None else row_max[r] - exponent
-                by = factor
-                if in_eighths:
-                    base, by = base * EIGHTHS - FIRST_CODE, factor * EIGHTHS
-                S[r, None].store(S[r, None].load() * by - base)
 
 
 def multiply_pv(x: Products, v_get, kv_block, begun) -> None:
     """`products.multiply_pv`, for an O that begins with tile `begun`."""
     multiply(x.mma_pv, x.rO, x.tOrP, x.tOrV[None, None, None, v_get.index], kv_block - 1 != begun)
-
-
-def as_half_base(maximum: Float32) -> Float32:
-    """A maximum near `maximum` that exponents in fp16 are relative to exactly."""
-    base = lower_of(twice(FIRST_CODE - maximum * EIGHTHS))
-    return (FIRST_CODE - base) * (1.0 / EIGHTHS)
-
-
-def keys_of(accumulator, first: int, end: int):
-    """Columns of an accumulator fragment ((2, 2, N/8), M/64, 1), multiples of 8."""
-    (pair, half, _), blocks, one = accumulator.shape
-    layout = cute.make_layout(((pair, half, (end - first) // 8), blocks, one), stride=accumulator.stride)
-    return cute.make_tensor(accumulator.iterator + first // 8 * pair * half, layout)
-
-
-def exponentiate(S):
-    """Exponents become P."""
-    for r in range(OWN_ROWS):
-        S[r, None].store(cute.math.exp2(S[r, None].load(), fastmath=True))
 
 
 supports = refuse_fp8
@@ -649,5 +414,7 @@ def run_kernel(compiled: Compiled, t: Tensors) -> None:
 
 
 NEVER = 2**30  # keys
-VARIANTS = {f"flush after {keys}": {"flush_keys": keys} for keys in (1024, 2048, 4096)}
+VARIANTS = {f"flush after {keys}": {"flush_keys": keys} for keys in (4096, 2048, 1024)}
 VARIANTS |= {"flush never": {"flush_keys": NEVER}}
+VARIANTS |= {f"{keys} of 128 keys without exponentials": {"direct_keys": keys} for keys in (32, 64, 128)}
+VARIANTS |= {"128, and scores in fp16": {"direct_keys": 128, "in_half": True}}

@@ -21,6 +21,7 @@ from .contract import Compiled, LazyMaximum, Problem, Scratch, Stage, Tensors, W
 from .device.compiling import compile_for_torch, fake_fp32, fake_gqa, fake_rows
 from .device.fp8 import E4M3_MAX, LARGEST_IN_HALF, ROTATED, UNROTATED
 from .quantize import quantizer
+from .quantize_rows import Casting
 
 STAGES = (
     Stage(
@@ -46,7 +47,8 @@ class IncoherentForward:
     def __init__(self, problem: Problem, rotate: bool = True, **options: object):
         self.attention = k7.kernel_for(problem, block_scales=True, **options)
         codes = LARGEST_IN_HALF[problem.head_dim] if options.get("in_half") else E4M3_MAX
-        self.quantize = quantizer(problem.head_dim, self.attention.dtype, rotate=rotate, largest_code=codes)
+        casting = Casting(rotate=rotate, largest_code=codes)
+        self.quantize = quantizer(problem.head_dim, self.attention.dtype, casting)
 
     @cute.jit
     def __call__(

@@ -10,37 +10,20 @@ from .contract import Compiled, Problem
 from .device.compiling import ELEMENTS, compile_for_torch, fake_rows
 from .device.fp8 import ONES_ROWS
 from .quantize_ahead import QuantizeAhead
-from .quantize_rows import QUAD, Quantize, Relayout
+from .quantize_rows import QUAD, Casting, Quantize, Relayout
 
 
-def quantizer(
-    head_dim: int,
-    dtype: type,
-    rotate: bool = False,
-    rope: bool = False,
-    *rest,
-    ahead: bool | None = None,
-    **options,
-) -> Quantize:
-    """The kernel with these of `Quantize`'s arguments: with RoPE, which takes long, one that loads ahead.
-    Rotating heads of 256 it is faster too (notes/k8.md), and adds in another order: to be the default there
-    when `k8`'s record and rows are made with it."""
-    ahead = rope if ahead is None else ahead
-    return (QuantizeAhead if ahead else Quantize)(head_dim, dtype, rotate, rope, *rest, **options)
+def quantizer(head_dim: int, dtype: type, casting: Casting) -> Quantize:
+    """The kernel that does it: one that loads ahead where it computes long, with RoPE and rotating heads of
+    256."""
+    ahead = casting.rope or (casting.rotate and head_dim == 256)
+    return (QuantizeAhead if ahead else Quantize)(head_dim, dtype, casting)
 
 
-def compile_quantize(
-    head_dim: int,
-    dtype: str,
-    rotate: bool = False,
-    rope: bool = False,
-    given_scales: bool = False,
-    parts: str = "qkv",
-    threads_per_sm: int | None = None,
-    in_rows: bool = False,
-    **more: object,
-) -> Compiled:
-    """Called as compiled(q, k, v, q8, k8, vt8, q_scale, k_scale, v_exponent, signs, cos, sin), with None for
+def compile_quantize(head_dim: int, dtype: str, **options: bool | str) -> Compiled:
+    """The kernel for a Casting of these options.
+
+    Called as compiled(q, k, v, q8, k8, vt8, q_scale, k_scale, v_exponent, signs, cos, sin), with None for
     what `parts` and options leave out; `quantized_shapes` lists the outputs. Not for empty ones.
 
     With `given_scales` in the place of those found are those of q, k and v, fp32 (batch, heads), to be read;
@@ -51,30 +34,26 @@ def compile_quantize(
     """
     if head_dim not in (64, 128, 256):
         raise ValueError(f"takes head_dim 64, 128 or 256, not {head_dim}")
-    if parts not in ("qkv", "q", "k", "v", "qk", "kv"):
-        raise ValueError(f"takes parts of qkv, not {parts!r}")
-    if in_rows and (rotate or rope or not given_scales):
-        raise ValueError("leaves V in rows only with given scales, and unrotated")
+    casting = Casting(**options)
     batch = cute.sym_int()
     extents = {"q": (batch, cute.sym_int(), cute.sym_int())}
     extents |= dict.fromkeys("kv", (batch, cute.sym_int(), cute.sym_int()))
     sources, codes, scales = [], [], []
     for name in "qkv":
-        if name not in parts:
+        if name not in casting.parts:
             sources, codes, scales = [*sources, None], [*codes, None], [*scales, None]
             continue
         b, heads, seqlen = extents[name]
         blocks = cute.sym_int()
         of_rows, of_columns = (seqlen, head_dim), (head_dim + ONES_ROWS, cute.sym_int())
         sources.append(fake_rows(ELEMENTS[dtype], (b, heads, *of_rows)))
-        codes.append(
-            fake_rows(Float8E4M3FN, (b, heads, *(of_columns if name == "v" and not in_rows else of_rows)))
-        )
-        scales.append(fake_rows(Float32, (b, heads) if given_scales else (b, heads, blocks), 1))
-    signs = fake_rows(Float32, (head_dim,), QUAD) if rotate else None
-    turns = [fake_rows(Float32, (cute.sym_int(), head_dim // 2), QUAD) if rope else None for _ in range(2)]
-    options = {"threads_per_sm": threads_per_sm, "in_rows": in_rows, **more}
-    kernel = quantizer(head_dim, ELEMENTS[dtype], rotate, rope, given_scales, parts, **options)
+        left = of_columns if name == "v" and not casting.in_rows else of_rows
+        codes.append(fake_rows(Float8E4M3FN, (b, heads, *left)))
+        scales.append(fake_rows(Float32, (b, heads) if casting.given_scales else (b, heads, blocks), 1))
+    signs = fake_rows(Float32, (head_dim,), QUAD) if casting.rotate else None
+    angles = cute.sym_int(), head_dim // 2
+    turns = [fake_rows(Float32, angles, QUAD) if casting.rope else None for _ in range(2)]
+    kernel = quantizer(head_dim, ELEMENTS[dtype], casting)
     return compile_for_torch(kernel, *sources, *codes, *scales, signs, *turns)
 
 

@@ -18,13 +18,14 @@ from cutlass.memory import SmemAllocator
 from .device.constants import SMS, VECTOR, WARP
 from .device.cuda_cores import swizzle
 from .device.e4m3 import four_e4m3
-from .device.fp8 import BLOCK, OWN_AHEAD, SMALLEST_MAXIMUM
+from .device.fp8 import BLOCK, OWN_ROTATED, SMALLEST_MAXIMUM
 from .device.tma import allocate_tiles, load_atom, partition_tma, swizzled_chunks
 from .quantize_rows import (
     CHUNK,
     FP32_MAX,
     OWN,
     QUAD,
+    Casting,
     Quantize,
     find_largest,
     hadamard,
@@ -44,19 +45,15 @@ SIGNS_OF_PAIR = -0x7FFF8000  # of two 16-bit values in a word: 0x80008000
 
 
 class QuantizeAhead(Quantize):
-    """`Quantize`, with its arguments; `stages` of shared memory for 64 rows each."""
+    """`Quantize`, where a Casting has `rotate`, `rope` or both."""
 
-    def __init__(
-        self, head_dim: int, dtype: type, rotate: bool = False, rope: bool = False, *rest, **options
-    ):
-        own = options.pop("own", OWN_AHEAD[head_dim])
-        # Every code of one stage was checked on a GPU. Two have no room beside the angles of head_dim 256;
-        # where they have they are faster, and their codes are yet to be checked.
-        self.heads, self.stages = options.pop("heads", HEADS), options.pop("stages", 1)
-        threads = options.pop("threads_per_sm", None)
+    def __init__(self, head_dim: int, dtype: type, casting: Casting):
+        own = OWN_ROTATED[head_dim]
+        # Of shared memory, for 64 rows each: beside the angles of head_dim 256 there is room for one.
+        self.stages = 1 if casting.rope and head_dim == 256 else 2
         # Registers for 32 elements and what turns them; of 64 twice as many.
-        threads = threads or (768 if rope else 1024) if own == OWN else threads or 512
-        super().__init__(head_dim, dtype, rotate, rope, *rest, threads_per_sm=threads, own=own, **options)
+        threads = (768 if casting.rope else 1024) if own == OWN else 512
+        super().__init__(head_dim, dtype, casting, own, threads)
 
     @cute.jit
     def __call__(
@@ -75,7 +72,7 @@ class QuantizeAhead(Quantize):
                 loads += [None, None]
         # Several heads a CTA only if that leaves all of them work.
         places = CTAS_OF_SM * SMS * self.ctas
-        each = cutlass.max(1, cutlass.min(self.heads, of_rows * blocks * given[0].shape[0] // places))
+        each = cutlass.max(1, cutlass.min(HEADS, of_rows * blocks * given[0].shape[0] // places))
         turns = 0
         for mX in given:
             turns = turns + (mX.shape[1] if const_expr(mX is mV) else cute.ceil_div(mX.shape[1], each))

@@ -14,6 +14,7 @@ else saturates, unless scales are given: then whatever lies beyond ±448 of them
 """
 
 import math
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -39,45 +40,53 @@ OWN = 32  # elements of a thread, or a multiple of them
 QUAD = 4  # tokens of a word, words of 16 bytes, lanes of a warp that share a column's 16 tokens
 GROUPS = BLOCK // TOKENS  # of 16 tokens
 BYTES = (0xFF, 0xFF00, 0xFF0000, -0x1000000)  # of a word; as Int32, or the word would become 64-bit
-THREADS_PER_SM = (
-    1536,
-    1024,
-)  # for which registers must suffice: plain, rotated. 1024 are 64 KiB on their way.
+# For which registers must suffice: plain, rotated. 1024 are 64 KiB on their way.
+THREADS_PER_SM = 1536, 1024
 FP32_MAX = 3.4028234663852886e38
 
 
-class Quantize:
-    """`dtype` to e4m3. `parts` are the tensors of the launch, "qkv" or some of them.
+@dataclass(frozen=True)
+class Casting:
+    """What a launch does to its tensors, `parts` of Q, K and V.
 
-    With `given_scales` an fp32 (batch, heads) of each tensor is read, x8 = x · (1/scale), where otherwise a
-    scale is found for each block and written; V may then stay `in_rows`. `rotate`: Q and K times signs, ±1
-    fp32 (head_dim,), and the normalised Walsh–Hadamard matrix. `rope` is for `quantize_ahead.QuantizeAhead`.
-    The largest of 64 rows of Q or K becomes `largest_code`.
+    `rotate`: Q and K times signs, ±1 fp32 (head_dim,), and the normalised Walsh–Hadamard matrix; `rope`: they
+    turn by given angles before. The largest of 64 rows of Q or K becomes `largest_code`. With `given_scales`
+    an fp32 (batch, heads) of each tensor is read, x8 = x · (1/scale), where otherwise a scale is found for
+    each block and written; V may then stay `in_rows`.
     """
 
+    rotate: bool = False
+    rope: bool = False
+    given_scales: bool = False
+    parts: str = "qkv"
+    in_rows: bool = False
+    largest_code: float = E4M3_MAX
+
+    def __post_init__(self) -> None:
+        if self.parts not in ("qkv", "q", "k", "v", "qk", "kv"):
+            raise ValueError(f"takes parts of qkv, not {self.parts!r}")
+        if self.in_rows and (self.rotate or self.rope or not self.given_scales):
+            raise ValueError("leaves V in rows only with given scales, and unrotated")
+
+
+class Quantize:
+    """`dtype` to e4m3, as a Casting says but for `rope`, which takes `quantize_ahead.QuantizeAhead`. A thread
+    has `own` elements; registers suffice for `threads_per_sm`."""
+
     def __init__(
-        self,
-        head_dim: int,
-        dtype: type,
-        rotate: bool = False,
-        rope: bool = False,
-        given_scales: bool = False,
-        parts: str = "qkv",
-        threads_per_sm: int | None = None,
-        in_rows: bool = False,
-        own: int = OWN,
-        largest_code: float = E4M3_MAX,
+        self, head_dim: int, dtype: type, casting: Casting, own: int = OWN, threads_per_sm: int | None = None
     ):
-        self.head_dim, self.dtype, self.parts = head_dim, dtype, parts
-        self.columns_of_v, self.rows_of_v = ("v" in parts and x for x in (not in_rows, in_rows))
-        self.rotate, self.rope, self.given = rotate, rope, given_scales
-        self.own, self.largest_code = own, largest_code
+        self.head_dim, self.dtype, self.own = head_dim, dtype, own
+        self.parts, self.largest_code = casting.parts, casting.largest_code
+        self.rotate, self.rope, self.given = casting.rotate, casting.rope, casting.given_scales
+        in_rows = casting.in_rows
+        self.columns_of_v, self.rows_of_v = ("v" in self.parts and x for x in (not in_rows, in_rows))
         self.threads = BLOCK * head_dim // own
         self.lanes = head_dim // own  # that share a row of Q or K; neighbours in one warp
-        threads_per_sm = threads_per_sm or THREADS_PER_SM[int(rotate)]
+        threads_per_sm = threads_per_sm or THREADS_PER_SM[int(self.rotate)]
         self.ctas = max(1, threads_per_sm // self.threads)
         # The transform leaves out its 1/√d: the scale makes up for it.
-        self.norm = 1.0 / math.sqrt(head_dim) if rotate else 1.0
+        self.norm = 1.0 / math.sqrt(head_dim) if self.rotate else 1.0
 
     @cute.jit
     def __call__(

@@ -11,6 +11,7 @@ from harness import accuracy, quantized, quantizing, reference, rotation
 from harness.library import NOTHING, accuracy_tables, decode_table, load_rows, quantizing_table
 from harness.quantized import E4M3
 from hopper_attention import production_fp8
+from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 
 PROBLEM = Problem.square(1, 4, 1024, 128, False)
@@ -41,6 +42,22 @@ def test_inputs_are_what_they_are_called() -> None:
     assert max(x.float().abs().max() for x in (q, v)) < 8
     q, k, v = accuracy.one_sided(PROBLEM, generator())
     assert (v >= 0).all() and abs(q.float().std().item() - 0.1) < 0.01
+
+
+def test_a_vector_that_all_keys_share_changes_no_attention() -> None:
+    """So that what `of_centred_keys` is given and what it gives are one, but for roundings to bf16."""
+    problem = PROBLEM.with_(seqlen_q=256, seqlen_kv=256)
+    q, k, v = accuracy.shifted_keys(problem, generator())
+    means = k.float().mean(2)
+    assert means.std().item() == pytest.approx(10, rel=0.1)
+    assert (k.float() - means[:, :, None]).std().item() == pytest.approx(1, rel=0.05)
+    found = accuracy.of_centred_keys(exact)(problem, q, k, v)
+    assert torch.allclose(found.float(), exact(problem, q, k, v).float(), atol=0.03)
+
+
+def test_options_are_called_as_in_the_ablation() -> None:
+    variants = ladder.load("k7")[1].VARIANTS
+    assert {name: variants[name] for name in accuracy.WITHOUT_EXPONENTIALS} == accuracy.WITHOUT_EXPONENTIALS
 
 
 def test_seeds_draw_the_same_again_and_others() -> None:
@@ -126,6 +143,8 @@ def test_codes_apart() -> None:
 def test_tables() -> None:
     row = {"question": "needles", "keys": 1024, "contender": "fa3", "found": 0.0}
     assert "| FlashAttention-3 | 0% |" in accuracy_tables([row])["accuracy-needles"]
+    row = {"question": "options", "inputs": "shifted_keys", "contender": "k8", "rmse": 0.0072, "spread": 7e-5}
+    assert "| k8 | 0.0072 ± 7e-05 |" in accuracy_tables([row])["accuracy-options"]
     row = {"head_dim": 64, "seqlen": 16384, "way": "plain", "us": 77.71, "bytes": 1, "of_copy": 0.978}
     assert "| plain | 77.7, 0.98 |" in quantizing_table([row])
 

@@ -271,6 +271,7 @@ def test_k7_refuses_keys_that_are_no_part_of_a_tile() -> None:
         ({"direct_keys": 24}, "multiple of 16"),
         ({"direct_keys": 144}, "up to 128"),
         ({"direct_keys": 64, "in_half": True}, "direct_keys must be all"),
+        ({"direct_keys": 144, "in_half": True}, "direct_keys must be all"),
     ):
         with pytest.raises(ValueError, match=words):
             k7.kernel_for(problem_at("k7", 64, False), **options)

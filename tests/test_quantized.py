@@ -1,7 +1,6 @@
 """Q, K and V in 8 bits: the reference, the kernels' own arithmetic of places, their machine code."""
 
 import math
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -21,7 +20,6 @@ from hopper_attention.kernels.device.fp8 import (
     EXPONENT_MIN,
     LARGEST_V,
     ONES_ROWS,
-    OWN_AHEAD,
     OWN_ROTATED,
     SMALLEST_MAXIMUM,
     TOKEN_ORDER,
@@ -327,11 +325,10 @@ def test_bytes_are_transposed() -> None:
     assert found == [[(i, j) for i in range(4)] for j in range(4)]
 
 
-@pytest.mark.parametrize("own_of", [lambda d: OWN_ROTATED, OWN_AHEAD.get], ids=["quantize", "quantize_ahead"])
 @every_head_dim
-def test_threads_transform_a_row(head_dim: int, own_of: Callable[[int], int]) -> None:
+def test_threads_transform_a_row(head_dim: int) -> None:
     """Bit for bit as the reference: the same sums in the same order; and where they are said to be."""
-    own = own_of(head_dim)
+    own = OWN_ROTATED[head_dim]
     row, lanes = torch.randn(head_dim), head_dim // own
     of_lane = row.view(own // 16, lanes, 16).transpose(0, 1).reshape(lanes, own)
     lane = torch.arange(lanes)
@@ -347,13 +344,13 @@ def test_threads_transform_a_row(head_dim: int, own_of: Callable[[int], int]) ->
     transformed = torch.full((head_dim // 16, 16), torch.nan)
     for i, (chunk, sign) in enumerate(zip(chunks, signs, strict=True)):
         transformed[chunk] = found[:, i] * sign[:, None]
-    assert torch.equal(transformed.flatten(), hadamard(row, own))
+    assert torch.equal(transformed.flatten(), hadamard(row))
 
 
 @every_head_dim
 def test_signs_of_a_thread_are_bits(head_dim: int) -> None:
     """Of two columns in a word, bits 15 and 31 of its chunks' masks, shifted by the word's number."""
-    signs, own = random_signs(head_dim), OWN_AHEAD[head_dim]
+    signs, own = random_signs(head_dim), OWN_ROTATED[head_dim]
     lanes = head_dim // own
     for lane in range(lanes):
         chunks = [lane + lanes * i for i in range(own // 16)]
@@ -405,7 +402,8 @@ def test_quantizing_compiles_without_spills(head_dim: int, dtype: str, option: s
     compiled = quantize.compile_quantize(head_dim, dtype, **OPTIONS[option])
     (code,) = machine_code.disassemble(machine_code.cubin_of(compiled))
     refuse_spills(code)
-    own = OWN_AHEAD[head_dim] if OPTIONS[option].get("rope") else OWN_ROTATED
+    rotated = OPTIONS[option].get("rope") or OPTIONS[option].get("rotate")
+    own = OWN_ROTATED[head_dim] if rotated else 32
     threads = BLOCK * head_dim // own
     elements = 65536 // (code.registers + -code.registers % 8) // threads * threads * own
     assert elements >= 512 * 32, "on their way in an SM"
@@ -416,8 +414,8 @@ def test_quantizing_compiles_without_spills(head_dim: int, dtype: str, option: s
 @pytest.mark.parametrize("parts", ["q", "v", "kv"])
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_parts_compile(parts: str, head_dim: int) -> None:
-    rotated = {"rotate": True}  # of 256 Q alone spills 8 bytes
-    for options in ({}, *[rotated] * (head_dim == 64), rotated | {"rope": True}):
+    rotated = {"rotate": True}
+    for options in ({}, rotated, rotated | {"rope": True}):
         compiled = quantize.compile_quantize(head_dim, "bfloat16", parts=parts, **options)
         refuse_spills(*machine_code.disassemble(compiled.__cubin__))
 

@@ -17,8 +17,8 @@ from ..contract import Problem, Scratch
 E4M3_MAX = 448.0
 # By head_dim the largest code of Q and K of which no sum of products is beyond fp16's 65504: c²·head_dim.
 LARGEST_IN_HALF = {64: 30.0, 128: 22.0, 256: 15.0}
-# Elements of a row that a thread has which rotates it: of `quantize`, and by head_dim of `quantize_ahead`.
-OWN_ROTATED, OWN_AHEAD = 32, {64: 32, 128: 32, 256: 64}
+# By head_dim how many elements of a row a thread has that rotates it: the order of the transform's sums.
+OWN_ROTATED = {64: 32, 128: 32, 256: 64}
 # How a stage quantises its inputs: with scales of their blocks, and before that rotated or not.
 ROTATED, UNROTATED = "rotated", "unrotated"
 BLOCK = 64  # rows that share a scale
