@@ -61,6 +61,7 @@ class SummedTiles(Tiles):
         """
         *extents, group = lengths
         sdQ, sTile = shared.dQ, shared.tile
+        self.count_sums(mDQ_sum, mOrder.shape[0])
         cute.arch.griddepcontrol_wait()  # for the preprocess's zeros, if it writes some
         cute.arch.griddepcontrol_launch_dependents()
         mine, step = warp_idx - CONSUMER_WARPS - 1, Int32(0)
@@ -85,9 +86,10 @@ class SummedTiles(Tiles):
                 mTurns = cute.domain_offset((0, place[6] // self.blocks * self.sums), mOrder)
             for g in range(group, unroll=1):
                 head_index = self.batch.scratch_row(place, kv_head * group, mQ.shape[2]) + g
-                for i in range(first, last, unroll=1):
+                for step_of_head in range(first, last, unroll=1):
                     if step % 2 == mine:
-                        at, turn, final = self.turn_of(kv_block, i, seqlen_q, seqlen_kv)
+                        i = self.q_tile_at(step_of_head, first, last, place)
+                        at, turn, final = self.turn_of(kv_block, i, seqlen_q, seqlen_kv, place)
                         order = mTurns[head_index, None].iterator + (i * self.sums + at)
                         if const_expr(self.deterministic):
                             await_value(order, turn)
@@ -219,6 +221,12 @@ class SummedTiles(Tiles):
 
     # ---- turns --------------------------------------------------------------------------------------------
 
+    def count_sums(self, mDQ_sum, heads) -> None:
+        """How many sums a tile of queries has, of so many heads: as many as the caller has allocated
+        (`limits.sums_of_dq`). Inside a kernel, each anew."""
+        if self.counts_sums:
+            self.sums = mDQ_sum.shape[0] // heads
+
     @cute.jit
     def turns_at(self, q_tile, seqlen_q, seqlen_kv):
         """How many tiles of keys add to dQ of a tile of queries: those of `keys_seen`."""
@@ -241,11 +249,12 @@ class SummedTiles(Tiles):
         return first, end
 
     @cute.jit
-    def turn_of(self, kv_block, q_tile, seqlen_q, seqlen_kv):
-        """(sum, turn, final): to which sum of a tile of queries' dQ a tile of keys adds, and when.
+    def turn_of(self, kv_block, q_tile, seqlen_q, seqlen_kv, place=None):
+        """(sum, turn, final): to which sum of a tile of queries' dQ a tile of keys adds, and when; of a head
+        that may be mirrored with its `place`.
 
-        Whoever comes before it was fetched before it (`Tiles.order`: blocks ascend, under a mask descend, as
-        turns do), so nobody waits for one who has not begun.
+        Whoever comes before it was fetched before it (`Tiles.locate`: blocks ascend, under a mask descend
+        unless mirrored, as turns do), so nobody waits for one who has not begun.
         """
         first, end = self.keys_seen(q_tile, seqlen_q, seqlen_kv)
         turns = end - first if const_expr(self.mask.hides_first) else end
@@ -253,6 +262,9 @@ class SummedTiles(Tiles):
         if const_expr(self.mask.hides):
             # From the diagonal to the left: CTAs that begin together reach the tile in this order.
             turn = end - 1 - kv_block
+            if const_expr(self.mirrors):
+                if place[3] != 0:
+                    turn = kv_block
         return turn % self.sums, turn // self.sums, turn + self.sums >= turns
 
 
