@@ -195,6 +195,7 @@ class Backward(LoadingTiles):
         divided, mDK and mDV are mParts' halves. mTiled and mParts: `key_parts`."""
         # 1. shared memory, rings, and who is who
         self.take(numbers)
+        self.count_sums(mDQ_sum, mOrder.shape[0])
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
@@ -294,12 +295,12 @@ class Backward(LoadingTiles):
                 mirrored = place[3] if self.mirrors else None
                 for begin, end, hides in self.runs(first, masked, whole, last, mirrored):
                     for i in range(begin, end, unroll=1):
-                        where = kv_block, self.q_tile_at(i, first, last, place), seqlens
+                        where = kv_block, self.q_tile_at(i, first, last, place, *seqlens), seqlens
                         self.step(x, f, k_get, q_get, q_next, parity, *where, masked=hides, final=False)
                         parity ^= 1
                         q_get.advance()
                         q_next.advance()
-                where = kv_block, self.q_tile_at(last - 1, first, last, place), seqlens
+                where = kv_block, self.q_tile_at(last - 1, first, last, place, *seqlens), seqlens
                 self.step(x, f, k_get, q_get, q_next, parity, *where, masked=True, final=True)
                 parity ^= 1
                 q_get.advance()

@@ -50,7 +50,8 @@ class LoadingTiles(SummedTiles):
             tell(tile_ring, tile_put, shared.tile, (1, *place))
             tile_put.advance()
             kv_head = place[1]
-            kv_block, first, _, _, last = self.work_on(place[0], mTiled, *self.batch.lengths(place, extents))
+            seqlens = self.batch.lengths(place, extents)
+            kv_block, first, _, _, last = self.work_on(place[0], mTiled, *seqlens)
             mOwnStats = self.batch.scratch(mStats, place)
             # (TMA, block of 64 keys) and (TMA, consumer + 2 · stage)
             own_head = kv_head
@@ -65,7 +66,7 @@ class LoadingTiles(SummedTiles):
                 tQgQ, tQsQ = partition_tma(load_Q, self.batch.queries(mQ, head, place), shared.Q)
                 tOgO, tOsO = partition_tma(load_dO, self.batch.queries(mDO, head, place), shared.dO)
                 for step in range(first, last, unroll=1):
-                    i = self.q_tile_at(step, first, last, place)
+                    i = self.q_tile_at(step, first, last, place, *seqlens)
                     put(q_ring, q_put, load_Q, tQgQ[None, i], tQsQ)
                     # Until here only what the caller gave is read, and the counter, which the call before
                     # left at zero: the preprocess, launched without PDL, began when that had ended.

@@ -285,11 +285,11 @@ class Postprocess:
                 cute.autovec_copy(gDQ_sum[None, thread, g], quads[None, g])
         else:
             rDQ.fill(0.0)
-            came = self.tiles.turns_at(block // self.tiles.blocks, *lengths)
             if const_expr(self.tiles.counts_sums):
-                for i in range(cutlass.min(came, self.tiles.sums), unroll=1):
+                for i in range(self.tiles.sums_at(block // self.tiles.blocks, *lengths), unroll=1):
                     add_sum(quads, mDQ_sum[head_index * self.tiles.sums + i, block, warpgroup_idx, None])
             else:
+                came = self.tiles.turns_at(block // self.tiles.blocks, *lengths)
                 for i in range_constexpr(self.tiles.sums):
                     if came > i:
                         add_sum(quads, mDQ_sum[head_index * self.tiles.sums + i, block, warpgroup_idx, None])

@@ -61,7 +61,6 @@ class SummedTiles(Tiles):
         """
         *extents, group = lengths
         sdQ, sTile = shared.dQ, shared.tile
-        self.count_sums(mDQ_sum, mOrder.shape[0])
         cute.arch.griddepcontrol_wait()  # for the preprocess's zeros, if it writes some
         cute.arch.griddepcontrol_launch_dependents()
         mine, step = warp_idx - CONSUMER_WARPS - 1, Int32(0)
@@ -88,7 +87,7 @@ class SummedTiles(Tiles):
                 head_index = self.batch.scratch_row(place, kv_head * group, mQ.shape[2]) + g
                 for step_of_head in range(first, last, unroll=1):
                     if step % 2 == mine:
-                        i = self.q_tile_at(step_of_head, first, last, place)
+                        i = self.q_tile_at(step_of_head, first, last, place, seqlen_q, seqlen_kv)
                         at, turn, final = self.turn_of(kv_block, i, seqlen_q, seqlen_kv, place)
                         order = mTurns[head_index, None].iterator + (i * self.sums + at)
                         if const_expr(self.deterministic):
@@ -234,6 +233,21 @@ class SummedTiles(Tiles):
         return end - first if const_expr(self.mask.hides_first) else end
 
     @cute.jit
+    def sums_at(self, q_tile, seqlen_q, seqlen_kv):
+        """How many sums of a tile of queries' dQ anyone adds to; they are the first."""
+        came = cutlass.min(self.turns_at(q_tile, seqlen_q, seqlen_kv), self.sums)
+        if const_expr(self.rotates):
+            if self.is_rotated(seqlen_q, seqlen_kv):
+                came = 2 if self.first_unwrapped(q_tile, seqlen_q, seqlen_kv) > 0 else 1
+        return came
+
+    @cute.jit
+    def first_unwrapped(self, q_tile, seqlen_q, seqlen_kv):
+        """Rotated, the first tile of keys that begins with this tile of queries or one before it."""
+        kv_blocks = cute.ceil_div(seqlen_kv, self.tile_kv)
+        return kv_blocks - cute.ceil_div((q_tile + 1) * kv_blocks, cute.ceil_div(seqlen_q, self.tile_q))
+
+    @cute.jit
     def keys_seen(self, q_tile, seqlen_q, seqlen_kv):
         """(first, end): the tiles of keys that a tile of queries sees."""
         keys = seqlen_kv
@@ -265,7 +279,16 @@ class SummedTiles(Tiles):
             if const_expr(self.mirrors):
                 if place[3] != 0:
                     turn = kv_block
-        return turn % self.sums, turn // self.sums, turn + self.sums >= turns
+        at, own_turn, final = turn % self.sums, turn // self.sums, turn + self.sums >= turns
+        if const_expr(self.rotates):
+            if self.is_rotated(seqlen_q, seqlen_kv):
+                # One sum until the last tile of queries, one after it: in either those who begin later in the
+                # order of tiles come later.
+                begin = self.first_unwrapped(q_tile, seqlen_q, seqlen_kv)
+                at, own_turn, final = 0, kv_block - begin, kv_block == end - 1
+                if kv_block < begin:
+                    at, own_turn, final = 1, kv_block, kv_block == begin - 1
+        return at, own_turn, final
 
 
 @cute.jit

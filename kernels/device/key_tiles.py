@@ -27,6 +27,7 @@ THREADS = WARPGROUP * (CONSUMERS + 1)
 BOTH = WARPGROUP * CONSUMERS  # threads at a named barrier where the consumers meet
 REGISTERS = (24, 240)  # of a producer's thread, of a consumer's
 CAPPED_COLUMNS = 4  # of scores, whose exponentials with a soft cap are in flight together
+ROTATED_BYTES = 32 * 2**20
 TILES_AHEAD = 16  # without a mask zeros are written so many tiles, but at least a head, ahead
 
 
@@ -72,6 +73,7 @@ class Tiles(Scores):
         # and queries from the last to the first, and long tiles begin where short ones end.
         plain = not (capped or packed or mask.hides_first)
         self.mirrors = deterministic and plain and mask.hides
+        self.rotates = deterministic and plain and self.in_waves and not divides
         self.counts_sums = deterministic and plain  # `count_sums`; otherwise:
         self.sums = sums_of_dq(deterministic, mask.hides)
         self.column_bytes = COLUMN_BYTES[head_dim]
@@ -134,12 +136,24 @@ class Tiles(Scores):
             yield cutlass.max(first, split), last - 1, False
 
     @cute.jit
-    def q_tile_at(self, i, first, last, place):
+    def q_tile_at(self, i, first, last, place, seqlen_q, seqlen_kv):
         """The tile of queries of a step, counted from `first` to `last` − 1."""
         if const_expr(self.mirrors):
             if place[3] != 0:
                 i = first + last - 1 - i
+        if const_expr(self.rotates):
+            if self.is_rotated(seqlen_q, seqlen_kv):
+                kv_blocks = cute.ceil_div(seqlen_kv, self.tile_kv)
+                i += (kv_blocks - 1 - place[0]) * last // kv_blocks
+                if i >= last:
+                    i -= last
         return i
+
+    def is_rotated(self, seqlen_q, seqlen_kv):
+        """Whether each tile of keys begins with other queries: where there is a sum for those before them,
+        and what CTAs read at different places stays in L2."""
+        fits = (seqlen_q * (self.column_bytes + 4) * self.head_dim <= ROTATED_BYTES) & (seqlen_kv <= 2**23)
+        return (self.sums == 2) & fits
 
     @cute.jit
     def work_on(self, block, mTiled, seqlen_q, seqlen_kv):
@@ -226,6 +240,9 @@ class Tiles(Scores):
         if const_expr(self.mirrors):
             # With many more keys than queries all tiles are about as long.
             mirrored = Int32(head >= final) if mK.shape[0] <= 2 * mQ.shape[0] else Int32(0)
+            import os
+            if mQ.shape[0] >= int(os.environ.get("ALLM", 1 << 28)):
+                mirrored = Int32(1)
             place = kv_blocks - 1 - kv_block if mirrored != 0 else kv_block, *place[1:], mirrored
         return place
 
