@@ -270,7 +270,7 @@ def backward_stage(
         parts = UNDIVIDED
     if parts is None:
         one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
-        parts = division.parts_of(problem, gpu.sms) if one_launch else UNDIVIDED
+        parts = division.parts_of(problem, gpu.sms, deterministic) if one_launch else UNDIVIDED
     if parts == UNDIVIDED:
         # Of few tiles under a causal mask turns cost less than zeros.
         short = problem.causal and problem.seqlen_q == problem.seqlen_kv <= TURNS_SEQLEN

@@ -97,8 +97,7 @@ def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None 
         # of tiles taken, a kernel each
         stats = scratch_shapes(problem, tile_q)["stats"]
         return {"stats": stats, **of_keys, **lists, "counter": ((2,), "int32")}
-    sums = sums_of_dq(deterministic, problem.causal or problem.window is not None)
-    heads = problem.batch * problem.heads
+    sums, heads = sums_of_dq(problem, deterministic), problem.batch * problem.heads
     return (
         scratch_shapes(problem, tile_q, sums)
         | of_keys

@@ -20,6 +20,8 @@ SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked
 FINAL_SECTIONS = 4  # of them, at the end, worked on as one: what is fetched last is then short
 FORWARD_ROWS = {64: 256, 96: 192, 128: 192, 192: 128, 256: 128}  # queries in a tile of k6, by `tile_dim`
 UNBOUNDED = 2**30  # keys that a window reaches back or ahead if it has no bound there
+ONE_SUM = {64: 16, 96: 4, 128: 4}  # tiles of keys up to which one sum of dQ is better than two
+FEW_QUERIES = 660  # tiles of queries of all heads: with as many two sums are enough
 FINAL_LISTED = 64  # tiles of a head at most that are listed one by one, at the end
 LISTED = 8  # numbers that `packed.ListTiles` says of a tile
 SECTION_BYTES_MAX = 2**31 - 1  # what `key_tiles.Tiles.section` can count
@@ -194,7 +196,25 @@ def scratch_shapes(problem: Problem, tile_q: int, sums: int = 1) -> Scratch:
     }
 
 
-def sums_of_dq(deterministic: bool, hides: bool) -> int:
-    """How many sums of dQ bwd4 has. Deterministic, every other tile of keys adds to one of its own, which
-    halves the chain of those that wait for each other. (With a mask it cost more in L2 than it saved.)"""
+def fixed_sums(deterministic: bool, hides: bool) -> int:
+    """How many sums of dQ bwd4 has with a window, a soft cap or packed sequences. Deterministic, every other
+    tile of keys adds to one of its own, which halves the chain of those that wait for each other. (With a
+    mask it cost more in L2 than it saved.)"""
     return 2 if deterministic and not hides else 1
+
+
+def sums_of_dq(problem: Problem, deterministic: bool) -> int:
+    """How many sums of dQ a backward pass up to head_dim 128 has: tiles of keys add to them in turns, so that
+    with more of them fewer wait for each other, and more bytes are written and read. notes/bwd4_det.md,
+    "How many sums", has the measured times."""
+    if not deterministic or set(problem.policies) - {"sink"}:
+        return fixed_sums(deterministic, problem.causal or problem.window is not None)
+    tiles, keys = (math.ceil(n / of[tile_dim(problem)]) for n, of in zip(
+        (problem.seqlen_q, problem.seqlen_kv), (TILE_Q, TILE_KV)
+    ))  # fmt: skip
+    if problem.seqlen_kv > 2 * problem.seqlen_q:
+        # All tiles of keys begin with the same few queries: the fewer those are, the more sums.
+        wanted = FEW_QUERIES / max(1, problem.batch * problem.heads * tiles)
+        return max(2, min(8, keys // 8, 2 ** math.ceil(math.log2(max(1.0, wanted)))))
+    few = keys <= ONE_SUM[tile_dim(problem)]
+    return 1 if problem.causal or few else 2
