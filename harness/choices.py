@@ -1,6 +1,7 @@
 """The library's choices held against what is committed: what `division` expects of each way to compute a
 problem beside what it took, as a figure."""
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from hopper_attention.kernels import division
 from hopper_attention.kernels.contract import Problem
 
 Rows = list[dict[str, Any]]
-TICKS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 8.0)
+TICKS = {4.0: (0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 3.0), math.inf: (1.0, 1.5, 2.0, 3.0, 5.0, 8.0)}  # up to
 MARGIN = 1.12  # beyond the outermost points
 
 
@@ -63,21 +64,24 @@ def plot_choices(found: dict[str, Rows], path: Path | str) -> None:
             "The choice among ways to compute a problem",
             "time of each way not taken, over that of the way taken",
         )
-        figure.subplots_adjust(left=0.06, right=0.99, top=0.8, bottom=0.1, wspace=0.14)
+        figure.subplots_adjust(left=0.06, right=0.99, top=0.87, bottom=0.1, wspace=0.14)
         plots.save(figure, path)
 
 
 def _draw(axes: Axes, ways: list[Way], direction: str, problems: int) -> None:
     for wrong, colour, order in ((False, plots.OTHER_COLOUR, 2), (True, plots.STAGE_COLOUR, 3)):
-        points = [(x.expected, x.measured) for x in ways if (x.measured < 1) == wrong]
-        axes.scatter(*zip(*points), s=14, color=colour, linewidths=0, zorder=order) if points else None
+        points = [x for x in ways if (x.measured < 1) == wrong]
+        places = [x.expected for x in points], [x.measured for x in points]
+        axes.scatter(*places, s=14, color=colour, linewidths=0, zorder=order)
     both = [*(x.expected for x in ways), *(x.measured for x in ways), 1.0]
     low, high = min(both) / MARGIN, max(both) * MARGIN
     axes.plot((low, high), (low, high), color=plots.MUTED, linewidth=0.8, zorder=1)
     axes.axhline(1, color=plots.INK, linewidth=0.8, zorder=1)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    ticks = next(ticks for most, ticks in TICKS.items() if high < most)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.axes.set_xscale("log") if axis is axes.xaxis else axis.axes.set_yscale("log")
-        axis.set_major_locator(FixedLocator([x for x in TICKS if low <= x <= high]))
+        axis.set_major_locator(FixedLocator([x for x in ticks if low <= x <= high]))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.set_xlim(low, high)

@@ -292,8 +292,7 @@ class Backward(LoadingTiles):
                 if const_expr(self.config.keep_V):
                     tVsV = f.copy_V.partition_S(shared.V)[None, None, None, consumer]  # (CPY, CPY_M, CPY_K)
                     cute.copy(f.copy_V, tVsV, f.copy_V.retile(f.dP.A))
-                mirrored = place[3] if self.mirrors else None
-                for begin, end, hides in self.runs(first, masked, whole, last, mirrored):
+                for begin, end, hides in self.runs(first, masked, whole, last, place):
                     for i in range(begin, end, unroll=1):
                         where = kv_block, self.q_tile_at(i, first, last, place, *seqlens), seqlens
                         self.step(x, f, k_get, q_get, q_next, parity, *where, masked=hides, final=False)

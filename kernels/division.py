@@ -134,7 +134,8 @@ def parts_of(problem: Problem, sms: int = SMS, deterministic: bool = False) -> P
         return parts if of_parts <= problem.heads * problem.seqlen_q else UNDIVIDED  # rows of dQ's sums
     if not tiles:
         return UNDIVIDED
-    return min(divisions(problem, sms, deterministic), key=lambda parts: steps_of(problem, parts, sms))
+    ways = divisions(problem, sms, deterministic)
+    return min(ways, key=lambda parts: steps_of(problem, parts, sms, deterministic))
 
 
 def _is_grouped(problem: Problem) -> bool:
@@ -159,11 +160,13 @@ def divisions(problem: Problem, sms: int = SMS, deterministic: bool = False) -> 
     return found
 
 
-def steps_of(problem: Problem, parts: Parts, sms: int = SMS) -> float:
+def steps_of(problem: Problem, parts: Parts, sms: int = SMS, deterministic: bool = False) -> float:
     """The time of a backward pass, in steps of its main loop."""
     busiest = max(loads_of(problem, parts, sms))
     if parts == UNDIVIDED:
-        return busiest * (UNDIVIDED_CAUSAL if _is_grouped(problem) else 1.0)
+        # Where tiles wait for turns and all begin with the same queries, more heads each part them.
+        waits = deterministic and problem.seqlen_kv > 2 * problem.seqlen_q
+        return busiest * (UNDIVIDED_CAUSAL if _is_grouped(problem) and not waits else 1.0)
     keys = problem.batch * problem.kv_heads * parts.count * problem.seqlen_kv
     part_bytes = 2 * keys * tile_dim(problem) * 4  # of dK and dV, which are written, and read again
     if parts.queries > 1:

@@ -103,7 +103,7 @@ def test_a_mirrored_head_masks_what_is_hidden(
             if first == last:
                 continue
             steps, unmasked = [], []
-            for begin, end, hides in kernel.runs(first, masked, whole, last, place[3]):
+            for begin, end, hides in kernel.runs(first, masked, whole, last, place):
                 steps += range(begin, end)
                 unmasked += [] if hides else range(begin, end)
             assert steps == list(range(first, last - 1))

@@ -21,6 +21,7 @@ from .policies import listed
 from .rings import CONSUMER
 from .tile_order import hear, hear_place
 
+ROTATED_BYTES = 32 * 2**20  # of a head's queries, with both sums: what CTAs read at many places at once
 PART = ROWS * 64  # elements of dQ_sum in a row: 64 queries × 64 columns
 AND_ADDER = WARPGROUP + WARP  # threads at a named barrier where a consumer and an adding warp meet
 
@@ -225,6 +226,26 @@ class SummedTiles(Tiles):
         (`limits.sums_of_dq`). Inside a kernel, each anew."""
         if self.counts_sums:
             self.sums = mDQ_sum.shape[0] // heads
+
+    @cute.jit
+    def q_tile_at(self, i, first, last, place, seqlen_q, seqlen_kv):
+        """The tile of queries of a step, counted from `first` to `last` − 1."""
+        if const_expr(self.mirrors):
+            if place[3] != 0:
+                i = first + last - 1 - i
+        if const_expr(self.rotates):
+            if self.is_rotated(seqlen_q, seqlen_kv):
+                kv_blocks = cute.ceil_div(seqlen_kv, self.tile_kv)
+                i += (kv_blocks - 1 - place[0]) * last // kv_blocks
+                if i >= last:
+                    i -= last
+        return i
+
+    def is_rotated(self, seqlen_q, seqlen_kv):
+        """Whether each tile of keys begins with other queries: where there is a sum for those before them,
+        and what CTAs read at different places stays in L2."""
+        fits = (seqlen_q * (self.column_bytes + 4) * self.head_dim <= ROTATED_BYTES) & (seqlen_kv <= 2**23)
+        return (self.sums == 2) & fits
 
     @cute.jit
     def turns_at(self, q_tile, seqlen_q, seqlen_kv):

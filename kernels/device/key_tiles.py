@@ -27,7 +27,7 @@ THREADS = WARPGROUP * (CONSUMERS + 1)
 BOTH = WARPGROUP * CONSUMERS  # threads at a named barrier where the consumers meet
 REGISTERS = (24, 240)  # of a producer's thread, of a consumer's
 CAPPED_COLUMNS = 4  # of scores, whose exponentials with a soft cap are in flight together
-ROTATED_BYTES = 32 * 2**20
+L2_BYTES = 48 * 2**20
 TILES_AHEAD = 16  # without a mask zeros are written so many tiles, but at least a head, ahead
 
 
@@ -115,13 +115,13 @@ class Tiles(Scores):
             masked = last
         return first, masked, whole, last
 
-    def runs(self, first, masked, whole, last, mirrored=None):
+    def runs(self, first, masked, whole, last, place=None):
         """The loops over `q_tiles`, one after the other, as (begin, end, whether masked); the last tile is
         apart. A generator, so that each bound is computed where its loop begins. Of a mirrored head they
         count steps, from the last tile of queries on (`q_tile_at`), and the first one is apart."""
         split = cutlass.min(masked, last - 1)
         if self.mirrors:
-            first_masked, unmasked = masked_runs(first, masked, last, mirrored)
+            first_masked, unmasked = masked_runs(first, masked, last, place[3])
             yield first, first_masked, True
             yield first_masked, unmasked, False
             yield unmasked, last - 1, True
@@ -134,26 +134,6 @@ class Tiles(Scores):
             yield end, last - 1, True
         else:
             yield cutlass.max(first, split), last - 1, False
-
-    @cute.jit
-    def q_tile_at(self, i, first, last, place, seqlen_q, seqlen_kv):
-        """The tile of queries of a step, counted from `first` to `last` − 1."""
-        if const_expr(self.mirrors):
-            if place[3] != 0:
-                i = first + last - 1 - i
-        if const_expr(self.rotates):
-            if self.is_rotated(seqlen_q, seqlen_kv):
-                kv_blocks = cute.ceil_div(seqlen_kv, self.tile_kv)
-                i += (kv_blocks - 1 - place[0]) * last // kv_blocks
-                if i >= last:
-                    i -= last
-        return i
-
-    def is_rotated(self, seqlen_q, seqlen_kv):
-        """Whether each tile of keys begins with other queries: where there is a sum for those before them,
-        and what CTAs read at different places stays in L2."""
-        fits = (seqlen_q * (self.column_bytes + 4) * self.head_dim <= ROTATED_BYTES) & (seqlen_kv <= 2**23)
-        return (self.sums == 2) & fits
 
     @cute.jit
     def work_on(self, block, mTiled, seqlen_q, seqlen_kv):
@@ -238,11 +218,13 @@ class Tiles(Scores):
         kv_block, head = self.order.locate(tile, kv_blocks, all_heads, section, final)
         place = kv_block, head % heads, head // heads
         if const_expr(self.mirrors):
-            # With many more keys than queries all tiles are about as long.
-            mirrored = Int32(head >= final) if mK.shape[0] <= 2 * mQ.shape[0] else Int32(0)
-            import os
-            if mQ.shape[0] >= int(os.environ.get("ALLM", 1 << 28)):
+            # With many more keys than queries all tiles are about as long. Of queries that do not stay in L2
+            # the longest tiles first: those read the same ones for longest.
+            mirrored = Int32(head >= final)
+            if mQ.shape[0] * self.column_bytes * self.head_dim > L2_BYTES:
                 mirrored = Int32(1)
+            if mK.shape[0] > 2 * mQ.shape[0]:
+                mirrored = Int32(0)
             place = kv_blocks - 1 - kv_block if mirrored != 0 else kv_block, *place[1:], mirrored
         return place
 

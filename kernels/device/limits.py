@@ -3,7 +3,7 @@
 import math
 
 from ..contract import Problem, Scratch
-from .constants import GRID_YZ_MAX, ROWS_MAX, VECTOR
+from .constants import GRID_YZ_MAX, ROWS_MAX, SMS, VECTOR
 
 HEAD_DIMS = (64, 128, 256)  # of the production kernels; compiled in
 # Columns of a tile, for these head dims and all others: `tile_dims`. A kernel for the others is compiled once
@@ -20,8 +20,8 @@ SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked
 FINAL_SECTIONS = 4  # of them, at the end, worked on as one: what is fetched last is then short
 FORWARD_ROWS = {64: 256, 96: 192, 128: 192, 192: 128, 256: 128}  # queries in a tile of k6, by `tile_dim`
 UNBOUNDED = 2**30  # keys that a window reaches back or ahead if it has no bound there
-ONE_SUM = {64: 16, 96: 4, 128: 4}  # tiles of keys up to which one sum of dQ is better than two
-FEW_QUERIES = 660  # tiles of queries of all heads: with as many two sums are enough
+ONE_SUM = {64: 12, 96: 8, 128: 8}  # tiles of keys up to which one sum of dQ is better than two
+FEW_QUERIES = 660  # tiles of queries of all heads: with half as many there is work for two sums
 FINAL_LISTED = 64  # tiles of a head at most that are listed one by one, at the end
 LISTED = 8  # numbers that `packed.ListTiles` says of a tile
 SECTION_BYTES_MAX = 2**31 - 1  # what `key_tiles.Tiles.section` can count
@@ -209,12 +209,12 @@ def sums_of_dq(problem: Problem, deterministic: bool) -> int:
     "How many sums", has the measured times."""
     if not deterministic or set(problem.policies) - {"sink"}:
         return fixed_sums(deterministic, problem.causal or problem.window is not None)
-    tiles, keys = (math.ceil(n / of[tile_dim(problem)]) for n, of in zip(
-        (problem.seqlen_q, problem.seqlen_kv), (TILE_Q, TILE_KV)
-    ))  # fmt: skip
+    columns, heads = tile_dim(problem), problem.batch * problem.heads
+    key_tiles = math.ceil(problem.seqlen_kv / TILE_KV[columns])
     if problem.seqlen_kv > 2 * problem.seqlen_q:
         # All tiles of keys begin with the same few queries: the fewer those are, the more sums.
-        wanted = FEW_QUERIES / max(1, problem.batch * problem.heads * tiles)
-        return max(2, min(8, keys // 8, 2 ** math.ceil(math.log2(max(1.0, wanted)))))
-    few = keys <= ONE_SUM[tile_dim(problem)]
-    return 1 if problem.causal or few else 2
+        tiles = heads * math.ceil(problem.seqlen_q / TILE_Q[columns])
+        wanted = 2 ** math.ceil(math.log2(max(1.0, FEW_QUERIES / max(1, tiles))))
+        return max(2, min(8, key_tiles // 3, wanted))
+    short = key_tiles <= ONE_SUM[columns] and heads * key_tiles >= 2 * SMS
+    return 1 if problem.causal or short else 2
