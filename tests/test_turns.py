@@ -116,6 +116,40 @@ def test_a_mirrored_head_masks_what_is_hidden(
     assert mirrored == {0, 1}
 
 
+def test_heads_longer_than_l2_are_all_mirrored() -> None:
+    """With turns in the order in which tiles are fetched. None is where keys are twice as many, and more."""
+    for lengths, expected in (((50_000, 50_000), {1}), ((40_000, 40_000), {0, 1}), ((50_000, 100_200), {0})):
+        kernel = kernel_of(128, True, None)
+        kernel.count_sums(SimpleNamespace(shape=(1,)), 1)
+        found, before = set(), {}
+        for place, kv_block, (first, _, _, last) in tiles_of(kernel, (1, 2), lengths, None):
+            found.add(place[3])
+            for q_tile in (x for x in range(0, last, 97) if x >= first):
+                at, turn, _ = kernel.turn_of(kv_block, q_tile, *lengths, place)
+                assert (at, turn) == (0, before.get((place[1], q_tile), -1) + 1)
+                before[place[1], q_tile] = turn
+        assert found == expected
+
+
+def test_how_many_sums_there_are() -> None:
+    """As the note has it; whoever has a window, a soft cap or packed sequences has a fixed number."""
+    plain = Problem(1, 24, 24, 4096, 4096, 128, False, direction="bwd")
+    for changes, sums in (
+        ({}, 2),
+        ({"causal": True}, 1),
+        ({"seqlen_q": 512, "seqlen_kv": 512, "batch": 8}, 1),
+        ({"seqlen_q": 512, "seqlen_kv": 512}, 2),  # few tiles: each wait counts
+        ({"seqlen_q": 512, "seqlen_kv": 8192, "heads": 8, "kv_heads": 1, "causal": True}, 8),
+        ({"seqlen_q": 2048, "seqlen_kv": 32768, "causal": True}, 2),
+        ({"seqlen_q": 512, "seqlen_kv": 512, "batch": 8, "softcap": 30.0, "scaled": True}, 2),
+        ({"window": (100, 0), "scaled": True}, 1),
+        ({"sink": True, "causal": True, "scaled": True}, 1),
+    ):
+        problem = plain.with_(**changes)
+        assert limits.sums_of_dq(problem, True) == sums, changes
+        assert limits.sums_of_dq(problem, False) == 1
+
+
 def test_a_rotated_head_begins_everywhere() -> None:
     """At head_dim 128 without a mask: tiles of keys that are fetched together begin two tiles of queries
     apart, unless there is one sum or too much to stay in L2."""
