@@ -58,7 +58,7 @@ def test_scratch_is_padded_to_the_tiles_of_the_kernels(
         assert shapes["stats"][:2] == (12, blocks)
         assert ("dQ_sum" in shapes) != wide
         if not wide:
-            sums = limits.sums_of_dq(problem, deterministic)
+            sums = calls.sums_for(problem, deterministic)
             assert kernel.main.counts_sums == deterministic
             assert sums == kernel.main.sums or deterministic, "sums are counted"
             assert shapes["dQ_sum"][:2] == (12 * sums, blocks)

@@ -11,7 +11,7 @@ from untraced import kernels
 
 from hopper_attention.kernels.contract import Problem
 
-bwd4, bwd4_parts, limits = map(kernels, ("bwd4", "bwd4_parts", "device.limits"))
+bwd4, bwd4_parts, calls = map(kernels, ("bwd4", "bwd4_parts", "calls"))
 
 LENGTHS = ((1, 1), (65, 300), (300, 65), (513, 513), (257, 1100))
 HEADS = ((1, 1), (1, 3), (2, 5))  # batch, key heads
@@ -146,8 +146,8 @@ def test_how_many_sums_there_are() -> None:
         ({"sink": True, "causal": True, "scaled": True}, 1),
     ):
         problem = plain.with_(**changes)
-        assert limits.sums_of_dq(problem, True) == sums, changes
-        assert limits.sums_of_dq(problem, False) == 1
+        assert calls.sums_for(problem, True) == sums, changes
+        assert calls.sums_for(problem, False) == 1
 
 
 def test_a_rotated_head_begins_everywhere() -> None:

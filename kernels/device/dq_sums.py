@@ -223,7 +223,7 @@ class SummedTiles(Tiles):
 
     def count_sums(self, mDQ_sum, heads) -> None:
         """How many sums a tile of queries has, of so many heads: as many as the caller has allocated
-        (`limits.sums_of_dq`). Inside a kernel, each anew."""
+        (`calls.sums_for`). Inside a kernel, each anew."""
         if self.counts_sums:
             self.sums = mDQ_sum.shape[0] // heads
 

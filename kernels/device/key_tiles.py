@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import cpasync
 from ..contract import Problem, Work
 from .constants import LOG2_E, SMS, WARP, WARPGROUP
 from .key_parts import query_parts
-from .limits import COLUMN_BYTES, SECTION_BYTES, TILE_Q, fixed_sums
+from .limits import COLUMN_BYTES, SECTION_BYTES, TILE_Q, sums_of_dq
 from .masks import Mask
 from .policies import DenseScratch, PackedScratch, Scores, listed
 from .tile_order import ByHead, BySection, final_section
@@ -75,7 +75,7 @@ class Tiles(Scores):
         self.mirrors = deterministic and plain and mask.hides
         self.rotates = deterministic and plain and self.in_waves and not divides
         self.counts_sums = deterministic and plain  # `count_sums`; otherwise:
-        self.sums = fixed_sums(deterministic, mask.hides)
+        self.sums = sums_of_dq(deterministic, mask.hides)
         self.column_bytes = COLUMN_BYTES[head_dim]
         # With a mask the tile that is seen by most comes first, or as `turn_of` wants it last; deterministic,
         # heads take turns.

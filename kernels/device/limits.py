@@ -3,7 +3,7 @@
 import math
 
 from ..contract import Problem, Scratch
-from .constants import GRID_YZ_MAX, ROWS_MAX, SMS, VECTOR
+from .constants import GRID_YZ_MAX, ROWS_MAX, VECTOR
 
 HEAD_DIMS = (64, 128, 256)  # of the production kernels; compiled in
 # Columns of a tile, for these head dims and all others: `tile_dims`. A kernel for the others is compiled once
@@ -20,8 +20,6 @@ SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked
 FINAL_SECTIONS = 4  # of them, at the end, worked on as one: what is fetched last is then short
 FORWARD_ROWS = {64: 256, 96: 192, 128: 192, 192: 128, 256: 128}  # queries in a tile of k6, by `tile_dim`
 UNBOUNDED = 2**30  # keys that a window reaches back or ahead if it has no bound there
-ONE_SUM = {64: 12, 96: 8, 128: 8}  # tiles of keys up to which one sum of dQ is better than two
-FEW_QUERIES = 660  # tiles of queries of all heads: with half as many there is work for two sums
 FINAL_LISTED = 64  # tiles of a head at most that are listed one by one, at the end
 LISTED = 8  # numbers that `packed.ListTiles` says of a tile
 SECTION_BYTES_MAX = 2**31 - 1  # what `key_tiles.Tiles.section` can count
@@ -196,25 +194,7 @@ def scratch_shapes(problem: Problem, tile_q: int, sums: int = 1) -> Scratch:
     }
 
 
-def fixed_sums(deterministic: bool, hides: bool) -> int:
-    """How many sums of dQ bwd4 has with a window, a soft cap or packed sequences. Deterministic, every other
-    tile of keys adds to one of its own, which halves the chain of those that wait for each other. (With a
-    mask it cost more in L2 than it saved.)"""
+def sums_of_dq(deterministic: bool, hides: bool) -> int:
+    """How many sums of dQ bwd4 has. Deterministic, every other tile of keys adds to one of its own, which
+    halves the chain of those that wait for each other. (With a mask it cost more in L2 than it saved.)"""
     return 2 if deterministic and not hides else 1
-
-
-def sums_of_dq(problem: Problem, deterministic: bool) -> int:
-    """How many sums of dQ a backward pass up to head_dim 128 has: tiles of keys add to them in turns, so that
-    with more of them fewer wait for each other, and more bytes are written and read. notes/bwd4_det.md,
-    "How many sums", has the measured times."""
-    if not deterministic or set(problem.policies) - {"sink"}:
-        return fixed_sums(deterministic, problem.causal or problem.window is not None)
-    columns, heads = tile_dim(problem), problem.batch * problem.heads
-    key_tiles = math.ceil(problem.seqlen_kv / TILE_KV[columns])
-    if problem.seqlen_kv > 2 * problem.seqlen_q:
-        # All tiles of keys begin with the same few queries: the fewer those are, the more sums.
-        tiles = heads * math.ceil(problem.seqlen_q / TILE_Q[columns])
-        wanted = 2 ** math.ceil(math.log2(max(1.0, FEW_QUERIES / max(1, tiles))))
-        return max(2, min(8, key_tiles // 3, wanted))
-    short = key_tiles <= ONE_SUM[columns] and heads * key_tiles >= 2 * SMS
-    return 1 if problem.causal or short else 2
