@@ -7,7 +7,7 @@ with the last dK and dV, half of whose heads travel beside the other half's kern
 
 from dataclasses import dataclass
 
-from hopper_attention.integrations import context_parallel as cp
+from hopper_attention.integrations import zigzag
 from hopper_attention.kernels.contract import BYTES_PER_ELEMENT, Problem
 
 BACKWARD = 2.5  # a backward step's FLOPs over a forward one's
@@ -83,7 +83,7 @@ def steps_are_equal(ranks: int) -> bool:
     cells = {
         len(step.queries.halves) * len(step.keys.halves) / (2 if step.causal else 1)
         for rank in range(ranks)
-        for step in cp.schedule(rank, ranks, True)
+        for step in zigzag.schedule(rank, ranks, True)
     }
     return len(cells) == 1
 
