@@ -70,7 +70,7 @@ def merge(o, lse, other, other_lse, out):
     lse.copy_(both)
 
 
-# ---- the pieces of kernels/bwd4_blocks.py: scratch is (row, block, column block, 64 · 64) -------------------
+# ---- the pieces of kernels/bwd4_blocks.py: scratch is (row, block, column block, 64 · 64) ------------------
 
 
 def in_rows(scratch, rows):
