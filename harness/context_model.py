@@ -1,8 +1,9 @@
 """The time of a ring, from the time of a step's kernels and of a message: 2 to 1024 GPUs.
 
 A step's kernels take FLOPs over a rate; beside them travels what the next step needs. A step lasts as long as
-the longer of the two. The first of a forward pass has the keys of the second beside it; a backward pass ends
-with the last dK and dV, half of whose heads travel beside the other half's kernels.
+the longer of the two. The first of a forward pass has the keys of the second beside it. A backward pass
+begins with a third of the heads of a rank's own block, beside which the same keys travel, and ends with the
+others, beside which the last dK and dV do.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from hopper_attention.integrations import zigzag
 from hopper_attention.kernels.contract import BYTES_PER_ELEMENT, Problem
 
 BACKWARD = 2.5  # a backward step's FLOPs over a forward one's
+FIRST_HEADS = 1 / 3  # of a rank's own block come before messages, in a backward pass
 
 
 @dataclass(frozen=True)
@@ -63,18 +65,16 @@ def predict(
     net = network if ranks <= hosts_of else beyond
     message = lambda n: net.latency_s + n / net.bytes_per_s
     home = 2 * kv  # fp32
-    forward = [step / rates.forward] * ranks
-    merges = [0.0] + [3 * o / rates.memory] * (ranks - 1)
-    backward = [BACKWARD * step / rates.backward] * ranks
-    compute = sum(forward) + sum(merges) + (sum(backward) if both else 0.0)
-    seconds = 0.0
-    for i in range(ranks):
-        fetch = message(kv) if i + 1 < ranks else 0.0
-        seconds += max(forward[i] + merges[i], fetch)
-        if both:
-            seconds += max(backward[i], fetch + (message(home) if i > 1 else 0.0))
-    if both and ranks > 1:  # one half beside the other's kernels, the other behind all
-        seconds += max(0.0, message(home / 2) - backward[0] / 2) + message(home / 2)
+    fetches = [message(kv)] * (ranks - 1) + [0.0]  # beside each step, what the next one needs
+    forward = [step / rates.forward + (i > 0) * 3 * o / rates.memory for i in range(ranks)]
+    turns = list(zip(forward, fetches))
+    if both:
+        block = BACKWARD * step / rates.backward
+        before = block * FIRST_HEADS if ranks > 1 else block
+        homing = [0.0, 0.0, *[message(home)] * (ranks - 1)]  # beside each turn, what the one before gave
+        kernels = [before, *[block] * (ranks - 1), block - before]
+        turns += [(x, fetch + sent) for x, fetch, sent in zip(kernels, [*fetches, 0.0], homing)]
+    compute, seconds = sum(x for x, _ in turns), sum(map(max, turns))
     return Predicted(seconds, compute)
 
 

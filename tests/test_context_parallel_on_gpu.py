@@ -7,15 +7,19 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness import reference
-from hopper_attention import context_parallel_attention
+from hopper_attention import context_parallel_attention, enabled, production
 from hopper_attention.integrations import context_parallel as cp
 from hopper_attention.integrations.merging import merge
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 
 RANKS = 2
+TORCHS_OWN = "PyTorch's own"
 CASES = {  # tokens of a GPU, heads, key heads, head_dim, and what differs
     "whole tiles": (256, 4, 2, 128, {}),
     "one batch": (1536, 8, 4, 128, {"batch": 1}),
@@ -75,6 +79,41 @@ def run_case(rank: int, name: str) -> list[str]:
     return [failure for verdict in verdicts for failure in verdict.failures]
 
 
+def run_torchs_own(rank: int) -> list[str]:
+    """What is wrong with PyTorch's `context_parallel` over these kernels, on rank 0. It adds gradients that
+    are rounded block by block."""
+    from torch.distributed.tensor.experimental import context_parallel as torchs_own
+
+    generator = torch.Generator("cuda").manual_seed(6)
+    made = [torch.randn(1, 4, 1024, 128, device="cuda", generator=generator).bfloat16() for _ in range(4)]
+    *buffers, do = (x.clone() for x in made)
+    mesh, calls = init_device_mesh("cuda", (RANKS,)), []
+    before = production.forward, production.backward
+    production.forward = lambda *x: (calls.append("forward"), before[0](*x))[1]
+    production.backward = lambda *x: (calls.append("backward"), before[1](*x))[1]
+    try:
+        parts = torchs_own(mesh, buffers=[*buffers, do], buffer_seq_dims=[2] * 4)
+        with enabled(), sdpa_kernel(SDPBackend.FLASH_ATTENTION), parts:
+            inputs = [x.detach().clone().requires_grad_() for x in buffers]
+            o = F.scaled_dot_product_attention(*inputs, is_causal=True)
+            found = o.detach(), *torch.autograd.grad(o, inputs, do.clone())
+    finally:
+        production.forward, production.backward = before
+    whole = {}
+    for name, x in zip(("o", "dq", "dk", "dv"), found):
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(RANKS)]
+        dist.all_gather(parts, x.contiguous())
+        whole[name] = cp.unshard(parts)
+    if rank:
+        return []
+    wrong = [] if set(calls) == {"forward", "backward"} else [f"called were {calls}"]
+    q, k, v, do = made
+    expected = reference.Expected(q, k, v, True, do)
+    exact = dict(zip(("o", "dq", "dk", "dv"), (expected.forward[0], *expected.gradients)))
+    off = {name: float((whole[name].double() - x).norm() / x.norm()) for name, x in exact.items()}
+    return wrong + [f"{name} is off by {x:.1e} of its norm" for name, x in off.items() if x > 2.0**-7]
+
+
 def rank_main(rank: int, names: list[str], found: dict[str, list[str]]) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "NCCL_NVLS_ENABLE": "0"}
     device = torch.device("cuda", rank)
@@ -85,6 +124,9 @@ def rank_main(rank: int, names: list[str], found: dict[str, list[str]]) -> None:
         if rank == 0:
             found[name] = wrong
             print(name, wrong or "passes", flush=True)
+    wrong = run_torchs_own(rank)
+    if rank == 0:
+        found[TORCHS_OWN] = wrong
     dist.destroy_process_group()
 
 
@@ -130,7 +172,7 @@ def found() -> Callable[[], dict[str, list[str]]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, TORCHS_OWN])
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
 def test_numbers(name: str, found: dict[str, list[str]]) -> None:
     assert found[name] == []
