@@ -196,17 +196,17 @@ def test_numbers(ranks: int, tmp_path: Path) -> None:
     """o, lse and the gradients of both against one process' float64 attention of the whole sequence: of
     chunks that are whole tiles and others, of one batch with a rank's own heads first and last, of more, and
     with an operator for each block."""
-    whole, other = f"seqlen={256 * ranks}, wants_dlse=False", f"seqlen={24 * ranks}"
+    whole, other = f"seqlen={256 * ranks}, wants_dlse=False", f"seqlen={16 * ranks}"
     cases = [
         f"{call}(rank, ranks, {causal}, {kv_heads}, {scale}, {lengths}, batch={batch})"
         for call, causal, kv_heads, scale, lengths, batch in (
             ("numbers", True, 4, None, whole, 1),
             ("numbers", True, 2, None, whole, 2),
             ("numbers", False, 4, 0.2, whole, 1),
-            ("numbers", True, 2, 0.2, other, 1),
+            ("numbers", True, 2, None, other, 1),
             ("numbers", False, 1, None, other, 2),
-            ("one_by_one", True, 4, 0.2, other, 1),
-            ("one_by_one", False, 2, None, other, 2),
+            ("one_by_one", True, 4, None, other, 1),
+            ("one_by_one", False, 2, 0.2, other, 2),
         )
     ]
     passed(ring(ranks, f"[{', '.join(cases)}]", tmp_path))
