@@ -199,6 +199,10 @@ def refused(rank, ranks, how):
         q, k, v = (x[:, :, :-1] for x in (q, k, v))
     if rank == 1 and how == "lengths":
         k, v = k[:, :, :-2], v[:, :, :-2]
+    if rank == 1 and how == "packed":
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    if rank == 1 and how == "values":
+        v = v[..., :32]
     if rank == 1 and how == "dtype":
         q = q.float()
     try:

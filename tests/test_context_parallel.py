@@ -235,6 +235,8 @@ def test_a_wrong_number_is_seen(tmp_path: Path) -> None:
         ("odd", "on rank 1: a rank holds two chunks of one length, and 31 tokens are not that"),
         ("dtype", "on rank 1: q must be bfloat16 or float16, not float32"),
         ("lengths", "on rank 1: q has 32 tokens and k has 30"),
+        ("packed", "on rank 1: takes no packed sequences"),
+        ("values", "on rank 1: takes values of head_dim 64, not of 32"),
     ],
 )
 def test_ranks_that_disagree(how: str, said: str, tmp_path: Path) -> None:

@@ -205,6 +205,8 @@ def check_agreement(q, k, v, group: dist.ProcessGroup, softmax_scale, causal: bo
 
 
 def _reason_against(q, k, v, softmax_scale, causal: bool) -> str | None:
+    if q.dim() == 3:
+        return "takes no packed sequences: q must be (batch, heads, tokens, head_dim), not (total, heads, …)"
     try:
         problem = problem_of(q, k, v, causal)
         check_scale(softmax_scale, problem.head_dim)
