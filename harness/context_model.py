@@ -2,8 +2,8 @@
 
 A step's kernels take FLOPs over a rate; beside them travels what the next step needs. A step lasts as long as
 the longer of the two. The first of a forward pass has the keys of the second beside it. A backward pass
-begins with a third of the heads of a rank's own block, beside which the same keys travel, and ends with the
-others, beside which the last dK and dV do.
+begins with some heads of a rank's own block, beside which the same keys travel, and ends with the others,
+beside which the last dK and dV do.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ from hopper_attention.integrations import zigzag
 from hopper_attention.kernels.contract import BYTES_PER_ELEMENT, Problem
 
 BACKWARD = 2.5  # a backward step's FLOPs over a forward one's
-FIRST_HEADS = 1 / 3  # of a rank's own block come before messages, in a backward pass
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,8 @@ def predict(
     turns = list(zip(forward, fetches))
     if both:
         block = BACKWARD * step / rates.backward
-        before = block * FIRST_HEADS if ranks > 1 else block
+        first = zigzag.first_heads(kv_heads, tokens * heads // kv_heads)
+        before = block * first / kv_heads if ranks > 1 else block
         homing = [0.0, 0.0, *[message(home)] * (ranks - 1)]  # beside each turn, what the one before gave
         kernels = [before, *[block] * (ranks - 1), block - before]
         turns += [(x, fetch + sent) for x, fetch, sent in zip(kernels, [*fetches, 0.0], homing)]

@@ -2,6 +2,7 @@
 kernels (`ring_worker.py`)."""
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def test_every_rank_has_as_much(ranks: int, causal: bool) -> None:
 def test_a_step_is_of_the_rank_so_far_before(ranks: int) -> None:
     """What the transfers assume of both schedules: in step i rank r reads from r − i."""
     for rank, causal in itertools.product(range(ranks), (True, False)):
-        turns = zigzag.backward_schedule(rank, ranks, causal, 8)
+        turns = zigzag.backward_schedule(rank, ranks, causal, 8, 3)
         assert [turn.step for turn in turns[:ranks]] == zigzag.schedule(rank, ranks, causal)
         for i, turn in enumerate(turns):
             assert turn.step.source == (rank - i) % ranks
@@ -79,16 +80,36 @@ def test_a_step_is_of_the_rank_so_far_before(ranks: int) -> None:
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 8, 32])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_each_head_of_a_step_once(ranks: int, kv_heads: int) -> None:
-    """A rank's own block is first and last, a third of its heads before messages, or all."""
-    for divides in (True, False):
-        turns = zigzag.backward_schedule(0, ranks, True, kv_heads, divides)
+    """A rank's own block is first and last, some of its heads before messages, or all."""
+    for first in {1, kv_heads // 2 or 1, kv_heads}:
+        turns = zigzag.backward_schedule(0, ranks, True, kv_heads, first)
         heads: dict[zigzag.Step, list[int]] = {step: [] for step in zigzag.schedule(0, ranks, True)}
         for step, of_step in turns:
             heads[step] += range(kv_heads)[of_step]
         assert all(found == list(range(kv_heads)) for found in heads.values())
-        together = ranks == 1 or kv_heads == 1 or not divides
+        together = ranks == 1 or kv_heads == first
         assert len(turns) == ranks + (not together)
-        assert together or turns[0].heads.stop == -(-kv_heads // 3)
+        assert together or turns[0].heads.stop == first
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "first"),
+    [
+        (16384, 32, 8, 4),
+        (4096, 32, 32, 11),
+        (4096, 32, 8, 4),
+        (8192, 32, 32, 16),
+        (256, 8, 1, 1),
+        (256, 3, 3, 1),
+    ],
+)
+def test_how_many_heads_come_first(tokens: int, heads: int, kv_heads: int, first: int) -> None:
+    """Half, or a third where the messages of a GPU on NVLink take more than half of the block's kernels."""
+    assert zigzag.first_heads(kv_heads, tokens * heads // kv_heads) == first
+    flops = 2.5 * Problem(1, heads, kv_heads, tokens, tokens, 128, True).flops
+    message = 2 * kv_heads * tokens * 128 * 4 / context_model.NVLINK.bytes_per_s
+    long = message > 0.5 * flops / 650e12
+    assert first == math.ceil(kv_heads / (3 if long else 2))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -99,6 +120,12 @@ def test_arrivals(ranks: int, causal: bool) -> None:
         everyone = [x for r in range(ranks) if r != rank for x in zigzag.schedule(r, ranks, causal)]
         of = lambda half: sum(half in x.keys.halves for x in everyone if x.source == rank)
         assert zigzag.arrivals(rank, ranks, causal) == {half: of(half) for half in Rows.BOTH.halves}
+
+
+def test_rows_of_an_odd_length() -> None:
+    x = torch.arange(5)
+    assert torch.equal(Rows.BOTH.of(x, 0), x)
+    assert [Rows.of(half, x[:4], 0).tolist() for half in Rows.BOTH.halves] == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -378,7 +405,7 @@ def test_a_second_host_costs() -> None:
     of = lambda ranks: (
         context_model.predict(8192, 32, 8, 128, ranks, RATES, context_model.NVLINK, True).efficiency
     )
-    assert of(1) == 1.0 and of(16) < of(8) < 1.0
+    assert of(16) < of(8) == of(1) == 1.0
     assert of(1024) == pytest.approx(of(64), abs=0.01)
 
 

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import time
 from collections.abc import Callable
 
 import pytest
@@ -144,7 +145,8 @@ def dies(rank: int, when: str, seconds: float) -> None:
     if rank == 1:
         os._exit(0)
     context_parallel_attention(q, q, q)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize()  # which NCCL's watchdog ends, and then the process
+    time.sleep(2 * seconds)
     os._exit(0)  # there was an answer
 
 

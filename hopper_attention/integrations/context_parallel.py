@@ -33,7 +33,7 @@ from .block_gradients import (
     packed_shape,
 )
 from .exchange import Exchange
-from .zigzag import Rows, Step, Turn, arrivals, backward_schedule, schedule, shard, unshard
+from .zigzag import Rows, Step, Turn, arrivals, backward_schedule, first_heads, schedule, shard, unshard
 
 __all__ = ["context_parallel_attention", "shard", "unshard"]
 NAME = "context_parallel_attention"
@@ -136,8 +136,10 @@ def ring_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv of a rank's own rows, from o and lse as `ring_forward` gave them."""
     rank, ranks, k, v = exchange.rank, exchange.ranks, inputs.k, inputs.v
-    # Heads of one batch are a slice of scratch, and of what travels; of more batches they stay together.
-    turns = backward_schedule(rank, ranks, causal, k.shape[1], divides=k.shape[0] == 1)
+    batch, kv_heads, tokens, _ = k.shape
+    # Heads of one batch are a slice of scratch; of more batches they stay together.
+    first = first_heads(kv_heads, tokens * inputs.q.shape[1] // kv_heads) if batch == 1 else kv_heads
+    turns = backward_schedule(rank, ranks, causal, kv_heads, first)
     gradients = (kernels or OURS).gradients(inputs, turns, arrivals(rank, ranks, causal))
     keys, homing = (k, v), None
     for i, turn in enumerate(turns):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 SEQUENCE = 2  # the dimension of q, k and v that is cut
+LONG_MESSAGES = 5532  # queries of a key: of fewer, gradients travel for more than half of a block's time
 
 
 class Rows(IntEnum):
@@ -22,9 +23,10 @@ class Rows(IntEnum):
     BOTH = 2
 
     def of(self, x: torch.Tensor, dim: int = SEQUENCE) -> torch.Tensor:
+        if self is Rows.BOTH:
+            return x
         half = x.shape[dim] // 2
-        start, length = {0: (0, half), 1: (half, half), 2: (0, 2 * half)}[self]
-        return x.narrow(dim, start, length)
+        return x.narrow(dim, self * half, half)
 
     @property
     def halves(self) -> tuple["Rows", ...]:
@@ -73,15 +75,26 @@ class Turn(NamedTuple):
     heads: slice
 
 
-def backward_schedule(rank: int, ranks: int, causal: bool, kv_heads: int, divides: bool = True) -> list[Turn]:
+def first_heads(kv_heads: int, queries: int) -> int:
+    """How many key heads of a rank's own block come before its other blocks, in a backward pass: half, or
+    where messages are long a third. A key has so many `queries`, of all its query heads.
+
+    Beside the first heads K and V arrive, beside the others dK and dV go home, in fp32 twice as large. That
+    takes 2766/queries of the block's own time, by copy engines on NVLink (376 GB/s, 650 TFLOP/s), and no
+    more than half of it from 5532 on. Halves have as many tiles, which fill a GPU best.
+    """
+    return math.ceil(kv_heads / (2 if queries >= LONG_MESSAGES else 3))
+
+
+def backward_schedule(rank: int, ranks: int, causal: bool, kv_heads: int, first: int) -> list[Turn]:
     """`schedule` in the order of a backward pass; the i-th turn has step i, and one more may follow.
 
-    A third of the heads of a rank's own block come first, while the next step's keys arrive. The others come
-    last, while the last dK and dV go home, which in fp32 are twice as large as keys and values. Two calls on
-    fewer heads read and write what one does. A single key head comes first, and so do all unless `divides`.
+    So many key heads of a rank's own block come first, and the others last, so that there is something to
+    compute while keys arrive and while gradients go home. Two calls on fewer heads read and write what one
+    does.
     """
     own, *others = schedule(rank, ranks, causal)
-    first = math.ceil(kv_heads / 3) if others and divides else kv_heads
+    first = first if others else kv_heads
     turns = [Turn(own, slice(0, first)), *(Turn(step, slice(0, kv_heads)) for step in others)]
     return [*turns, Turn(own, slice(first, kv_heads))] if first < kv_heads else turns
 
