@@ -10,7 +10,7 @@ from harness.markdown import table
 
 Rows = list[dict[str, Any]]
 NOTHING = "Nothing is measured yet."
-DIRECTIONS = {"forward": "forward", "both": "forward + backward"}
+DIRECTIONS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 COMMUNICATOR = "communicator"  # messages by NCCL; "…, margin m": with kernels that leave it m SMs
 CALLS = {  # of harness.context_parallel, and how the table's columns call them
     "alone": "one GPU, 1/P of the work",
