@@ -1,6 +1,6 @@
 """`python bench.py context_parallel`: attention of a sequence that lies on several GPUs.
 
-Every row is one size on P GPUs, in one direction or both: our ring with and without messages, the messages
+Every row is one size on P GPUs, forward, backward and both: our ring with and without messages, the messages
 alone, one GPU with 1/P of the work (all tokens, 1/P of the heads), our ring with the communicator's messages
 where copy engines would do, PyTorch's own ring, and this ring over FlashAttention-3's kernels. A time is the
 median over turns of the slowest rank's. TFLOP/s are of a GPU: 1/P of the whole problem's FLOPs over the time.
@@ -20,7 +20,17 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
 from harness import context_model, fa3, reference, results, timing
-from harness.context_rings import HEAD_DIM, Ring, Size, Uncomputed, Unsent, alone, fa3_kernels, torch_ring
+from harness.context_rings import (
+    DIRECTIONS,
+    HEAD_DIM,
+    Ring,
+    Size,
+    Uncomputed,
+    Unsent,
+    alone,
+    fa3_kernels,
+    torch_ring,
+)
 from hopper_attention.cache import write_atomically
 from hopper_attention.integrations import context_parallel as cp
 from hopper_attention.kernels import ladder
@@ -85,7 +95,7 @@ def judged(size: Size, ring: Ring, inputs, rank: int, ranks: int) -> dict[str, o
     """The pass rule on one key head and its query heads of the whole sequence, on rank 0; of a long sequence
     on O and LSE of its last rows."""
     group = size.heads // size.kv_heads
-    outputs = ring.both(size, *inputs)
+    outputs = ring.run("both", size, *inputs)
     o, lse, dq, dk, dv = outputs
     q, k, v, do = inputs
     head = 1 if size.kv_heads > 1 else 0
@@ -130,7 +140,7 @@ def measure(
     make = lambda h: torch.randn(
         1, size.tokens, h, HEAD_DIM, device=device, dtype=torch.bfloat16, generator=generator
     ).transpose(1, 2)
-    q, k, v, _ = inputs = make(size.heads), make(size.kv_heads), make(size.kv_heads), make(size.heads)
+    _, k, v, _ = inputs = make(size.heads), make(size.kv_heads), make(size.kv_heads), make(size.heads)
     row: dict[str, object] = {"size": asdict(size), "ranks": ranks, "checks": {}, "errors": {}}
     row["messages"] = (
         "copy engines" if type(cp.exchange_for(group, k, v)) is not cp.Exchange else "communicator"
@@ -146,16 +156,15 @@ def measure(
     if wrong.item() and not options.get("anyway"):
         return row
     margins = [m for m in MARGINS if m] if options.get("margins") and size.tokens <= MARGINS_MAX else []
-    for both in (False, True):
+    saved = ours.run("forward", size, *inputs)
+    for direction in DIRECTIONS:
         calls: dict[str, Callable[[], object]] = {}
-        of = lambda ring: (
-            (lambda: ring.both(size, *inputs)) if both else (lambda: ring.forward(size, q, k, v))
-        )
+        of = lambda ring, direction=direction: lambda: ring.run(direction, size, *inputs, saved)
         calls["ours"] = of(ours)
         calls["compute"] = of(Ring(Unsent(group)))
         calls["messages"] = of(Ring(exchange(), Uncomputed().kernels()))
         if size.kv_heads % ranks == 0:
-            calls["alone"] = alone(size, ranks, *inputs, both)
+            calls["alone"] = alone(direction, size, ranks, *inputs)
         calls["communicator"] = of(Ring(cp.Exchange(group)))
         for m in margins:
             calls[f"communicator, margin {m}"] = of(Ring(cp.Exchange(group), margin=m))
@@ -167,22 +176,21 @@ def measure(
             except Exception as error:
                 calls.pop("fa3 ring", None)
                 row["errors"]["fa3 ring"] = repr(error)[:300]
-        direction = "both" if both else "forward"
         row[direction] = timed(calls, 0.1, device)
         del calls
         for name, backend, mine in (
             ("torch, cudnn", SDPBackend.CUDNN_ATTENTION, False),
             ("torch, enable()", SDPBackend.FLASH_ATTENTION, True),
         ):
-            if not options.get("peers", True) or not size.causal:
+            if not options.get("peers", True) or not size.causal or direction == "backward":
                 continue
             try:
-                with torch_ring(size, ranks, *inputs, both, backend, mine) as call:
+                with torch_ring(size, ranks, *inputs, direction == "both", backend, mine) as call:
                     row[direction] |= timed({name: call}, 0.1, device)
             except Exception as error:
                 row["errors"][f"{name}, {direction}"] = repr(error)[:300]
         for time_ in row[direction].values():
-            time_["tflops"] = size.flops(ranks, both) / time_["ms"] / 1e9
+            time_["tflops"] = size.flops(ranks, direction) / time_["ms"] / 1e9
         row[direction]["overlap"] = overlap(row[direction])
         torch.cuda.empty_cache()
     return row
@@ -199,7 +207,7 @@ def overlap(times: dict[str, dict[str, float]]) -> float | None:
 
 def show(row: dict[str, object]) -> None:
     size, ranks = Size(**row["size"]), row["ranks"]
-    for direction in ("forward", "both"):
+    for direction in DIRECTIONS:
         if direction not in row:
             continue
         times = {name: x for name, x in row[direction].items() if name != "overlap"}

@@ -20,6 +20,8 @@ from hopper_attention.integrations import context_parallel as cp
 from hopper_attention.kernels.contract import Problem
 
 HEAD_DIM = 128
+DIRECTIONS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # and their FLOPs over a forward pass's
+Saved = tuple[torch.Tensor, torch.Tensor]  # o and lse
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,9 @@ class Size:
         n = self.tokens * ranks
         return Problem(1, self.heads, self.kv_heads, n, n, HEAD_DIM, self.causal, direction=direction)
 
-    def flops(self, ranks: int, both: bool) -> float:
-        """Of a GPU."""
-        return self.problem(ranks).flops * (3.5 if both else 1.0) / ranks
+    def flops(self, ranks: int, direction: str) -> float:
+        """Of a GPU, in one of DIRECTIONS."""
+        return self.problem(ranks).flops * DIRECTIONS[direction] / ranks
 
     def __str__(self) -> str:
         return f"{self.tokens // 1024}k h{self.heads}:{self.kv_heads}{'' if self.causal else ' full'}"
@@ -120,30 +122,33 @@ def fa3_kernels() -> cp.Kernels:
 
 
 class Ring:
-    """Forward, or forward and backward, of this rank's part through `context_parallel`'s two functions."""
+    """Forward, backward or both, of this rank's part through `context_parallel`'s two functions."""
 
     def __init__(self, exchange: cp.Exchange, kernels: cp.Kernels | None = None, margin: int = 0):
         self.exchange, self.kernels, self.margin = exchange, kernels, margin
 
-    def forward(self, size: Size, q, k, v):
+    def run(self, direction: str, size: Size, q, k, v, do, saved: Saved | None = None):
+        """o and lse, unless it is backward from `saved` ones; dq, dk and dv, unless it is forward."""
+        found: tuple[torch.Tensor, ...] = ()
         with tuned.leaving(self.margin):
-            return cp.ring_forward(q, k, v, self.exchange, None, size.causal, self.kernels)
+            if direction != "backward":
+                saved = found = cp.ring_forward(q, k, v, self.exchange, None, size.causal, self.kernels)
+            if direction == "forward":
+                return found
+            inputs = block_gradients.Inputs(do, q, k, v, *saved)
+            return *found, *cp.ring_backward(inputs, self.exchange, size.causal, self.kernels)
 
-    def both(self, size: Size, q, k, v, do):
-        with tuned.leaving(self.margin):
-            o, lse = cp.ring_forward(q, k, v, self.exchange, None, size.causal, self.kernels)
-            inputs = block_gradients.Inputs(do, q, k, v, o, lse)
-            return o, lse, *cp.ring_backward(inputs, self.exchange, size.causal, self.kernels)
 
-
-def alone(size: Size, ranks: int, q, k, v, do, both: bool) -> Callable[[], object]:
+def alone(direction: str, size: Size, ranks: int, q, k, v, do) -> Callable[[], object]:
     """One GPU with 1/P of the work: all tokens, 1/P of the heads."""
     take = lambda x: x[:, : x.shape[1] // ranks].transpose(1, 2).repeat(1, ranks, 1, 1).transpose(1, 2)
     q, k, v, do = map(take, (q, k, v, do))
+    forward = lambda: ops.forward(q, k, v, None, size.causal)
+    saved = forward()
 
     def call():
-        o, lse = ops.forward(q, k, v, None, size.causal)
-        if both:
+        o, lse = saved if direction == "backward" else forward()
+        if direction != "forward":
             ops.backward(do, q, k, v, o, lse, None, None, size.causal)
 
     return call

@@ -8,8 +8,6 @@ import torch
 import bench
 from harness import context_model, context_rings, context_tables
 from harness import context_parallel as measuring
-from hopper_attention.integrations import block_gradients
-from hopper_attention.integrations import context_parallel as cp
 from hopper_attention.kernels.contract import Problem
 
 RANKS = (1, 2, 3, 4, 7, 8, 16)
@@ -77,12 +75,14 @@ def test_what_is_left_out_for_a_part_of_the_time() -> None:
             return super().post(kind, *rest)
 
     q, k = torch.randn(1, 4, 8, 64), torch.randn(1, 2, 8, 64)
-    o, lse = cp.ring_forward(q, k, k, Four(), None, True, kernels)
+    size, ring = context_rings.Size(8, 4, 2), context_rings.Ring(Four(), kernels)
+    saved = ring.run("forward", size, q, k, k, q)
     assert calls == ["keys"] * 3
-    inputs = block_gradients.Inputs(q, q, k, k, o, lse)
-    found = cp.ring_backward(inputs, Four(), True, kernels)
+    assert [x.shape for x in saved] == [q.shape, q.shape[:3]]
+    found = ring.run("backward", size, q, k, k, q, saved)
     assert [x.shape for x in found] == [q.shape, k.shape, k.shape]
     assert Counter(calls) == {"keys": 6, "gradients": 3}
+    assert len(ring.run("both", size, q, k, k, q)) == 5 and len(calls) == 18
 
 
 def test_tables() -> None:
