@@ -1,11 +1,12 @@
 # make bench KERNEL=k2    check and benchmark one stage (on a machine without a Hopper GPU: compile and inspect it)
 # make test               lint and test; needs no GPU
 # make site               the notes as a site in site/: open site/index.html
+# make site-check         look for rendering errors of the site in headless Chromium
 PYTHON ?= python3
 KERNEL ?= k2
 READY := .venv/.ready
 
-.PHONY: bench test check report site clean
+.PHONY: bench test check report site site-check clean
 
 bench: $(READY)
 	.venv/bin/python bench.py $(KERNEL)
@@ -23,7 +24,9 @@ report: $(READY)
 
 site: $(READY)
 	.venv/bin/python -m harness.site
-	.venv/bin/python -m zensical build --strict --clean
+
+site-check: site
+	.venv/bin/python -m harness.site_check
 
 $(READY): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

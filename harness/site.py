@@ -1,14 +1,17 @@
-"""The site's pages from the documents: `python -m harness.site` fills .site/docs, which mkdocs builds from.
+"""The documents as a site: `python -m harness.site` writes it to site/.
 
 The documents are written for GitHub, where a link may lead to any file. On the site README.md is the first
 page, notes are pages, figures and JSON are copied, and every file of code that a document links to becomes a
-page of its own, highlighted, with a link back to its notes.
+page of its own, highlighted, with a link back to its notes. Zensical builds the pages from .site/docs; then
+their formulas become MathML, which browsers show by themselves: the site fetches nothing.
 """
 
 import argparse
+import html
 import posixpath
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +19,13 @@ from pathlib import Path
 from harness.results import repository
 
 DOCS = Path(".site") / "docs"
+SITE = Path("site")
 CODE = {".py": "python", ".toml": "toml", ".txt": "text", "": "text"}
 COPIED = {".png", ".svg", ".json"}
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.M | re.S)
+# As pymdownx.arithmatex leaves them, \(…\) in a line and \[…\] displayed.
+FORMULA = re.compile(r'(<(?:span|div) class="arithmatex">)\\([(\[])(.*?)\\[)\]]\s*(</(?:span|div)>)', re.S)
 
 
 def page_of(path: str) -> str:
@@ -99,10 +105,43 @@ def assemble(root: Path, docs: Path) -> list[str]:
     return pages
 
 
+def with_formulas(page: str) -> str:
+    """A page's HTML with its formulas as MathML. Raises ValueError for one that cannot be read."""
+    from math_core import LatexError, LatexToMathML  # here: no other command needs it
+
+    converter = LatexToMathML(fancy_error=False)
+
+    def turn(match: re.Match) -> str:
+        before, bracket, latex, after = match.groups()
+        latex = html.unescape(latex)
+        try:
+            formula = converter.convert_with_local_state(latex, displaystyle=bracket == "[")
+        except LatexError as error:
+            raise ValueError(f"the formula {latex!r} cannot be read: {error}") from error
+        return f"{before}{formula}{after}"
+
+    return FORMULA.sub(turn, page)
+
+
+def build(root: Path, folder: Path) -> tuple[list[str], str]:
+    """Build the site of the repository `root` in `folder`, which has mkdocs.yml. Returns the pages and what
+    Zensical said. Raises RuntimeError where it finds an issue."""
+    pages = assemble(root, folder / DOCS)
+    command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    if done.returncode:
+        raise RuntimeError(said)
+    for path in sorted((folder / SITE).rglob("*.html")):
+        path.write_text(with_formulas(path.read_text(encoding="utf-8")), encoding="utf-8")
+    return pages, said
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.site", description=__doc__.splitlines()[0])
     parser.parse_args(argv)
-    print(f"{len(assemble(repository(), repository() / DOCS))} pages in {DOCS}")
+    pages, said = build(repository(), repository())
+    print(f"{said}{len(pages)} pages: open {SITE}/index.html")
     return 0
 
 

@@ -249,6 +249,28 @@ def test_pieces_weighed_by_their_keys(qkv: list[np.ndarray]) -> None:
 # The backward pass
 
 
+def test_ds_before_dv_spoils_dv_alone() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, do = (rng.standard_normal((64, 16)) for _ in range(4))
+    o, lse = attention(q, k, v)
+    dq, dk, dv = models.flash_attention_2_backward(q, k, v, o, lse, do)
+    matrix = np.exp(q @ k.T / 4 - lse[:, None])  # in global memory: P
+    matrix *= do @ v.T - (do * o).sum(1, keepdims=True)  # grad_score: dS in P's place
+    assert not np.allclose(matrix.T @ do, dv)  # grad_v, too late
+    assert np.allclose(matrix @ k / 4, dq)
+    assert np.allclose(matrix.T @ q / 4, dk)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sectors_of_a_red_of_dq(head_dim: int) -> None:
+    chunks = head_dim // 8  # a lane has 8 columns of a row; instruction x adds column x of each lane
+    lanes = [(lane // chunks, lane % chunks) for lane in range(32)]
+    sectors = lambda addresses: len({4 * address // 32 for address in addresses})
+    for x in range(8):
+        assert sectors([row * head_dim + 8 * chunk + x for row, chunk in lanes]) == 32
+        assert sectors([row * head_dim + x * chunks + chunk for row, chunk in lanes]) == 4
+
+
 def test_without_d_only_dv_is_right() -> None:
     rng = np.random.default_rng(0)
     q, k, v, do = (rng.standard_normal((64, 16)) for _ in range(4))

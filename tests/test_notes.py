@@ -10,7 +10,7 @@ import pytest
 import torch
 from untraced import kernels
 
-from harness import worth
+from harness import diff, worth
 from harness.hardware import H100_SXM
 from harness.results import Results, repository
 from hopper_attention.kernels.contract import Problem
@@ -75,17 +75,39 @@ def test_the_first_layer_takes_five_minutes(name: str) -> None:
     assert details
 
 
+def test_the_readme_takes_five_minutes() -> None:
+    """Without its generated tables, and the code to copy."""
+    text = re.sub(
+        r"<!-- results:begin (\S+) -->.*?<!-- results:end \1 -->",
+        "",
+        DOCUMENTS[0].read_text("utf-8"),
+        flags=re.S,
+    )
+    read = re.sub(r"^!\[.*$|\]\([^)]*\)", "]", without_code(text), flags=re.M)
+    assert len([word for word in read.split() if re.search(r"\w", word)]) <= 1000
+
+
 def test_quoted_code_is_in_the_kernels() -> None:
+    """But for comments at the end of a line."""
+    code = lambda line: line.partition("  # ")[0].strip()
     lines = {
-        line.strip()
+        code(line)
         for path in (ROOT / "kernels").rglob("*.py")
         for line in path.read_text("utf-8").splitlines()
     }
     text = (ROOT / "notes" / "cute.md").read_text(encoding="utf-8")
-    quoted = [line.strip() for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    quoted = [code(line) for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
               for line in block.splitlines()]  # fmt: skip
     assert len(quoted) > 25
     assert [line for line in quoted if line and line not in lines] == []
+
+
+def test_what_a_stage_changes_is_counted() -> None:
+    """The notes' lines added and removed are those that `python -m harness.diff` counts today."""
+    said = r"`python -m harness\.diff (\w+) (\w+)`[^.`]*?(\d+) lines of code added, (\d+) removed"
+    found = [match for path in NOTES for match in re.findall(said, path.read_text("utf-8"))]
+    assert len(found) >= 6
+    assert [x for x in found if diff.difference(*x[:2])[1:] != (int(x[2]), int(x[3]))] == []
 
 
 # mathematics.md
@@ -187,6 +209,16 @@ def test_the_worth_of_an_idea_is_the_ratio_of_two_rows() -> None:
     table = worth.block("k6", {"h200": results})
     assert f"| lazy rescaling (`exact`) | 128 | {change:+.0f} % ".replace("-", "−") in table
     assert "| not measured | not measured |" in worth.block("k6", {})
+
+
+def test_the_steps_of_bwd4s_making_are_those_of_its_log() -> None:
+    """No variant of bwd4 lacks one idea, so its table is part of the log's: µs at d = 128 and 64, by row."""
+    texts = [(ROOT / "notes" / name).read_text("utf-8") for name in ("bwd4.md", "bwd4_log.md")]
+    times = [
+        re.findall(r"\| (\d{4}|–) \| (\d{4}) \|$", text.split("\n## Details")[0], re.M) for text in texts
+    ]
+    assert len(times[0]) == 6
+    assert [row for row in times[1] if row in times[0]] == times[0]
 
 
 # Profiles

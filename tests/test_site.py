@@ -4,15 +4,13 @@ are whole."""
 import importlib.util
 import re
 import shutil
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from harness import site
+from harness import site, site_check
 from harness.results import repository
 
 ROOT = repository()
@@ -25,6 +23,7 @@ class Page(HTMLParser):
         super().__init__()
         self.ids: set[str] = set()
         self.links: list[str] = []
+        self.fetched: list[str] = []  # without a click
         self.images: list[tuple[str, str]] = []
         self.formulas = 0
         self.words: list[str] = []
@@ -39,12 +38,14 @@ class Page(HTMLParser):
             self.links.append(found["href"])
         if tag in ("script", "link") and (found.get("src") or found.get("href")):
             self.links.append(found.get("src") or found["href"])
+            if tag == "script" or "canonical" not in (found.get("rel") or ""):
+                self.fetched.append(self.links[-1])
         if tag == "img":
             self.images.append((found.get("src") or "", found.get("alt") or ""))
             self.links.append(found.get("src") or "")
-        formula = "arithmatex" in (found.get("class") or "")
-        self.formulas += formula
-        if tag in ("code", "pre", "script", "style") or formula:
+            self.fetched.append(self.links[-1])
+        self.formulas += tag == "math"
+        if tag in ("code", "pre", "script", "style", "math"):
             self.inside.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -77,19 +78,21 @@ def test_links_are_turned_to_the_sites_pages() -> None:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
-    """The site's pages, built in a folder of their own."""
-    if importlib.util.find_spec("zensical") is None:
-        pytest.skip("zensical, which builds the site, is not installed (requirements.txt has it)")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built in a folder of its own."""
+    for package in ("zensical", "math_core"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package}, which builds the site, is not installed (requirements.txt has it)")
     folder = tmp_path_factory.mktemp("site")
-    site.assemble(ROOT, folder / site.DOCS)
     shutil.copy(ROOT / "mkdocs.yml", folder)
-    done = subprocess.run(
-        [sys.executable, "-m", "zensical", "build", "--strict"], cwd=folder, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "No issues found" in done.stdout + done.stderr
-    return {path.resolve(): Page(path.read_text("utf-8")) for path in (folder / "site").rglob("*.html")}
+    _, said = site.build(ROOT, folder)
+    assert "No issues found" in said
+    return folder / site.SITE
+
+
+@pytest.fixture(scope="module")
+def built(folder: Path) -> dict[Path, Page]:
+    return {path.resolve(): Page(path.read_text("utf-8")) for path in folder.rglob("*.html")}
 
 
 def test_links_of_the_site_lead_somewhere(built: dict[Path, Page]) -> None:
@@ -115,6 +118,61 @@ def test_formulas_and_drawings_are_rendered(built: dict[Path, Page]) -> None:
     for path, page in built.items():
         if "code" in path.parts or path.name == "404.html":
             continue
-        assert not [words for words in page.words if "$$" in words or re.search(r"\$[^$]*\\", words)], path
+        assert not [
+            words for words in page.words if "$$" in words or re.search(r"\$[^$]*\\|\\[([]", words)
+        ], path
         assert all(alt for _, alt in page.images), path
     assert sum("drawings/" in source for page in built.values() for source, _ in page.images) >= 9
+
+
+def test_the_site_fetches_nothing(built: dict[Path, Page]) -> None:
+    """Scripts, styles and pictures are its own; what a reader may click leads elsewhere too."""
+    assert {link for page in built.values() for link in page.fetched if urlsplit(link).netloc} == set()
+
+
+def test_a_formula_that_cannot_be_read_is_refused() -> None:
+    pytest.importorskip("math_core")
+    page = '<span class="arithmatex">\\(x \\lt {}\\)</span> and <code>\\(code\\)</code>'
+    assert site.with_formulas(page.format("y")) == (
+        '<span class="arithmatex"><math><mi>x</mi><mo>&lt;</mo><mi>y</mi></math></span> '
+        "and <code>\\(code\\)</code>"
+    )
+    with pytest.raises(ValueError, match=r"nosuch.*cannot be read"):
+        site.with_formulas(page.format("\\nosuch"))
+
+
+FAULTS = """
+const article = document.querySelector("article");
+const add = (html) => article.insertAdjacentHTML("beforeend", html);
+add('<p>from $x \\\\cdot y$ on</p>');
+add('<a href="#nowhere">there</a>');
+add('<img src="data:image/png;base64,AAAA" alt="no picture">');
+add('<div style="width: 3000px; height: 1px">far too wide</div>');
+article.querySelector("p").style.color = "rgb(128, 128, 128)";
+console.error("said by the page");
+"""
+
+
+def test_the_check_sees_what_is_wrong(folder: Path) -> None:
+    """In Chromium, where there is one: a page is whole, and what is put into it is found."""
+    if reason := site_check.lacking():
+        pytest.skip(reason)
+    with site_check.served(folder) as address, site_check.browser() as driver:
+        site_check.show(driver, f"{address}/notes/k6.html")
+        for scheme in site_check.SCHEMES:
+            site_check.resize(driver, 390, scheme)
+            assert site_check.problems(driver, scheme) == []
+        driver.execute_script(FAULTS)
+        site_check.resize(driver, 390, "light")
+        found = "\n".join(site_check.problems(driver, "light"))
+        for words in (
+            "LaTeX among the words: from $x",
+            "an anchor to nothing: #nowhere",
+            "pixels of page in a window of 390",
+            "a picture without pixels",
+            "words of contrast 3.",
+            "said by the page",
+        ):
+            assert words in found
+        site_check.show(driver, f"{address}/no_such_page.html")
+        assert "404" in "\n".join(site_check.problems(driver, "light"))
