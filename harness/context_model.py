@@ -1,13 +1,14 @@
 """The time of a ring, from the time of a step's kernels and of a message: 2 to 1024 GPUs.
 
 A step's kernels take FLOPs over a rate; beside them travels what the next step needs. A step lasts as long as
-the longer of the two. The first of a forward pass has the keys of the second beside it; a backward pass ends
-with the last dK and dV, half of whose heads travel beside the other half's kernels.
+the longer of the two. The first of a forward pass has the keys of the second beside it. A backward pass
+begins with some heads of a rank's own block, beside which the same keys travel, and ends with the others,
+beside which the last dK and dV do.
 """
 
 from dataclasses import dataclass
 
-from hopper_attention.integrations import context_parallel as cp
+from hopper_attention.integrations import zigzag
 from hopper_attention.kernels.contract import BYTES_PER_ELEMENT, Problem
 
 BACKWARD = 2.5  # a backward step's FLOPs over a forward one's
@@ -35,7 +36,7 @@ class Rates:
     memory: float = 3.5e12
 
 
-H200 = Rates(800e12, 638e12)  # measured, 16k tokens of 32:8 heads of 128 on each of two
+H200 = Rates(818e12, 677e12)  # measured, 16k tokens of 32:8 heads of 128 on each of two
 
 
 @dataclass(frozen=True)
@@ -63,18 +64,17 @@ def predict(
     net = network if ranks <= hosts_of else beyond
     message = lambda n: net.latency_s + n / net.bytes_per_s
     home = 2 * kv  # fp32
-    forward = [step / rates.forward] * ranks
-    merges = [0.0] + [3 * o / rates.memory] * (ranks - 1)
-    backward = [BACKWARD * step / rates.backward] * ranks
-    compute = sum(forward) + sum(merges) + (sum(backward) if both else 0.0)
-    seconds = 0.0
-    for i in range(ranks):
-        fetch = message(kv) if i + 1 < ranks else 0.0
-        seconds += max(forward[i] + merges[i], fetch)
-        if both:
-            seconds += max(backward[i], fetch + (message(home) if i > 1 else 0.0))
-    if both and ranks > 1:  # one half beside the other's kernels, the other behind all
-        seconds += max(0.0, message(home / 2) - backward[0] / 2) + message(home / 2)
+    fetches = [message(kv)] * (ranks - 1) + [0.0]  # beside each step, what the next one needs
+    forward = [step / rates.forward + (i > 0) * 3 * o / rates.memory for i in range(ranks)]
+    turns = list(zip(forward, fetches))
+    if both:
+        block = BACKWARD * step / rates.backward
+        first = zigzag.first_heads(kv_heads, tokens * heads // kv_heads)
+        before = block * first / kv_heads if ranks > 1 else block
+        homing = [0.0, 0.0, *[message(home)] * (ranks - 1)]  # beside each turn, what the one before gave
+        kernels = [before, *[block] * (ranks - 1), block - before]
+        turns += [(x, fetch + sent) for x, fetch, sent in zip(kernels, [*fetches, 0.0], homing)]
+    compute, seconds = sum(x for x, _ in turns), sum(map(max, turns))
     return Predicted(seconds, compute)
 
 
@@ -83,7 +83,7 @@ def steps_are_equal(ranks: int) -> bool:
     cells = {
         len(step.queries.halves) * len(step.keys.halves) / (2 if step.causal else 1)
         for rank in range(ranks)
-        for step in cp.schedule(rank, ranks, True)
+        for step in zigzag.schedule(rank, ranks, True)
     }
     return len(cells) == 1
 

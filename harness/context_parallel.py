@@ -1,6 +1,6 @@
 """`python bench.py context_parallel`: attention of a sequence that lies on several GPUs.
 
-Every row is one size on P GPUs, in one direction or both: our ring with and without messages, the messages
+Every row is one size on P GPUs, forward, backward and both: our ring with and without messages, the messages
 alone, one GPU with 1/P of the work (all tokens, 1/P of the heads), our ring with the communicator's messages
 where copy engines would do, PyTorch's own ring, and this ring over FlashAttention-3's kernels. A time is the
 median over turns of the slowest rank's. TFLOP/s are of a GPU: 1/P of the whole problem's FLOPs over the time.
@@ -12,24 +12,30 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
-import hopper_attention
 from harness import context_model, fa3, reference, results, timing
-from hopper_attention import ops, tuned
+from harness.context_rings import (
+    DIRECTIONS,
+    HEAD_DIM,
+    Ring,
+    Size,
+    Uncomputed,
+    Unsent,
+    alone,
+    fa3_kernels,
+    torch_ring,
+)
 from hopper_attention.cache import write_atomically
 from hopper_attention.integrations import context_parallel as cp
 from hopper_attention.kernels import ladder
-from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import BACKWARD, FORWARD
 
-HEAD_DIM = 128
 MARGINS = (0, 4, 8, 16)
 MARGINS_MAX = 16384  # tokens of a GPU for which margins are timed
 TIMEOUT = datetime.timedelta(seconds=120)
@@ -37,166 +43,10 @@ CHECK_MAX = 32768  # tokens of a whole sequence of which every row is judged; of
 LAST_ROWS = 512
 
 
-@dataclass(frozen=True)
-class Size:
-    tokens: int  # of a GPU
-    heads: int
-    kv_heads: int
-    causal: bool = True
-
-    def problem(self, ranks: int, direction: str = "fwd") -> Problem:
-        n = self.tokens * ranks
-        return Problem(1, self.heads, self.kv_heads, n, n, HEAD_DIM, self.causal, direction=direction)
-
-    def flops(self, ranks: int, both: bool) -> float:
-        """Of a GPU."""
-        return self.problem(ranks).flops * (3.5 if both else 1.0) / ranks
-
-    def __str__(self) -> str:
-        return f"{self.tokens // 1024}k h{self.heads}:{self.kv_heads}{'' if self.causal else ' full'}"
-
-
 SIZES = [
     Size(16384, 32, 8), Size(8192, 32, 8), Size(4096, 32, 32), Size(4096, 32, 8), Size(65536, 32, 8),
     Size(8192, 32, 32), Size(16384, 32, 32), Size(65536, 32, 32), Size(8192, 32, 8, causal=False),
 ]  # fmt: skip
-
-
-# ---- what is timed ----------------------------------------------------------------------------------------
-
-
-class Unsent(cp.Exchange):
-    """Messages that are not sent: what is received is there already, random, kept by shape."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        super().__init__(group)
-        self.there: dict[tuple[str, int, torch.Size], torch.Tensor] = {}
-
-    def post(self, kind, to, sent, source, shapes):
-        kinds = [(f"{kind} {sent[0].dtype}", i, shape) for i, shape in enumerate(shapes)]
-        for x in kinds:
-            if x not in self.there:
-                self.there[x] = torch.randn(x[2], dtype=sent[0].dtype, device=sent[0].device)
-        return lambda: [self.there[x] for x in kinds]
-
-
-class Uncomputed:
-    """Kernels that are not launched: their outputs are there already, kept by shape. Nothing is summed."""
-
-    def __init__(self) -> None:
-        self.there: dict[tuple[object, ...], torch.Tensor] = {}
-
-    def like(self, name: str, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        kind = name, x.shape, x.stride()
-        if kind not in self.there:
-            self.there[kind] = torch.randn_like(x, dtype=dtype)
-        return self.there[kind]
-
-    def kernels(self) -> cp.Kernels:
-        def forward(q, k, v, *_):
-            return self.like("o", q), self.like("lse", q[..., 0].float())
-
-        def backward(do, q, k, v, *_):
-            return tuple(self.like(n, x, torch.float32) for n, x in (("dq", q), ("dk", k), ("dv", v)))
-
-        return cp.Kernels(forward, backward, lambda *_: None, Unsummed)
-
-
-class Unsummed(cp.SummedRows):
-    def add(self, *_):
-        pass
-
-
-def fa3_kernels() -> cp.Kernels:
-    """FlashAttention-3's in the operators' place. Without a top-left mask: the ring has no tail."""
-    build = next(x for x in fa3.builds().values() if hasattr(x, "bwd"))
-    rows = lambda *tensors: [x.transpose(1, 2) for x in tensors]
-    window = {"window_size_left": -1, "window_size_right": -1}
-
-    def forward(q, k, v, scale, causal):
-        q, k, v = rows(q, k, v)
-        o, lse, *_ = fa3._call(build.fwd, q=q, k=k, v=v, is_causal=causal, num_splits=1, **window)()
-        return o.transpose(1, 2), lse
-
-    def backward(do, q, k, v, o, lse, dlse, scale, causal, top_left, deterministic):
-        do, q, k, v, o = rows(do, q, k, v, o)
-        out = [torch.empty_like(x) for x in (q, k, v)]
-        named = dict(zip(("dq", "dk", "dv"), out))
-        inputs = {"dout": do, "q": q, "k": k, "v": v, "out": o, "softmax_lse": lse, **named}
-        fa3._call(build.bwd, **inputs, is_causal=causal, **window)()
-        return tuple(rows(*out))
-
-    return cp.Kernels(forward, backward)
-
-
-class Ring:
-    """Forward, or forward and backward, of this rank's part through `context_parallel`'s two functions."""
-
-    def __init__(self, exchange, kernels=None, margin=0, tail=False, split=2):
-        self.exchange, self.kernels, self.margin = exchange, kernels, margin
-        self.options = {"tail": tail, "split": split}
-
-    def forward(self, size: Size, q, k, v):
-        with tuned.leaving(self.margin):
-            return cp.ring_forward(q, k, v, self.exchange, None, size.causal, self.kernels)
-
-    def both(self, size: Size, q, k, v, do):
-        with tuned.leaving(self.margin):
-            o, lse = cp.ring_forward(q, k, v, self.exchange, None, size.causal, self.kernels)
-            inputs = do, q, k, v, o, lse, None, self.exchange, None, size.causal, False, self.kernels
-            return o, lse, *cp.ring_backward(*inputs, **self.options)
-
-
-def alone(size: Size, ranks: int, q, k, v, do, both: bool) -> Callable[[], object]:
-    """One GPU with 1/P of the work: all tokens, 1/P of the heads."""
-    take = lambda x: x[:, : x.shape[1] // ranks].transpose(1, 2).repeat(1, ranks, 1, 1).transpose(1, 2)
-    q, k, v, do = map(take, (q, k, v, do))
-
-    def call():
-        o, lse = ops.forward(q, k, v, None, size.causal)
-        if both:
-            ops.backward(do, q, k, v, o, lse, None, None, size.causal)
-
-    return call
-
-
-def torch_ring(size: Size, ranks: int, q, k, v, do, both: bool, backend: SDPBackend, ours: bool):
-    """A context manager that gives PyTorch's own `context_parallel` on these parts as a call. Key heads are
-    repeated where its ring does not take fewer."""
-    import contextlib
-
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-
-    @contextlib.contextmanager
-    def entered():
-        mesh = init_device_mesh("cuda", (ranks,))
-        group = q.shape[1] // k.shape[1]
-        dense = lambda x: x.contiguous()
-        whole = [
-            torch.cat([dense(x)] * ranks, 2) for x in (q, *(y.repeat_interleave(group, 1) for y in (k, v)))
-        ]
-        parts_do = dense(do)
-        with contextlib.ExitStack() as stack:
-            if ours:
-                stack.enter_context(hopper_attention.enabled())
-            stack.enter_context(sdpa_kernel(backend))
-            stack.enter_context(
-                context_parallel(
-                    mesh, buffers=whole, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(whole)
-                )
-            )
-            for x in whole:
-                x.requires_grad_(both)
-
-            def call():
-                o = F.scaled_dot_product_attention(*whole, is_causal=size.causal)
-                if both:
-                    torch.autograd.grad(o, whole, parts_do)
-
-            yield call
-
-    return entered()
 
 
 # ---- timing and judging -----------------------------------------------------------------------------------
@@ -245,7 +95,7 @@ def judged(size: Size, ring: Ring, inputs, rank: int, ranks: int) -> dict[str, o
     """The pass rule on one key head and its query heads of the whole sequence, on rank 0; of a long sequence
     on O and LSE of its last rows."""
     group = size.heads // size.kv_heads
-    outputs = ring.both(size, *inputs)
+    outputs = ring.run("both", size, *inputs)
     o, lse, dq, dk, dv = outputs
     q, k, v, do = inputs
     head = 1 if size.kv_heads > 1 else 0
@@ -290,7 +140,7 @@ def measure(
     make = lambda h: torch.randn(
         1, size.tokens, h, HEAD_DIM, device=device, dtype=torch.bfloat16, generator=generator
     ).transpose(1, 2)
-    q, k, v, _ = inputs = make(size.heads), make(size.kv_heads), make(size.kv_heads), make(size.heads)
+    _, k, v, _ = inputs = make(size.heads), make(size.kv_heads), make(size.kv_heads), make(size.heads)
     row: dict[str, object] = {"size": asdict(size), "ranks": ranks, "checks": {}, "errors": {}}
     row["messages"] = (
         "copy engines" if type(cp.exchange_for(group, k, v)) is not cp.Exchange else "communicator"
@@ -298,8 +148,6 @@ def measure(
     exchange = lambda: cp.exchange_for(group, k, v)
     ours = Ring(exchange())
     row["checks"] = judged(size, ours, inputs, rank, ranks)
-    rounded = judged(size, Ring(exchange(), cp.ROUNDED), inputs, rank, ranks)
-    row["checks"] |= {f"{name}, rounded": x for name, x in rounded.items()}
     if rank == 0:
         for name, x in row["checks"].items():
             print(f"  {size} {name}: {x}", flush=True)
@@ -308,24 +156,17 @@ def measure(
     if wrong.item() and not options.get("anyway"):
         return row
     margins = [m for m in MARGINS if m] if options.get("margins") and size.tokens <= MARGINS_MAX else []
-    for both in (False, True):
+    saved = ours.run("forward", size, *inputs)
+    for direction in DIRECTIONS:
         calls: dict[str, Callable[[], object]] = {}
-        of = lambda ring: (
-            (lambda: ring.both(size, *inputs)) if both else (lambda: ring.forward(size, q, k, v))
-        )
+        of = lambda ring, direction=direction: lambda: ring.run(direction, size, *inputs, saved)
         calls["ours"] = of(ours)
         calls["compute"] = of(Ring(Unsent(group)))
         calls["messages"] = of(Ring(exchange(), Uncomputed().kernels()))
         if size.kv_heads % ranks == 0:
-            calls["alone"] = alone(size, ranks, *inputs, both)
+            calls["alone"] = alone(direction, size, ranks, *inputs)
         calls["communicator"] = of(Ring(cp.Exchange(group)))
-        if both:
-            calls["unsplit"] = of(Ring(exchange(), split=1))
-            calls["rounded"] = of(Ring(exchange(), cp.ROUNDED))
-            calls["rounded, unsplit"] = of(Ring(exchange(), cp.ROUNDED, split=1))
-            calls["rounded, compute"] = of(Ring(Unsent(group), cp.ROUNDED))
-            calls["tail"] = of(Ring(exchange(), tail=True, split=1))
-        for m in margins if not both else ():
+        for m in margins:
             calls[f"communicator, margin {m}"] = of(Ring(cp.Exchange(group), margin=m))
         if options.get("peers", True):
             try:
@@ -335,22 +176,21 @@ def measure(
             except Exception as error:
                 calls.pop("fa3 ring", None)
                 row["errors"]["fa3 ring"] = repr(error)[:300]
-        direction = "both" if both else "forward"
         row[direction] = timed(calls, 0.1, device)
         del calls
         for name, backend, mine in (
             ("torch, cudnn", SDPBackend.CUDNN_ATTENTION, False),
             ("torch, enable()", SDPBackend.FLASH_ATTENTION, True),
         ):
-            if not options.get("peers", True) or not size.causal:
+            if not options.get("peers", True) or not size.causal or direction == "backward":
                 continue
             try:
-                with torch_ring(size, ranks, *inputs, both, backend, mine) as call:
+                with torch_ring(size, ranks, *inputs, direction == "both", backend, mine) as call:
                     row[direction] |= timed({name: call}, 0.1, device)
             except Exception as error:
                 row["errors"][f"{name}, {direction}"] = repr(error)[:300]
         for time_ in row[direction].values():
-            time_["tflops"] = size.flops(ranks, both) / time_["ms"] / 1e9
+            time_["tflops"] = size.flops(ranks, direction) / time_["ms"] / 1e9
         row[direction]["overlap"] = overlap(row[direction])
         torch.cuda.empty_cache()
     return row
@@ -367,7 +207,7 @@ def overlap(times: dict[str, dict[str, float]]) -> float | None:
 
 def show(row: dict[str, object]) -> None:
     size, ranks = Size(**row["size"]), row["ranks"]
-    for direction in ("forward", "both"):
+    for direction in DIRECTIONS:
         if direction not in row:
             continue
         times = {name: x for name, x in row[direction].items() if name != "overlap"}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from harness import choices, plots, suite
+from harness import choices, context_tables, plots, suite
 from harness.host import BOTH, FORWARD, OURS, PLAIN
 from harness.markdown import table
 from harness.results import DIRECTION_WORDS, PEER_LABELS, PUBLIC_CALLS, Results
@@ -383,40 +383,6 @@ def _contenders_table(rows: Rows, column: Callable[[dict], str], cell: Callable[
     return table(["", *columns], lines, "l" + "r" * len(columns))
 
 
-CONTEXT_CALLS = {  # of harness.context_parallel, and how the table's columns call them
-    "alone": "one GPU, 1/P of the work",
-    "communicator": "messages by NCCL",
-    "fa3 ring": "FlashAttention-3 in this ring",
-    "torch, cudnn": "PyTorch's ring, cuDNN",
-    "torch, enable()": "PyTorch's ring, `enable()`",
-}
-
-
-def context_table(rows: Rows) -> str:
-    """TFLOP/s of a GPU of a sequence on several, beside one GPU with as much work and the other rings."""
-    if not rows:
-        return NOTHING
-    lines = []
-    for row in rows:
-        size = row["size"]
-        name = (
-            f"{size['tokens'] // 1024}k, {size['heads']}:{size['kv_heads']}{', full' * (not size['causal'])}"
-        )
-        for direction, words in (("forward", "forward"), ("both", "forward + backward")):
-            if direction not in row:
-                continue
-            times = row[direction]
-            rate = lambda x: f"{times[x]['tflops']:.0f}" if x in times else ""
-            share = f"{times['alone']['ms'] / times['ours']['ms']:.1%}" if "alone" in times else ""
-            others = [rate(x) for x in CONTEXT_CALLS]
-            known = times["overlap"]
-            overlap = "" if known is None else f"{known:.0%}"
-            cells = [name, words, f"**{rate('ours')}**", share, overlap, *others]
-            lines.append(cells)
-    header = ["tokens of a GPU, heads", "", "TFLOP/s", "of one GPU", "overlap", *CONTEXT_CALLS.values()]
-    return table(header, lines, "ll" + "r" * (len(header) - 2))
-
-
 def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
     """The blocks of one GPU."""
     return {
@@ -427,7 +393,9 @@ def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
         "training": training_table(load(folder, "training")),
         "quantizing": quantizing_table(load(folder, "quantizing")),
         "decode": decode_table(load_rows(folder / "decode" / "bench.json", zeros=True)),
-        "context-parallel": context_table(load_rows(folder / "context_parallel" / "bench.json", zeros=True)),
+        **context_tables.blocks(
+            *(load_rows(folder / "context_parallel" / f"{x}.json", zeros=True) for x in ("bench", "training"))
+        ),
         **accuracy_tables(load(folder, "accuracy", zeros=True)),
     }
 

@@ -2,6 +2,7 @@
 gloo, with the reference's formulas for kernels."""
 
 import datetime
+import functools
 import os
 import sys
 
@@ -11,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from hopper_attention import context_parallel_attention, ops
+from hopper_attention import context_parallel_attention, ops, production
+from hopper_attention.integrations import block_gradients
 from hopper_attention.integrations import context_parallel as cp
 from hopper_attention.kernels.contract import Problem
 
@@ -21,36 +23,42 @@ TIMEOUT = datetime.timedelta(seconds=float(os.environ.get("RING_TIMEOUT", "60"))
 # ---- the operators for CPU tensors, in float64 inside ------------------------------------------------------
 
 
-def scores_of(q, k, scale, causal, top_left):
+def scores_of(q, k, scale, causal):
+    """Of equal lengths, if they are masked."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     s = q.double() @ k.double().mT * (scale or q.shape[-1] ** -0.5)
     if causal:
-        offset = 0 if top_left else k.shape[2] - q.shape[2]
-        s = s.masked_fill(torch.ones(s.shape[-2:]).triu(1 + offset).bool(), -torch.inf)
+        assert s.shape[-1] == s.shape[-2]
+        s = s.masked_fill(torch.ones(s.shape[-2:]).triu(1).bool(), -torch.inf)
     return s
 
 
 def forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
-    s = scores_of(q, k, softmax_scale, causal, top_left)
+    s = scores_of(q, k, softmax_scale, causal)
     lse = s.logsumexp(-1)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     o = (s - lse[..., None].nan_to_num(neginf=0.0)).exp() @ v.double()
     return torch.empty_like(q).copy_(o), lse.float()
 
 
+def products(q, k, v, do, lse, d, scale, causal):
+    """dQ and dK without the scale, dV, in float64; lse and d (batch, heads, queries)."""
+    p = (scores_of(q, k, scale, causal) - lse[..., None].double()).exp()
+    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1).double() for x in (k, v))
+    ds = p * (do.double() @ values.mT - d[..., None])
+    shared = lambda x: x.unflatten(1, (k.shape[1], -1)).sum(2)
+    return ds @ keys, shared(ds.mT @ q.double()), shared(p.mT @ do.double())
+
+
 def backward(
     do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
 ):
-    """As `partial.backward` says it: in fp32."""
+    """As `ops.backward`, but in fp32."""
     assert lse.is_contiguous(), "the kernels refuse others"
-    p = (scores_of(q, k, softmax_scale, causal, top_left) - lse[..., None].double()).exp()
-    groups = q.shape[1] // k.shape[1]
-    keys, values = (x.repeat_interleave(groups, 1).double() for x in (k, v))
-    do = do.double()
-    d = (do * o.double()).sum(-1) - (0 if dlse is None else dlse.double())
-    ds = p * (do @ values.mT - d[..., None]) * (softmax_scale or q.shape[-1] ** -0.5)
-    shared = lambda x: x.unflatten(1, (k.shape[1], -1)).sum(2)
-    found = ds @ keys, shared(ds.mT @ q.double()), shared(p.mT @ do)
+    d = (do.double() * o.double()).sum(-1) - (0 if dlse is None else dlse.double())
+    dq, dk, dv = products(q, k, v, do, lse, d, softmax_scale, causal)
+    scale = softmax_scale or q.shape[-1] ** -0.5
+    found = dq * scale, dk * scale, dv
     return tuple(torch.empty_like(x, dtype=torch.float32).copy_(y) for x, y in zip((q, k, v), found))
 
 
@@ -62,19 +70,73 @@ def merge(o, lse, other, other_lse, out):
     lse.copy_(both)
 
 
+# ---- the pieces of kernels/bwd4_blocks.py: scratch is (row, block, column block, 64 · 64) ------------------
+
+
+def in_rows(scratch, rows):
+    """(row, queries or keys, head_dim) of scratch: a copy."""
+    tiles = scratch.unflatten(-1, (64, 64)).permute(0, 1, 3, 2, 4)
+    return tiles.flatten(3, 4).flatten(1, 2)[:, :rows]
+
+
+def write(scratch, x):
+    """x (…, rows, head_dim) into scratch; past its rows what nobody may read."""
+    x = x.flatten(0, -3)
+    held = x.new_full((x.shape[0], 64 * scratch.shape[1], x.shape[2]), torch.nan)
+    held[:, : x.shape[1]] = x
+    scratch.copy_(held.unflatten(1, (-1, 64)).unflatten(3, (-1, 64)).permute(0, 1, 3, 2, 4).flatten(3, 4))
+
+
+def begin(o, do, lse, stats, dq_sum, dlse=None):
+    d = (do.double() * o.double()).sum(-1) - (0 if dlse is None else dlse.double())
+    both = torch.stack((lse.double(), d), -1).flatten(0, 1)  # (row, queries, 2)
+    held = both.new_full((both.shape[0], 64 * stats.shape[1], 2), torch.nan)
+    held[:, : both.shape[1]] = both
+    stats.copy_(held.unflatten(1, (-1, 64)).transpose(2, 3))
+    dq_sum.zero_()
+
+
+def block(q, k, v, do, stats, dq_sum, parts, counter, scale=None, causal=False):
+    batch, heads, rows, _ = q.shape
+    assert counter.item() == 0, "another launch's"
+    counter.fill_(1)
+    own = stats.transpose(2, 3).flatten(1, 2)[:, :rows].unflatten(0, (batch, heads))
+    dq, dk, dv = products(q, k, v, do, *own.unbind(-1), scale, causal)
+    write(dq_sum, in_rows(dq_sum, rows) + dq.flatten(0, 1))
+    for into, x in zip(parts, (dk, dv)):
+        write(into[:, 0], x)
+
+
+def queries(dq_sum, dq, scale=None):
+    found = in_rows(dq_sum, dq.shape[2]).unflatten(0, dq.shape[:2])
+    dq.copy_(found * (scale or dq.shape[-1] ** -0.5))
+
+
+def keys(*given):
+    scale = given[-1] if isinstance(given[-1], float) else None
+    *parts, dk, dv = given if scale is None else given[:-1]
+    for i, (x, factor) in enumerate(((dk, scale or dk.shape[-1] ** -0.5), (dv, 1.0))):
+        found = sum(in_rows(both[i][:, 0], x.shape[2]) for both in parts)
+        x.copy_(found.unflatten(0, x.shape[:2]) * factor)
+
+
 def stand_in() -> torch.library.Library:
     library = torch.library.Library("hopper_attention", "IMPL")
     library.impl("forward", forward, "CPU")
-    cp.OURS = cp.Kernels(ops.forward, backward, merge)
+    cp.OURS = cp.Kernels(ops.forward, block_gradients.gradients_of, merge)
+    production._check_inputs = lambda *_, **__: None
+    blocks = {causal: functools.partial(block, causal=causal) for causal in (False, True)}
+    launches = block_gradients.Launches(begin, blocks, queries, dict.fromkeys((False, True), keys))
+    block_gradients.launches_of = lambda *_: launches
     return library
 
 
 # ---- cases -------------------------------------------------------------------------------------------------
 
 
-def whole(heads=4, kv_heads=2, seqlen=64, head_dim=64, dtype=torch.bfloat16):
+def whole(heads=4, kv_heads=2, seqlen=64, head_dim=64, dtype=torch.bfloat16, batch=2):
     generator = torch.Generator().manual_seed(3)
-    make = lambda h: torch.randn(2, h, seqlen, head_dim, generator=generator).to(dtype)
+    make = lambda h: torch.randn(batch, h, seqlen, head_dim, generator=generator).to(dtype)
     return make(heads), make(kv_heads), make(kv_heads), make(heads)
 
 
@@ -84,15 +146,18 @@ def close(name, found, exact, factor=1.0):
     assert worst < factor * 2.0**-8, f"{name}: {worst:.2e}"
 
 
-def numbers(rank, ranks, causal, kv_heads, scale, seqlen=64, compiled=False, broken=False):
+def numbers(
+    rank, ranks, causal, kv_heads, scale, seqlen=64, compiled=False, broken=False, wants_dlse=True, **more
+):
     """Outputs and gradients against one process' float64; `broken`, of another mask."""
-    q, k, v, do = whole(kv_heads=kv_heads, seqlen=seqlen)
+    q, k, v, do = whole(kv_heads=kv_heads, seqlen=seqlen, **more)
     generator = torch.Generator().manual_seed(4)
     dlse = torch.randn(q.shape[:3], generator=generator)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
-    s = scores_of(*exact[:2], scale, causal, True)
+    s = scores_of(*exact[:2], scale, causal)
     lse = s.logsumexp(-1)
     o = (s - lse[..., None]).exp() @ exact[2].repeat_interleave(q.shape[1] // kv_heads, 1)
+    dlse = dlse if wants_dlse else torch.zeros_like(dlse)
     torch.autograd.backward((o, lse), (do.double(), dlse.double()))
     mine = lambda x: cp.shard(x, rank, ranks)
     inputs = [mine(x).requires_grad_() for x in (q, k, v)]
@@ -100,7 +165,8 @@ def numbers(rank, ranks, causal, kv_heads, scale, seqlen=64, compiled=False, bro
     if compiled:
         call = torch.compile(call, fullgraph=True, backend="aot_eager")
     found, found_lse = call(*inputs, causal=causal != broken, softmax_scale=scale, return_lse=True)
-    torch.autograd.backward((found, found_lse), (mine(do), mine(dlse)))
+    outputs = (found, found_lse) if wants_dlse else (found,)
+    torch.autograd.backward(outputs, [mine(do), mine(dlse)][: len(outputs)])
     close("o", found, mine(o), 2.0)
     assert (found_lse - mine(lse)).abs().max() < 1e-5
     for name, x, y in zip("qkv", inputs, exact):
@@ -133,6 +199,10 @@ def refused(rank, ranks, how):
         q, k, v = (x[:, :, :-1] for x in (q, k, v))
     if rank == 1 and how == "lengths":
         k, v = k[:, :, :-2], v[:, :, :-2]
+    if rank == 1 and how == "packed":
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    if rank == 1 and how == "values":
+        v = v[..., :32]
     if rank == 1 and how == "dtype":
         q = q.float()
     try:
@@ -156,6 +226,13 @@ def dies(rank, ranks, when):
         print(f"SAID {type(error).__name__}", flush=True)
         os._exit(0)  # what waits for the others at exit must not either
     raise AssertionError("there was an answer")
+
+
+def one_by_one(rank, ranks, *case, **options):
+    """`numbers` with an operator for each block."""
+    before, cp.OURS = cp.OURS, cp.one_by_one(ops.forward, backward, merge)
+    numbers(rank, ranks, *case, **options)
+    cp.OURS = before
 
 
 def main(rank: int, ranks: int, store: str, case: str) -> None:

@@ -2,6 +2,7 @@
 kernels (`ring_worker.py`)."""
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -12,34 +13,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import bench
 import hopper_attention
-from harness import context_model
-from harness import context_parallel as measuring
-from hopper_attention import ops, tuned
+from harness import context_model, machine_code
+from hopper_attention import launch, ops, tuned
+from hopper_attention.integrations import block_gradients, copy_engines, merging, zigzag
 from hopper_attention.integrations import context_parallel as cp
-from hopper_attention.integrations import copy_engines
-from hopper_attention.integrations.context_parallel import Rows
+from hopper_attention.integrations.zigzag import Rows
 from hopper_attention.kernels.contract import Problem
 
 REPO = Path(__file__).resolve().parents[1]
 RANKS = (1, 2, 3, 4, 7, 8, 16)
-SCHEDULES = {
-    "forward": cp.schedule,
-    "backward": lambda *a: cp.backward_schedule(*a, tail=False),
-    "backward, tail": lambda *a: cp.backward_schedule(*a, tail=True),
-}
-every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 
 
 # ---- the schedule -----------------------------------------------------------------------------------------
 
 
-def tiles_of(step: cp.Step, rank: int, ranks: int, per_chunk: int) -> list[tuple[int, int]]:
+def tiles_of(step: zigzag.Step, rank: int, ranks: int, per_chunk: int) -> list[tuple[int, int]]:
     """The (query, key) tiles of the whole sequence that a step computes, a chunk being so many tiles, of a
     causal one those with a score that is seen."""
     places = lambda who, rows: [
-        cp.chunks_of(who, ranks)[half] * per_chunk + i for half in rows.halves for i in range(per_chunk)
+        zigzag.chunks_of(who, ranks)[half] * per_chunk + i for half in rows.halves for i in range(per_chunk)
     ]
     queries, keys = places(rank, step.queries), places(step.source, step.keys)
     return [
@@ -49,26 +42,24 @@ def tiles_of(step: cp.Step, rank: int, ranks: int, per_chunk: int) -> list[tuple
     ]
 
 
-@every_schedule
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("ranks", RANKS)
-def test_each_block_once(ranks: int, causal: bool, schedule) -> None:
+def test_each_block_once(ranks: int, causal: bool) -> None:
     """Over all ranks every tile that the mask leaves is computed once, and no other."""
     tiles = Counter(
-        tile for rank in range(ranks) for step in schedule(rank, ranks, causal)
+        tile for rank in range(ranks) for step in zigzag.schedule(rank, ranks, causal)
         for tile in tiles_of(step, rank, ranks, 2)
     )  # fmt: skip
     n = 4 * ranks
     assert tiles == Counter((i, j) for i in range(n) for j in range(n) if j <= i or not causal)
 
 
-@every_schedule
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("ranks", RANKS)
-def test_every_rank_has_as_much(ranks: int, causal: bool, schedule) -> None:
+def test_every_rank_has_as_much(ranks: int, causal: bool) -> None:
     """In each step that has messages, and in all, ranks have the same number of tiles."""
     of_rank = [
-        [len(tiles_of(step, rank, ranks, 4)) for step in schedule(rank, ranks, causal)]
+        [len(tiles_of(step, rank, ranks, 4)) for step in zigzag.schedule(rank, ranks, causal)]
         for rank in range(ranks)
     ]
     assert all(of_steps == of_rank[0] for of_steps in of_rank)
@@ -77,61 +68,133 @@ def test_every_rank_has_as_much(ranks: int, causal: bool, schedule) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_step_is_of_the_rank_so_far_before(ranks: int) -> None:
     """What the transfers assume of both schedules: in step i rank r reads from r − i."""
-    for rank, causal, schedule in itertools.product(range(ranks), (True, False), SCHEDULES.values()):
-        for i, step in enumerate(schedule(rank, ranks, causal)[:ranks]):
-            assert step.source == (rank - i) % ranks
+    for rank, causal in itertools.product(range(ranks), (True, False)):
+        turns = zigzag.backward_schedule(rank, ranks, causal, 8, 3)
+        assert [turn.step for turn in turns[:ranks]] == zigzag.schedule(rank, ranks, causal)
+        for i, turn in enumerate(turns):
+            assert turn.step.source == (rank - i) % ranks
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 8, 32])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_each_head_of_a_step_once(ranks: int, kv_heads: int) -> None:
+    """A rank's own block is first and last, some of its heads before messages, or all."""
+    for first in {1, kv_heads // 2 or 1, kv_heads}:
+        turns = zigzag.backward_schedule(0, ranks, True, kv_heads, first)
+        heads: dict[zigzag.Step, list[int]] = {step: [] for step in zigzag.schedule(0, ranks, True)}
+        for step, of_step in turns:
+            heads[step] += range(kv_heads)[of_step]
+        assert all(found == list(range(kv_heads)) for found in heads.values())
+        together = ranks == 1 or kv_heads == first
+        assert len(turns) == ranks + (not together)
+        assert together or turns[0].heads.stop == first
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "first"),
+    [
+        (16384, 32, 8, 4),
+        (4096, 32, 32, 11),
+        (4096, 32, 8, 4),
+        (8192, 32, 32, 16),
+        (256, 8, 1, 1),
+        (256, 3, 3, 1),
+    ],
+)
+def test_how_many_heads_come_first(tokens: int, heads: int, kv_heads: int, first: int) -> None:
+    """Half, or a third where the messages of a GPU on NVLink take more than half of the block's kernels."""
+    assert zigzag.first_heads(kv_heads, tokens * heads // kv_heads) == first
+    flops = 2.5 * Problem(1, heads, kv_heads, tokens, tokens, 128, True).flops
+    message = 2 * kv_heads * tokens * 128 * 4 / context_model.NVLINK.bytes_per_s
+    long = message > 0.5 * flops / 650e12
+    assert first == math.ceil(kv_heads / (3 if long else 2))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("tail", [True, False])
-def test_terms_of_sums(ranks: int, causal: bool, tail: bool) -> None:
-    """As many as the steps of all ranks that give some."""
+def test_arrivals(ranks: int, causal: bool) -> None:
+    """As many as the steps of all other ranks that give some."""
     for rank in range(ranks):
-        mine = cp.backward_schedule(rank, ranks, causal, tail)
-        dq, dk, dv = cp._terms(mine, rank, ranks, causal)
-        everyone = [x for r in range(ranks) for x in cp.backward_schedule(r, ranks, causal, tail)]
-        for half in Rows.BOTH.halves:
-            assert dq[half] == sum(half in x.queries.halves for x in mine)
-            assert dk[half] == dv[half] == sum(half in x.keys.halves for x in everyone if x.source == rank)
+        everyone = [x for r in range(ranks) if r != rank for x in zigzag.schedule(r, ranks, causal)]
+        of = lambda half: sum(half in x.keys.halves for x in everyone if x.source == rank)
+        assert zigzag.arrivals(rank, ranks, causal) == {half: of(half) for half in Rows.BOTH.halves}
+
+
+def test_rows_of_an_odd_length() -> None:
+    x = torch.arange(5)
+    assert torch.equal(Rows.BOTH.of(x, 0), x)
+    assert [Rows.of(half, x[:4], 0).tolist() for half in Rows.BOTH.halves] == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_shards_make_the_sequence(ranks: int) -> None:
     x = torch.arange(2 * 3 * 4 * ranks).view(2, 3, 4 * ranks)
-    parts = [cp.shard(x, rank, ranks) for rank in range(ranks)]
-    assert torch.equal(cp.unshard(parts), x)
+    parts = [zigzag.shard(x, rank, ranks) for rank in range(ranks)]
+    assert torch.equal(zigzag.unshard(parts), x)
     assert torch.equal(parts[0][..., :2], x[..., :2])
     assert torch.equal(parts[0][..., 2:], x[..., -2:])
 
 
 def test_a_sequence_that_is_no_multiple_is_refused() -> None:
     with pytest.raises(ValueError, match="its length must be a multiple of 8, not 12"):
-        cp.shard(torch.zeros(1, 1, 12, 64), 0, 4)
+        zigzag.shard(torch.zeros(1, 1, 12, 64), 0, 4)
 
 
 # ---- sums -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("lent", [True, False])
 @pytest.mark.parametrize("terms", [1, 2, 3, 5])
-def test_a_sum_is_rounded_once(terms: int) -> None:
-    """Terms that are each lost beside the first, were they added in 16 bits."""
-    of = lambda x: torch.full((1, 4), x).bfloat16()
-    parts, target = [of(256.0)] + [of(0.75)] * (terms - 1), of(torch.nan)
-    sums = cp.SummedRows(target, terms)
-    for part in parts[:-1]:
-        sums.add(part)
-    for (_, heads), more in zip(cp.heads_in_parts(8, 4, 2), (True, False)):
-        sums.add(parts[-1][:, heads], heads, more) if terms > 1 else None
-    if terms == 1:
-        sums.add(parts[0])
-    assert torch.equal(target, of(256 + 0.75 * (terms - 1)))
-    assert all(torch.equal(part, part[:, :1].expand(1, 4)) for part in parts)
+def test_a_sum_is_rounded_once(terms: int, lent: bool) -> None:
+    """Terms that are each lost beside the first, were they added in 16 bits; what is lent stays."""
+    of = lambda x: torch.full((1, 4), x)
+    parts, target = [of(256.0)] + [of(0.75)] * (terms - 1), of(torch.nan).bfloat16()
+    total = block_gradients.Sum(target, terms)
+    for part in parts:
+        total.add(part.bfloat16(), lent)
+    assert torch.equal(target, of(256 + 0.75 * (terms - 1)).bfloat16())
+    kept = of(1.0)
+    total = block_gradients.Sum(target, 3)
+    for part in (kept, of(2.0), of(3.0)):
+        total.add(part, lent)
+    assert torch.equal(target, of(6.0).bfloat16()) and torch.equal(kept, of(1.0)) == lent
 
 
-def test_heads_in_parts() -> None:
-    assert cp.heads_in_parts(32, 8, 2) == [(slice(0, 16), slice(0, 4)), (slice(16, 32), slice(4, 8))]
-    assert cp.heads_in_parts(6, 3, 2) == cp.heads_in_parts(6, 3, 1) == [(slice(0, 6), slice(0, 3))]
+@pytest.mark.parametrize(
+    ("head_dim", "batch", "deterministic", "wanted"),
+    [
+        (64, 1, False, "Sums"),
+        (128, 2, False, "Sums"),
+        (128, 1, True, "OneByOne"),
+        (256, 1, False, "OneByOne"),
+        (96, 1, False, "OneByOne"),
+        (64, 65536, False, "OneByOne"),
+    ],
+)
+def test_what_adds(head_dim, batch, deterministic, wanted, monkeypatch) -> None:
+    for name in ("Sums", "OneByOne"):
+        monkeypatch.setattr(block_gradients, name, lambda *_, name=name: name)
+    x = torch.empty(batch, 2, 4, head_dim, device="meta")
+    inputs = block_gradients.Inputs(x, x, x, x, x, x[..., 0], deterministic=deterministic)
+    assert block_gradients.gradients_of(inputs, [], {}) == wanted
+
+
+@pytest.mark.parametrize("what", block_gradients.reachable(), ids=str)
+def test_its_kernels_compile(what) -> None:
+    """Each that a backward pass can launch; none spills, but what spills in bwd4_parts too: a word or two for
+    each tile, of an unmasked block at head_dim 64 that is given its scale."""
+    _, problem, options = what
+    code = machine_code.disassemble(launch.kernel_for(*what).__cubin__)
+    spills = problem.head_dim == 64 and problem.scaled and not problem.causal and options["piece"] == "block"
+    assert sum(kernel.frame_bytes for kernel in code) <= (16 if spills else 0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("wide", [(False, False), (False, True), (True, True), (True, False)], ids=str)
+def test_the_merge_compiles(head_dim: int, dtype: str, wide: tuple[bool, bool]) -> None:
+    least = Problem.square(1, 1, 1, head_dim, False, dtype=dtype)
+    assert launch.kernel_for(merging.FILE, least, dict(zip(("wide_in", "wide_out"), wide))).__cubin__
 
 
 # ---- over gloo --------------------------------------------------------------------------------------------
@@ -156,20 +219,25 @@ def passed(done: list[subprocess.CompletedProcess]) -> None:
     assert not any(x.returncode for x in done), "\n".join(x.stderr[-2000:] for x in done)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_numbers(ranks: int, kv_heads: int, causal: bool, tmp_path: Path) -> None:
-    """o, lse and the gradients of both against one process' float64 attention of the whole sequence."""
-    passed(ring(ranks, f"numbers(rank, ranks, {causal}, {kv_heads}, None)", tmp_path))
-
-
-def test_numbers_with_a_scale_on_three_ranks(tmp_path: Path) -> None:
-    passed(ring(3, "numbers(rank, ranks, True, 1, 0.2, seqlen=96)", tmp_path))
-
-
-def test_one_rank(tmp_path: Path) -> None:
-    passed(ring(1, "numbers(rank, ranks, True, 2, None)", tmp_path))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_numbers(ranks: int, tmp_path: Path) -> None:
+    """o, lse and the gradients of both against one process' float64 attention of the whole sequence: of
+    chunks that are whole tiles and others, of one batch with a rank's own heads first and last, of more, and
+    with an operator for each block."""
+    whole, other = f"seqlen={256 * ranks}, wants_dlse=False", f"seqlen={16 * ranks}"
+    cases = [
+        f"{call}(rank, ranks, {causal}, {kv_heads}, {scale}, {lengths}, batch={batch})"
+        for call, causal, kv_heads, scale, lengths, batch in (
+            ("numbers", True, 4, None, whole, 1),
+            ("numbers", True, 2, None, whole, 2),
+            ("numbers", False, 4, 0.2, whole, 1),
+            ("numbers", True, 2, None, other, 1),
+            ("numbers", False, 1, None, other, 2),
+            ("one_by_one", True, 4, None, other, 1),
+            ("one_by_one", False, 2, 0.2, other, 2),
+        )
+    ]
+    passed(ring(ranks, f"[{', '.join(cases)}]", tmp_path))
 
 
 def test_a_compiled_graph_is_whole(tmp_path: Path) -> None:
@@ -195,6 +263,8 @@ def test_a_wrong_number_is_seen(tmp_path: Path) -> None:
         ("odd", "on rank 1: a rank holds two chunks of one length, and 31 tokens are not that"),
         ("dtype", "on rank 1: q must be bfloat16 or float16, not float32"),
         ("lengths", "on rank 1: q has 32 tokens and k has 30"),
+        ("packed", "on rank 1: takes no packed sequences"),
+        ("values", "on rank 1: takes values of head_dim 64, not of 32"),
     ],
 )
 def test_ranks_that_disagree(how: str, said: str, tmp_path: Path) -> None:
@@ -290,75 +360,3 @@ def test_shapes_for_tracing() -> None:
     ]
     assert str(cp.context_forward._schema).count("SymInt") == 0
     assert torch.Tag.pt2_compliant_tag in ops.TAGS
-
-
-# ---- the bench and its model ------------------------------------------------------------------------------
-
-
-def test_the_command_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU: it would be measured")
-    assert bench.main(["context_parallel"]) == 0
-    assert "1024 GPUs" in capsys.readouterr().out
-    assert bench.main(["context_parallel", "k6"]) == bench.main(["context_parallel", "--save"]) == 2
-
-
-RATES = context_model.Rates(650e12, 550e12)
-
-
-@pytest.mark.parametrize("both", [False, True])
-def test_the_model_of_the_time(both: bool) -> None:
-    """One GPU has no messages; a network without limits costs nothing; a slow one costs its bytes."""
-    predict = lambda ranks, network: context_model.predict(
-        16384, 32, 8, 128, ranks, RATES, network, both, hosts_of=1024
-    )
-    free = context_model.Network("free", 1e30, 0.0)
-    assert predict(1, context_model.NDR).efficiency == predict(8, free).efficiency == 1.0
-    slow = context_model.Network("slow", 1e9, 0.0)
-    kv = 2 * 8 * 16384 * 128 * 2 / 1e9  # seconds
-    # K and V there, again for the backward pass, and dK and dV, twice as large, home.
-    messages = 7 * kv * (1 + 3 * both)
-    assert messages - 2 * kv <= predict(8, slow).seconds <= messages + predict(8, free).seconds
-    whole = Problem.square(1, 32, 8 * 16384, 128, True).flops / 8
-    assert predict(8, free).compute >= whole / RATES.forward
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_the_models_steps_are_equal(ranks: int) -> None:
-    assert context_model.steps_are_equal(ranks)
-
-
-def test_a_second_host_costs() -> None:
-    """From there on the slower network is what a step waits for, and more hosts change little."""
-    of = lambda ranks: (
-        context_model.predict(8192, 32, 8, 128, ranks, RATES, context_model.NVLINK, True).efficiency
-    )
-    assert of(1) == 1.0 and of(16) < of(8) < 1.0
-    assert of(1024) == pytest.approx(of(64), abs=0.01)
-
-
-def test_overlap() -> None:
-    of = lambda ms, iqr=0.0: {"ms": ms, "ms_iqr": iqr}
-    assert measuring.overlap({"compute": of(4.0), "messages": of(1.0), "ours": of(4.1)}) == pytest.approx(0.9)
-    assert measuring.overlap({"compute": of(4.0, 0.3), "messages": of(1.0), "ours": of(4.1, 0.3)}) is None
-
-
-def test_what_is_left_out_for_a_part_of_the_time() -> None:
-    """A ring without messages or without kernels takes the same steps."""
-    calls: list[str] = []
-    kernels = measuring.Uncomputed().kernels()
-
-    class Four(measuring.Unsent):
-        def __init__(self) -> None:
-            self.rank, self.ranks, self.there = 1, 4, {}
-
-        def post(self, kind, *rest):
-            calls.append(kind)
-            return super().post(kind, *rest)
-
-    q, k = torch.randn(1, 4, 8, 64), torch.randn(1, 2, 8, 64)
-    o, lse = cp.ring_forward(q, k, k, Four(), None, True, kernels)
-    assert calls == ["keys"] * 3
-    found = cp.ring_backward(q, q, k, k, o, lse, None, Four(), None, True, False, kernels)
-    assert [x.shape for x in found] == [q.shape, k.shape, k.shape]
-    assert Counter(calls) == {"keys": 6, "gradients": 4}  # of two key heads, one by one in the last step

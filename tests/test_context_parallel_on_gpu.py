@@ -1,25 +1,35 @@
 """Context parallelism on two GPUs: the public call with its gradients, by the pass rule."""
 
+import datetime
 import os
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness import reference
-from hopper_attention import context_parallel_attention
+from hopper_attention import context_parallel_attention, enabled, production
 from hopper_attention.integrations import context_parallel as cp
 from hopper_attention.integrations.merging import merge
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 
 RANKS = 2
+TORCHS_OWN = "PyTorch's own"
+ENDS_S = 60.0  # in which a process has ended whose group has timed out
 CASES = {  # tokens of a GPU, heads, key heads, head_dim, and what differs
-    "even": (256, 4, 2, 128, {}),
+    "whole tiles": (256, 4, 2, 128, {}),
+    "one batch": (1536, 8, 4, 128, {"batch": 1}),
+    "one batch, 64": (1024, 6, 3, 64, {"batch": 1, "causal": False}),
     "odd chunks": (202, 4, 2, 128, {}),
+    "odd chunks, one batch": (330, 8, 4, 64, {"batch": 1}),
     "full": (1026, 4, 1, 128, {"causal": False}),
-    "communicator": (514, 4, 4, 128, {"communicator": True}),
+    "communicator": (1024, 4, 4, 128, {"communicator": True, "batch": 1}),
     "one chunk of one token": (2, 2, 1, 128, {}),
     "fp16": (322, 4, 2, 64, {"dtype": torch.float16, "softmax_scale": 0.2, "dlse": True}),
     "deterministic": (322, 4, 2, 64, {"deterministic": True}),
@@ -31,9 +41,10 @@ def run_case(rank: int, name: str) -> list[str]:
     """What is wrong, on rank 0."""
     tokens, heads, kv_heads, head_dim, options = CASES[name]
     options = {"causal": True, "dtype": torch.bfloat16, "dlse": False} | options
-    dtype, wants_dlse = options.pop("dtype"), options.pop("dlse")
+    dtype, wants_dlse, batch = options.pop("dtype"), options.pop("dlse"), options.pop("batch", 2)
     generator = torch.Generator("cuda").manual_seed(5)
-    make = lambda h: torch.randn(2, h, RANKS * tokens, head_dim, device="cuda", generator=generator).to(dtype)
+    shape = RANKS * tokens, head_dim
+    make = lambda h: torch.randn(batch, h, *shape, device="cuda", generator=generator).to(dtype)
     q, k, v, do = make(heads), make(kv_heads), make(kv_heads), make(heads)
     dlse = torch.randn(q.shape[:3], device="cuda", generator=generator) if wants_dlse else None
     mine = lambda x: cp.shard(x, rank, RANKS)
@@ -57,7 +68,7 @@ def run_case(rank: int, name: str) -> list[str]:
         return []
     causal, scale = options["causal"], options.get("softmax_scale")
     name_of = str(dtype).removeprefix("torch.")
-    problem = Problem(2, heads, kv_heads, q.shape[2], q.shape[2], head_dim, causal, name_of)
+    problem = Problem(batch, heads, kv_heads, q.shape[2], q.shape[2], head_dim, causal, name_of)
     rounding = lambda stage, x: reference.rounding_of(*ladder.load(stage), x, **ladder.load(stage)[0].options)
     forward = reference.Expected(q, k, v, causal, softmax_scale=scale)
     backward = reference.Expected(q, k, v, causal, do, softmax_scale=scale, dlse=dlse)
@@ -70,6 +81,41 @@ def run_case(rank: int, name: str) -> list[str]:
     return [failure for verdict in verdicts for failure in verdict.failures]
 
 
+def run_torchs_own(rank: int) -> list[str]:
+    """What is wrong with PyTorch's `context_parallel` over these kernels, on rank 0. It adds gradients that
+    are rounded block by block."""
+    from torch.distributed.tensor.experimental import context_parallel as torchs_own
+
+    generator = torch.Generator("cuda").manual_seed(6)
+    made = [torch.randn(1, 4, 1024, 128, device="cuda", generator=generator).bfloat16() for _ in range(4)]
+    *buffers, do = (x.clone() for x in made)
+    mesh, calls = init_device_mesh("cuda", (RANKS,)), []
+    before = production.forward, production.backward
+    production.forward = lambda *x: (calls.append("forward"), before[0](*x))[1]
+    production.backward = lambda *x: (calls.append("backward"), before[1](*x))[1]
+    try:
+        parts = torchs_own(mesh, buffers=[*buffers, do], buffer_seq_dims=[2] * 4)
+        with enabled(), sdpa_kernel(SDPBackend.FLASH_ATTENTION), parts:
+            inputs = [x.detach().clone().requires_grad_() for x in buffers]
+            o = F.scaled_dot_product_attention(*inputs, is_causal=True)
+            found = o.detach(), *torch.autograd.grad(o, inputs, do.clone())
+    finally:
+        production.forward, production.backward = before
+    whole = {}
+    for name, x in zip(("o", "dq", "dk", "dv"), found):
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(RANKS)]
+        dist.all_gather(parts, x.contiguous())
+        whole[name] = cp.unshard(parts)
+    if rank:
+        return []
+    wrong = [] if set(calls) == {"forward", "backward"} else [f"called were {calls}"]
+    q, k, v, do = made
+    expected = reference.Expected(q, k, v, True, do)
+    exact = dict(zip(("o", "dq", "dk", "dv"), (expected.forward[0], *expected.gradients)))
+    off = {name: float((whole[name].double() - x).norm() / x.norm()) for name, x in exact.items()}
+    return wrong + [f"{name} is off by {x:.1e} of its norm" for name, x in off.items() if x > 2.0**-7]
+
+
 def rank_main(rank: int, names: list[str], found: dict[str, list[str]]) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "NCCL_NVLS_ENABLE": "0"}
     device = torch.device("cuda", rank)
@@ -80,7 +126,44 @@ def rank_main(rank: int, names: list[str], found: dict[str, list[str]]) -> None:
         if rank == 0:
             found[name] = wrong
             print(name, wrong or "passes", flush=True)
+    wrong = run_torchs_own(rank)
+    if rank == 0:
+        found[TORCHS_OWN] = wrong
     dist.destroy_process_group()
+
+
+def dies(rank: int, when: str, seconds: float) -> None:
+    """Rank 1 is gone at its second call; rank 0 must not wait for it longer than the group's timeout."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29519", "NCCL_NVLS_ENABLE": "0"}
+    device, timeout = torch.device("cuda", rank), datetime.timedelta(seconds=seconds)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", rank=rank, world_size=RANKS, device_id=device, timeout=timeout)
+    if when == "by NCCL":
+        cp.exchange_for = lambda group, k, v: cp.Exchange(group)
+    q = torch.randn(1, 4, 512, 128, device=device, dtype=torch.bfloat16)
+    context_parallel_attention(q, q, q)
+    torch.cuda.synchronize()
+    if rank == 1:
+        os._exit(0)
+    context_parallel_attention(q, q, q)
+    torch.cuda.synchronize()  # which NCCL's watchdog ends, and when it has written why, the process
+    time.sleep(2 * ENDS_S)
+    os._exit(0)  # there was an answer
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("when", ["by copy engines", "by NCCL"])
+@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
+def test_a_rank_that_dies(when: str) -> None:
+    context, seconds = torch.multiprocessing.get_context("spawn"), 6.0
+    ranks = [context.Process(target=dies, args=(rank, when, seconds)) for rank in range(RANKS)]
+    for x in ranks:
+        x.start()
+    ranks[1].join()
+    ranks[0].join(seconds + ENDS_S)
+    ended = ranks[0].exitcode
+    ranks[0].kill()
+    assert ranks[1].exitcode == 0 and ended not in (None, 0)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +175,7 @@ def found() -> Callable[[], dict[str, list[str]]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, TORCHS_OWN])
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
 def test_numbers(name: str, found: dict[str, list[str]]) -> None:
     assert found[name] == []

@@ -33,7 +33,6 @@ from .exchange import Exchange
 
 PLACES = 2  # who posts a message has enqueued the last reader of the one two before
 FREE, THERE = 0, 1
-KINDS = {"keys": 1, "gradients": 2}  # how many times as large as 16-bit K and V a message of a kind is
 AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 ALIGNED = 256
 
@@ -201,17 +200,18 @@ watch = _watch.add
 class CopyExchange(Exchange):
     """Messages of one call among the ranks of a group, all on one host."""
 
-    def __init__(self, group: dist.ProcessGroup, *largest: torch.Tensor):
-        """`largest` are K and V: no rank sends more at once."""
+    def __init__(self, group: dist.ProcessGroup, largest: dict[str, int]):
+        """`largest` has the bytes of each kind's largest message, of any rank."""
         super().__init__(group)
-        self.channels = _channels.setdefault(group, {})
-        self.most = sum(bytes_of(x.shape, x.dtype) for x in largest)
+        self.channels, self.largest = _channels.setdefault(group, {}), largest
 
     def channel(self, kind: str, device: torch.device) -> Channel:
         known = self.channels.get(kind)
-        most = self.most * KINDS[kind]
+        most = self.largest[kind]
         if known is None or known.place_bytes < most:
-            known = self.channels[kind] = Channel.open(self.group, most, device)
+            known = self.channels[kind] = Channel.open(
+                self.group, ALIGNED * math.ceil(most / ALIGNED), device
+            )
             watch(known)
         return known
 
