@@ -50,20 +50,25 @@ backward = torch.ops.hopper_attention.backward.default
 decode = torch.ops.hopper_attention.decode.default
 decode_append = torch.ops.hopper_attention.decode_append.default
 below_autograd = torch._C._AutoDispatchBelowAutograd
+are_deterministic = torch._C._get_deterministic_algorithms
 
 
 # ---- what runs --------------------------------------------------------------------------------------------
 
 
-def run_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
-    return production.forward(q, k, v, softmax_scale, causal, top_left)
+def run_forward(
+    q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False, with_lse=True, plan=None
+):
+    return production.forward(q, k, v, softmax_scale, causal, top_left, with_lse, plan)
 
 
 def run_backward(
-    do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
-):
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    return production.backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
+    do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False,
+    plan=None,
+):  # fmt: skip
+    deterministic = deterministic or are_deterministic()
+    options = softmax_scale, causal, top_left, deterministic
+    return production.backward(do, q, k, v, o, lse, dlse, *options, plan)
 
 
 def run_decode(q, k_cache, v_cache, cache_seqlens=None, *options, **named):
@@ -121,30 +126,27 @@ at_this_level = torch._functorch.utils.enable_single_level_autograd_function
 
 class Attention(Function):
     """Forward by `forward`, gradients of o and of lse by `backward`, or where nothing would see these
-    operators by what they run."""
+    operators by what they run. The lse is handed out only if it is asked for: an output costs."""
 
     @staticmethod
-    def forward(ctx, direct, q, k, v, *options):
+    def forward(ctx, direct, plan, with_lse, options, q, k, v):
         if direct:
-            o, lse = run_forward(q, k, v, *options)
+            o, lse = run_forward(q, k, v, *options, True, plan)
         else:
             with to_the_level_below(), below_autograd():
                 o, lse = forward(q, k, v, *options)
         ctx.options = options
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)
-        return o, lse
+        return (o, lse) if with_lse else o
 
     @staticmethod
-    def backward(ctx, do, dlse):
+    def backward(ctx, do, dlse=None):
         q, k, v, o, lse = ctx.saved_tensors
-        rest = (None,) * len(ctx.options)
         if do is None and dlse is None:
-            return None, None, None, None, *rest
+            return (None,) * 7
         do = torch.zeros_like(o) if do is None else do
-        direct = unseen(q, k, v, do, o, lse, dlse) and not torch.is_grad_enabled()
-        run = run_backward if direct else backward
-        return None, *run(do, q, k, v, o, lse, dlse, *ctx.options), *rest
+        return None, None, None, None, *call_backward(do, q, k, v, o, lse, dlse, *ctx.options)
 
 
 class Gradients(Function):
@@ -189,12 +191,14 @@ def know_subclass(x: torch.Tensor) -> None:
 
 def differentiable_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
     options = softmax_scale, causal, top_left, deterministic
+    if unwatched() and (found := directly(q, k, v, options, True)) is not None:
+        return found
     if type(q) is not torch.Tensor:
         know_subclass(q)
     refuse_tangents(q, k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         with at_this_level():
-            return Attention.apply(False, q, k, v, *options)
+            return Attention.apply(False, None, True, options, q, k, v)
     with below_autograd():
         return forward(q, k, v, *options)
 
@@ -203,6 +207,8 @@ def differentiable_backward(
     do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
 ):
     inputs = do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic
+    if unwatched() and (found := directly_backward(*inputs)) is not None:
+        return found
     if type(q) is not torch.Tensor:
         know_subclass(q)
     refuse_tangents(*(x for x in inputs[:7] if x is not None))
@@ -224,21 +230,28 @@ transforms, tracing = torch._C._are_functorch_transforms_active, torch._C._get_t
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
-def unseen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether nothing there would see an operator called on these: no compiler, subclass, mode, autocast,
-    transform, trace, profiler or tangent. `others` may be what autograd hands over (`is_plain`)."""
+def unwatched() -> bool:
+    """Whether nothing would see an operator that its tensors' dispatch keys do not show: no compiler, function
+    mode, profiler or tangent."""
+    return not (is_compiling() or function_modes() or profiles()) and forward_ad._current_level < 0
+
+
+def undispatched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether nothing would see an operator on these that does show: no subclass, mode, autocast, transform
+    or trace. `others` may be what autograd hands over (`is_plain`)."""
     return (
-        not is_compiling()
-        and type(q) is type(k) is type(v) is torch.Tensor
+        type(q) is type(k) is type(v) is torch.Tensor
         and not dispatch_modes()
-        and not function_modes()
         and not autocasts()
         and not transforms()
         and tracing() is None
-        and not profiles()
-        and forward_ad._current_level < 0
         and all(map(is_plain, others))
     )
+
+
+def unseen(*tensors: torch.Tensor | None) -> bool:
+    """Whether nothing there would see an operator called on these, q, k, v and others."""
+    return unwatched() and undispatched(*tensors)
 
 
 def is_plain(x: torch.Tensor | None) -> bool:
@@ -247,25 +260,50 @@ def is_plain(x: torch.Tensor | None) -> bool:
     return x is None or (type(x) is torch.Tensor and not (is_batched(x) or x._is_zerotensor()))
 
 
-def call_forward(q, k, v, softmax_scale, causal, top_left, deterministic):
+def call_forward(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse=True):
     """`forward`, but where nothing would see it without the dispatcher, whose way to Python and back takes as
-    long as all the rest."""
+    long as all the rest. Without `with_lse` there may be None in the place of lse."""
     options = softmax_scale, causal, top_left, deterministic
-    if not (type(causal) is type(top_left) is type(deterministic) is bool and unseen(q, k, v)):
-        return forward(q, k, v, *options)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        with at_this_level():
-            return Attention.apply(True, q, k, v, *options)
-    return run_forward(q, k, v, *options)
+    if type(causal) is type(top_left) is type(deterministic) is bool and unwatched():
+        found = directly(q, k, v, options, with_lse)
+        if found is not None:
+            return found
+    return forward(q, k, v, *options)
 
 
-def call_backward(do, q, k, v, o, lse, dlse, *options):
+def directly(q, k, v, options, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """o and lse, or None where something would see the operator. A call like one before, found by its plan,
+    would be dispatched as that was."""
+    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    plan = production.recent_forward(q, k, v, *options[:3], with_lse or learns)
+    if plan is None and not undispatched(q, k, v):
+        return None
+    if not learns:
+        return run_forward(q, k, v, *options, with_lse, plan)
+    found = Attention.apply(True, plan, with_lse, options, q, k, v)
+    return found if with_lse else (found, None)
+
+
+def call_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic):
     """`backward`, as `call_forward` is `forward`."""
-    inputs = do, q, k, v, o, lse, dlse
-    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    direct = all(type(x) is bool for x in options[1:]) and unseen(q, k, v, do, o, lse, dlse) and not learns
-    run = run_backward if direct else backward
-    return run(do, q, k, v, o, lse, dlse, *options)
+    inputs = do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic
+    if type(causal) is type(top_left) is type(deterministic) is bool and unwatched():
+        found = directly_backward(*inputs)
+        if found is not None:
+            return found
+    return backward(*inputs)
+
+
+def directly_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic):
+    """dq, dk and dv, or None where something would see the operator, gradients of gradients among it."""
+    inputs = do, q, k, v, o, lse
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, dlse)):
+        return None
+    options = softmax_scale, causal, top_left, deterministic or are_deterministic()
+    plan = production.recent_backward(*inputs, *options) if dlse is None else None
+    if plan is None and not undispatched(q, k, v, do, o, lse, dlse):
+        return None
+    return run_backward(*inputs, dlse, *options, plan)
 
 
 library.impl("forward", differentiable_forward, "Autograd")

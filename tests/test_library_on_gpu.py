@@ -80,9 +80,9 @@ def test_few_tiles_of_keys(mask: dict, head_dim: int, heads: int, monkeypatch: p
     assert verdicts(q, k, v, do, torch.randn(q.shape[:3], device="cuda"), 0.1, **mask) == []
     for parts in (Parts(heads, 1), Parts(1, 3), Parts(heads, 5), Parts(max(1, heads // 2), 16)):
         monkeypatch.setattr(division, "parts_of", lambda problem, sms=0, parts=parts: parts)
-        production._plans.clear()
+        production.plans.clear()
         assert verdicts(q, k, v, do, **mask) == []
-    production._plans.clear()
+    production.plans.clear()
 
 
 @every_mask
@@ -108,9 +108,9 @@ def test_tiles_of_every_height(
     q, k, v, do = random_inputs(problem(head_dim, seqlen_q=seqlen_q))
     for rows in division.TILES[head_dim]:
         monkeypatch.setattr(division, "rows_of", lambda problem, sms=0, rows=rows: rows)
-        production._plans.clear()
+        production.plans.clear()
         assert verdicts(q, k, v, do, **mask) == []
-    production._plans.clear()
+    production.plans.clear()
 
 
 @every_mask
@@ -379,6 +379,6 @@ def test_nothing_is_asked_of_a_gpu_twice() -> None:
     """What makes a call fast: the second of a kind plans nothing."""
     q, k, v, _ = random_inputs(problem(64))
     attention(q, k, v)
-    known = len(production._plans)
+    known = len(production.plans)
     attention(q.clone(), k.clone(), v.clone())
-    assert len(production._plans) == known
+    assert len(production.plans) == known

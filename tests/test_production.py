@@ -11,6 +11,7 @@ from hopper_attention import launch, production, tuned
 from hopper_attention.choice import slower
 from hopper_attention.kernels import calls
 from hopper_attention.kernels.contract import Problem
+from hopper_attention.plans import Plans
 
 Launched = list[tuple[str, Problem, tuple]]
 
@@ -46,7 +47,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
     monkeypatch.setattr(production, "kernel_for", kernel_for)
     monkeypatch.setattr(production, "check_device", lambda stage_id, q: None)
-    for name in ("_plans", "_reasons", "_counters"):
+    monkeypatch.setattr(production, "plans", Plans())
+    for name in ("_reasons", "_counters", "_memory"):
         monkeypatch.setattr(production, name, {})
     monkeypatch.setattr(production, "empty", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(production, "current_device", lambda: None)
@@ -102,7 +104,7 @@ def test_another_kind_is_planned_anew(change: str, launched: Launched) -> None:
     else:
         options["scale"] = 1.0
     forward(q, k, v, **options)
-    assert len(production._plans) == 2
+    assert len(production.plans) == 2
     _, least, given = launched[1]
     assert (least.dtype, least.causal, least.scaled) == (
         str(q.dtype).removeprefix("torch."), options["causal"], change == "scale",
@@ -144,7 +146,7 @@ def test_scratch_is_of_the_stream_and_of_the_capture(
     forward(q, k, v)
     counters = [given[-1] for *_, given in launched]
     assert len({x.data_ptr() for x in counters}) == 4
-    assert len(production._counters) == 2
+    assert len(production._memory) == 4  # floats and counters of two streams
     assert not any(x.any() for x in counters)
 
 
@@ -351,7 +353,7 @@ def test_kernels_are_for_the_sms_of_the_gpu(launched: Launched, monkeypatch: pyt
     q, k, v = tensors(1, 8, 1024, 128)
     for sms, stages in ((132, ["k6_r64", "bwd4_parts"]), (20, ["k6", "bwd4"])):
         monkeypatch.setattr(tuned, "gpu", lambda device, sms=sms: tuned.Gpu(sms))
-        production._plans.clear()
+        production.plans.clear()
         forward(q, k, v)
         backward(q, k, v)
         assert [stage_id for stage_id, _ in asked] == stages
