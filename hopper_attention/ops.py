@@ -231,33 +231,31 @@ is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def unwatched() -> bool:
-    """Whether nothing would see an operator that its tensors' dispatch keys do not show: no compiler, function
-    mode, profiler or tangent."""
+    """Whether nothing would see an operator that its tensors' dispatch keys do not show: no compiler,
+    function mode, profiler or tangent."""
     return not (is_compiling() or function_modes() or profiles()) and forward_ad._current_level < 0
 
 
-def undispatched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether nothing would see an operator on these that does show: no subclass, mode, autocast, transform
-    or trace. `others` may be what autograd hands over (`is_plain`)."""
+def undispatched(*tensors: torch.Tensor | None) -> bool:
+    """Whether nothing would see an operator on these that does show: no mode, autocast, transform or trace,
+    and only tensors that are what they seem."""
     return (
-        type(q) is type(k) is type(v) is torch.Tensor
-        and not dispatch_modes()
-        and not autocasts()
-        and not transforms()
+        not (dispatch_modes() or autocasts() or transforms())
         and tracing() is None
-        and all(map(is_plain, others))
+        and all(map(is_plain, tensors))
     )
 
 
 def unseen(*tensors: torch.Tensor | None) -> bool:
-    """Whether nothing there would see an operator called on these, q, k, v and others."""
+    """Whether nothing there would see an operator called on these."""
     return unwatched() and undispatched(*tensors)
 
 
 def is_plain(x: torch.Tensor | None) -> bool:
-    """Whether a kernel can take x as it is: autograd also hands over subclasses, tensors of zeros that are
-    nowhere, and, for `is_grads_batched`, tensors with a hidden dimension."""
-    return x is None or (type(x) is torch.Tensor and not (is_batched(x) or x._is_zerotensor()))
+    """Whether a kernel can take x as it is: there are subclasses, views whose sign is still to be turned, and
+    from autograd also tensors of zeros that are nowhere, and, for `is_grads_batched`, tensors with a hidden
+    dimension."""
+    return x is None or (type(x) is torch.Tensor and not (is_batched(x) or x._is_zerotensor() or x.is_neg()))
 
 
 def call_forward(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse=True):

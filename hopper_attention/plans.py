@@ -63,7 +63,7 @@ class Plans(dict[tuple[object, ...], Kept]):
 
 
 def kind_of(options: Options, tensors: tuple[torch.Tensor, ...]) -> tuple[object, ...]:
-    return options, *[(x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in tensors]
+    return options, *[(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
 
 
 def plan_of(

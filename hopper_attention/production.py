@@ -109,7 +109,6 @@ def forward(
         options = "fwd", softmax_scale, causal, top_left, with_lse, margin()
         plan = plans.find(options, q, k, v)
     if plan is None:
-        q, k, v = (x.resolve_neg() for x in (q, k, v))
         plan = _plan_forward(q, k, v, softmax_scale, causal, top_left, with_lse=with_lse)
         if plan.launch is None:
             o, lse = (torch.empty_strided(*x[:2], dtype=x[2], device=device) for x in plan.outputs)
@@ -160,8 +159,7 @@ def backward(
         options = "bwd", softmax_scale, causal, top_left, deterministic, dlse is None, margin()
         plan = plans.find(options, do, q, k, v, o, lse)
     if plan is None:
-        do, q, k, v, o, lse = inputs = [x.resolve_neg() for x in (do, q, k, v, o, lse)]
-        plan = _plan_backward(*inputs, dlse, softmax_scale, causal, top_left, deterministic)
+        plan = _plan_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
         if plan.launch is None:  # no query or no key: no output that an input could have changed
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         plans.keep(options, (do, q, k, v, o, lse), plan)
