@@ -10,9 +10,10 @@ says what shapes come out.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.library import Library, register_fake, register_vmap
 from torch.utils.flop_counter import register_flop_formula
@@ -311,18 +312,19 @@ library.impl("backward", differentiable_backward, "Autograd")
 # ---- autocast, vmap, FLOPs --------------------------------------------------------------------------------
 
 
-def autocast_on(device: str):
-    """q, k and v in autocast's type, as `scaled_dot_product_attention` takes them; float64 stays."""
+def autocast_on(device: str, operator: OpOverload) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The operator with q, k and v in autocast's type, as `scaled_dot_product_attention` takes them; float64
+    and whatever else it is given stay."""
 
-    def cast_forward(q, k, v, *options):
+    def cast(q, k, v, *rest):
         to = torch.get_autocast_dtype(device)
         with torch.amp.autocast(device, enabled=False):
-            return forward(*(x if x.dtype == torch.float64 else x.to(to) for x in (q, k, v)), *options)
+            return operator(*(x if x.dtype == torch.float64 else x.to(to) for x in (q, k, v)), *rest)
 
-    return cast_forward
+    return cast
 
 
-library.impl("forward", autocast_on("cuda"), "AutocastCUDA")
+library.impl("forward", autocast_on("cuda", forward), "AutocastCUDA")
 
 
 def _batched(x, at, size: int):

@@ -164,18 +164,7 @@ library.impl("attend_backward", differentiable_backward, "Autograd")
 # ---- autocast, FLOPs --------------------------------------------------------------------------------------
 
 
-def autocast_on(device: str):
-    """As `ops.autocast_on`; a sink stays in fp32."""
-
-    def cast_forward(q, k, v, *more):
-        to = torch.get_autocast_dtype(device)
-        with torch.amp.autocast(device, enabled=False):
-            return forward(*(x if x.dtype == torch.float64 else x.to(to) for x in (q, k, v)), *more)
-
-    return cast_forward
-
-
-library.impl("attend", autocast_on("cuda"), "AutocastCUDA")
+library.impl("attend", ops.autocast_on("cuda", forward), "AutocastCUDA")
 
 
 def _flops(direction: str, q, v, *more) -> int:

@@ -66,7 +66,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library = torch.library.Library("hopper_attention", "IMPL")
     library.impl("forward", run_forward, "CPU")
     library.impl("backward", run_backward, "CPU")
-    library.impl("forward", ops.autocast_on("cpu"), "AutocastCPU")
+    library.impl("forward", ops.autocast_on("cpu", ops.forward), "AutocastCPU")
     yield
     library._destroy()
 
