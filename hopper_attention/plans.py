@@ -14,7 +14,8 @@ Options = tuple[object, ...]
 
 
 class Plans(dict[tuple[object, ...], Kept]):
-    """Plans by the kind of their inputs: options, and of each tensor its shape, strides, type and device.
+    """Plans by the kind of their inputs: options, which say how many tensors there are, and of each its shape,
+    strides, type and device.
 
     Reading and hashing all that takes longer than anything else Python does in a call. So the last few kinds
     are looked for first, with the check that a compiled graph makes of its inputs, one call for all tensors.

@@ -368,3 +368,43 @@ def test_kernels_are_for_the_sms_of_the_gpu(launched: Launched, monkeypatch: pyt
     assert tuned.gpu(torch.device("cpu")) == tuned.H200
     assert launch.sms_option(114) == {"sms": 114}
     assert launch.sms_option(132) == {}
+
+
+def test_an_lse_that_nobody_asked_for_is_scratch(launched: Launched) -> None:
+    """Kept for the stream where it is small, and never the output of another call."""
+    q, k, v = tensors(2, 4, 16, 64)
+    for _ in range(2):
+        o, lse = production.forward(q, k, v, None, True, False, with_lse=False)
+        assert lse is None
+    assert forward(q, k, v, causal=True)[1].shape == (2, 4, 16)
+    first, again, asked_for = (given[4] for *_, given in launched)
+    assert first is again
+    assert (first.shape, first.dtype) == ((2, 4, 16), torch.float32)
+    assert asked_for.data_ptr() != first.data_ptr()
+    q, k, v = tensors(1, 1, 2**16 + 8, 64)  # of more bytes than are kept
+    for _ in range(2):
+        production.forward(q, k, v, None, True, False, with_lse=False)
+    assert launched[-1][2][4] is not launched[-2][2][4]
+    nothing = tensors(2, 4, 0, 64)
+    assert production.forward(*nothing, None, False, False, with_lse=False)[0].shape == (2, 4, 0, 64)
+
+
+def test_small_scratch_is_kept_and_shared_in_one_direction(launched: Launched) -> None:
+    """A forward launch may come between the kernels of another thread's backward pass."""
+    q, k, v = tensors(2, 4, 16, 64)
+    backward(q, k, v)
+    backward(q, k, v)
+    production.forward(q, k, v, None, False, False, with_lse=False)
+    backward(*tensors(2, 8, 16, 64))
+    first, again, of_forward, larger = (given for *_, given in launched)
+    assert all(x is y for x, y in zip(first[9:], again[9:]))
+    memory = [{x.untyped_storage().data_ptr() for x in given} for given in (first[9:], of_forward[4:])]
+    assert len(memory[0]) == 2 and not memory[0] & memory[1]
+    assert all(x.storage_offset() % 32 == 0 for x in (*first[9:], *larger[9:]))
+    assert not any(x.any() for x in larger[-3:])  # counters
+    large = tensors(1, 64, 4096, 64)  # sums of more bytes than are kept
+    backward(*large)
+    backward(*large)
+    assert launched[-1][2][9].data_ptr() != launched[-1][2][10].data_ptr()
+    assert launched[-1][2][9] is not launched[-2][2][9]
+    assert launched[-1][2][-1] is launched[-2][2][-1]
