@@ -19,6 +19,7 @@ from torch.library import Library, register_fake, register_vmap
 from torch.utils.flop_counter import register_flop_formula
 
 from . import decoding, production
+from .checks import check_scale
 from .kernels.contract import Problem
 
 library = Library("hopper_attention", "DEF")
@@ -92,7 +93,7 @@ library.impl("decode_append", run_decode_append, "CompositeExplicitAutograd")
 
 @register_fake("hopper_attention::forward", lib=library)
 def fake_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
-    o = torch.empty_strided((*q.shape[:-1], v.shape[-1]), q.stride(), dtype=q.dtype, device=q.device)
+    o = torch.empty_strided((*q.shape[:-1], *v.shape[-1:]), q.stride(), dtype=q.dtype, device=q.device)
     return torch.empty_like(o), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -208,7 +209,8 @@ def differentiable_backward(
     do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
 ):
     inputs = do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic
-    if unwatched() and (found := directly_backward(*inputs)) is not None:
+    nested = any(x is not None and x.is_nested for x in inputs[:7])
+    if unwatched() and not nested and (found := directly_backward(*inputs)) is not None:
         return found
     if type(q) is not torch.Tensor:
         know_subclass(q)
@@ -239,11 +241,12 @@ def unwatched() -> bool:
 
 def undispatched(*tensors: torch.Tensor | None) -> bool:
     """Whether nothing would see an operator on these that does show: no mode, autocast, transform or trace,
-    and only tensors that are what they seem."""
+    and only tensors that are what they seem, not all on the meta device."""
     return (
         not (dispatch_modes() or autocasts() or transforms())
         and tracing() is None
         and all(map(is_plain, tensors))
+        and not all(x is None or x.is_meta for x in tensors)
     )
 
 
@@ -253,10 +256,13 @@ def unseen(*tensors: torch.Tensor | None) -> bool:
 
 
 def is_plain(x: torch.Tensor | None) -> bool:
-    """Whether a kernel can take x as it is: there are subclasses, views whose sign is still to be turned, and
-    from autograd also tensors of zeros that are nowhere, and, for `is_grads_batched`, tensors with a hidden
-    dimension."""
-    return x is None or (type(x) is torch.Tensor and not (is_batched(x) or x._is_zerotensor() or x.is_neg()))
+    """Whether a kernel can take x as it is: there are subclasses, nested tensors, views whose sign is still
+    to be turned, and from autograd also tensors of zeros that are nowhere, and, for `is_grads_batched`,
+    tensors with a hidden dimension."""
+    if x is None:
+        return True
+    special = x.is_nested or is_batched(x) or x._is_zerotensor() or x.is_neg()
+    return type(x) is torch.Tensor and not special
 
 
 def call_forward(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse=True):
@@ -264,6 +270,8 @@ def call_forward(q, k, v, softmax_scale, causal, top_left, deterministic, with_l
     long as all the rest. Without `with_lse` there may be None in the place of lse."""
     options = softmax_scale, causal, top_left, deterministic
     if type(causal) is type(top_left) is type(deterministic) is bool and unwatched():
+        if softmax_scale is not None and type(softmax_scale) is not float:
+            check_scale(softmax_scale)
         found = directly(q, k, v, options, with_lse)
         if found is not None:
             return found
@@ -273,6 +281,8 @@ def call_forward(q, k, v, softmax_scale, causal, top_left, deterministic, with_l
 def directly(q, k, v, options, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """o and lse, or None where something would see the operator. A call like one before, found by its plan,
     would be dispatched as that was."""
+    if q.is_nested or k.is_nested or v.is_nested:
+        return None
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     plan = production.recent_forward(q, k, v, *options[:3], with_lse or learns)
     if plan is None and not undispatched(q, k, v):
@@ -284,9 +294,10 @@ def directly(q, k, v, options, with_lse: bool) -> tuple[torch.Tensor, torch.Tens
 
 
 def call_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic):
-    """`backward`, as `call_forward` is `forward`."""
+    """`backward`, as `call_forward` is `forward`. None of the tensors is nested."""
     inputs = do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic
     if type(causal) is type(top_left) is type(deterministic) is bool and unwatched():
+        check_scale(softmax_scale)
         found = directly_backward(*inputs)
         if found is not None:
             return found

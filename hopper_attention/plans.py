@@ -14,8 +14,8 @@ Options = tuple[object, ...]
 
 
 class Plans(dict[tuple[object, ...], Kept]):
-    """Plans by the kind of their inputs: options, which say how many tensors there are, and of each its shape,
-    strides, type and device.
+    """Plans by the kind of their inputs: options, which say how many tensors there are, and of each its
+    shape, strides, type and device.
 
     Reading and hashing all that takes longer than anything else Python does in a call. So the last few kinds
     are looked for first, with the check that a compiled graph makes of its inputs, one call for all tensors.
@@ -28,14 +28,17 @@ class Plans(dict[tuple[object, ...], Kept]):
         self.recent: dict[Options, tuple[tuple[Callable[..., bool], Kept], ...]] = {}
 
     def recently(self, options: Options, *tensors: torch.Tensor) -> Kept | None:
-        """The plan for inputs of this kind if it is one of the last few, dispatched as these are; or None."""
+        """The plan for inputs of this kind if it is one of the last few, dispatched as these are; or None.
+        Nested tensors, of which the check aborts the process, must not come here."""
         for check, plan in self.recent.get(options, ()):
             if check(*tensors):
                 return plan
         return None
 
     def find(self, options: Options, *tensors: torch.Tensor) -> Kept | None:
-        """The plan for inputs of this kind, or None."""
+        """The plan for inputs of this kind, or None. Raises TypeError for nested tensors."""
+        if any(x.is_nested for x in tensors):
+            raise TypeError("nested tensors are not taken: flash_attn_varlen_func takes packed sequences")
         plan = self.recently(options, *tensors)
         if plan is not None:
             return plan

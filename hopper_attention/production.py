@@ -14,7 +14,6 @@ from . import tuned
 from .checks import (
     VECTOR_BYTES,
     check_device,
-    check_layout,
     check_layouts,
     check_lse,
     check_scale,
@@ -37,6 +36,11 @@ from .launch import (
     least_of,
     sms_option,
 )
+from .layouts import Dense
+from .layouts import aligned as _aligned
+from .layouts import dense as _dense
+from .layouts import dense_like as _dense_like
+from .layouts import readable as _readable
 from .plans import KINDS_MAX, Kept, Plans
 from .plans import keep as _keep
 from .plans import plan_of as plan_of
@@ -50,7 +54,6 @@ TURNS_SEQLEN = 512  # so long may causal sequences be: 0.83 to 0.98 of the time,
 Launch = Callable[..., None]
 Place = tuple[slice, slice]  # of batches and of heads
 WHOLE: Place = slice(None), slice(None)
-Dense = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # what is allocated: shape, strides and type
 # Of the stages that have some; known here, so that a call whose kernels are compiled imports no kernel file.
 OPTIONS: dict[str, dict[str, object]] = {
     DETERMINISTIC: calls.DETERMINISTIC,
@@ -251,7 +254,7 @@ def _plan_forward(
         return Plan(None, outputs, (whole,), given)
     gpu = tuned.gpu(q.device)
     launch = _launch(forward_stage(problem, rows, gpu), problem, gpu)
-    return Plan(launch, outputs[: 1 + with_lse], (whole,), given)
+    return Plan(launch, outputs[: 2 if with_lse else 1], (whole,), given)
 
 
 def _plan_backward(
@@ -350,18 +353,6 @@ def _split(problem: Problem) -> Iterator[tuple[Place, Place, Problem]]:
 # ---- memory -----------------------------------------------------------------------------------------------
 
 
-def _dense(shape: torch.Size, dtype: torch.dtype) -> Dense:
-    return tuple(shape), torch.empty(shape, device="meta").stride(), dtype
-
-
-def _dense_like(x: torch.Tensor, columns: int | None = None) -> Dense:
-    """As `torch.empty_like` allocates it, its dimensions in memory in the order of those of x; but for the
-    last, if `columns` are given."""
-    shape = *x.shape[:-1], x.shape[-1] if columns is None else columns
-    like = torch.empty_strided(shape, x.stride(), dtype=x.dtype, device="meta")
-    return shape, torch.empty_like(like).stride(), x.dtype
-
-
 def _part(at_q: Place, at_kv: Place, scratch: Scratch, direction: str = "") -> Part:
     """With a direction, its scratch may be kept: that of "bwd" is for launches under `_several_kernels`."""
     every = [_dense(shape, getattr(torch, dtype)) for shape, dtype in scratch.values()]
@@ -448,17 +439,3 @@ def run_on(device: torch.device, run: Callable[[], Kept], plan_anew: Callable[[]
     except Exception:
         plan_anew()
         raise
-
-
-def _aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """What inputs of one kind may still differ in."""
-    return not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES
-
-
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """x, or where a kernel cannot read it a copy."""
-    try:
-        check_layout("x", x)
-    except ValueError:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
