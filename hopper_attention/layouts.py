@@ -31,3 +31,10 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     except ValueError:
         return x.clone(memory_format=torch.contiguous_format)
     return x
+
+
+def as_argument(x: torch.Tensor) -> object:
+    """A tensor as launches take it without converting it anew in each."""
+    import tvm_ffi  # which whoever has a kernel has, and who imports this package need not
+
+    return tvm_ffi.from_dlpack(x)

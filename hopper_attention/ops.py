@@ -52,25 +52,23 @@ backward = torch.ops.hopper_attention.backward.default
 decode = torch.ops.hopper_attention.decode.default
 decode_append = torch.ops.hopper_attention.decode_append.default
 below_autograd = torch._C._AutoDispatchBelowAutograd
-are_deterministic = torch._C._get_deterministic_algorithms
+are_deterministic, is_grad_enabled = torch._C._get_deterministic_algorithms, torch.is_grad_enabled
 
 
 # ---- what runs --------------------------------------------------------------------------------------------
 
 
 def run_forward(
-    q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False, with_lse=True, plan=None
+    q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False, with_lse=True
 ):
-    return production.forward(q, k, v, softmax_scale, causal, top_left, with_lse, plan)
+    return production.forward(q, k, v, softmax_scale, causal, top_left, with_lse)
 
 
 def run_backward(
-    do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False,
-    plan=None,
-):  # fmt: skip
+    do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
+):
     deterministic = deterministic or are_deterministic()
-    options = softmax_scale, causal, top_left, deterministic
-    return production.backward(do, q, k, v, o, lse, dlse, *options, plan)
+    return production.backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
 
 
 def run_decode(q, k_cache, v_cache, cache_seqlens=None, *options, **named):
@@ -132,8 +130,10 @@ class Attention(Function):
 
     @staticmethod
     def forward(ctx, direct, plan, with_lse, options, q, k, v):
-        if direct:
-            o, lse = run_forward(q, k, v, *options, True, plan)
+        if plan is not None:
+            o, lse = production.forward(q, k, v, *options[:3], True, plan)
+        elif direct:
+            o, lse = run_forward(q, k, v, *options)
         else:
             with to_the_level_below(), below_autograd():
                 o, lse = forward(q, k, v, *options)
@@ -145,10 +145,15 @@ class Attention(Function):
     @staticmethod
     def backward(ctx, do, dlse=None):
         q, k, v, o, lse = ctx.saved_tensors
+        options = ctx.options
+        if dlse is None and do is not None and unwatched() and not is_grad_enabled():
+            if (plan := production.recent_backward(do, q, k, v, o, lse, *options)) is not None:
+                dq, dk, dv = production.backward(do, q, k, v, o, lse, None, *options, plan)
+                return None, None, None, None, dq, dk, dv
         if do is None and dlse is None:
             return (None,) * 7
         do = torch.zeros_like(o) if do is None else do
-        return None, None, None, None, *call_backward(do, q, k, v, o, lse, dlse, *ctx.options)
+        return None, None, None, None, *call_backward(do, q, k, v, o, lse, dlse, *options)
 
 
 class Gradients(Function):
@@ -193,7 +198,7 @@ def know_subclass(x: torch.Tensor) -> None:
 
 def differentiable_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
     options = softmax_scale, causal, top_left, deterministic
-    if unwatched() and (found := directly(q, k, v, options, True)) is not None:
+    if unwatched() and (found := directly(q, k, v, *options, True)) is not None:
         return found
     if type(q) is not torch.Tensor:
         know_subclass(q)
@@ -268,29 +273,31 @@ def is_plain(x: torch.Tensor | None) -> bool:
 def call_forward(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse=True):
     """`forward`, but where nothing would see it without the dispatcher, whose way to Python and back takes as
     long as all the rest. Without `with_lse` there may be None in the place of lse."""
-    options = softmax_scale, causal, top_left, deterministic
     if type(causal) is type(top_left) is type(deterministic) is bool and unwatched():
         if softmax_scale is not None and type(softmax_scale) is not float:
             check_scale(softmax_scale)
-        found = directly(q, k, v, options, with_lse)
+        found = directly(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse)
         if found is not None:
             return found
-    return forward(q, k, v, *options)
+    return forward(q, k, v, softmax_scale, causal, top_left, deterministic)
 
 
-def directly(q, k, v, options, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """o and lse, or None where something would see the operator. A call like one before, found by its plan,
-    would be dispatched as that was."""
+def directly(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse):
+    """o, and lse or None; or None where something would see the operator. A call like one before, found by
+    its plan, would be dispatched as that was."""
     if q.is_nested or k.is_nested or v.is_nested:
         return None
-    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    plan = production.recent_forward(q, k, v, *options[:3], with_lse or learns)
+    learns = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    plan = production.recent_forward(q, k, v, softmax_scale, causal, top_left, with_lse or learns)
     if plan is None and not undispatched(q, k, v):
         return None
-    if not learns:
-        return run_forward(q, k, v, *options, with_lse, plan)
-    found = Attention.apply(True, plan, with_lse, options, q, k, v)
-    return found if with_lse else (found, None)
+    if learns:
+        options = softmax_scale, causal, top_left, deterministic
+        found = Attention.apply(True, plan, with_lse, options, q, k, v)
+        return found if with_lse else (found, None)
+    if plan is None:
+        return run_forward(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse)
+    return production.forward(q, k, v, softmax_scale, causal, top_left, with_lse, plan)
 
 
 def call_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic):
@@ -309,11 +316,13 @@ def directly_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left
     inputs = do, q, k, v, o, lse
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, dlse)):
         return None
-    options = softmax_scale, causal, top_left, deterministic or are_deterministic()
+    options = softmax_scale, causal, top_left, deterministic
     plan = production.recent_backward(*inputs, *options) if dlse is None else None
-    if plan is None and not undispatched(q, k, v, do, o, lse, dlse):
+    if plan is not None:
+        return production.backward(*inputs, None, *options, plan)
+    if not undispatched(*inputs, dlse):
         return None
-    return run_backward(*inputs, dlse, *options, plan)
+    return run_backward(*inputs, dlse, *options)
 
 
 library.impl("forward", differentiable_forward, "Autograd")

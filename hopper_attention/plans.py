@@ -37,8 +37,9 @@ class Plans(dict[tuple[object, ...], Kept]):
 
     def find(self, options: Options, *tensors: torch.Tensor) -> Kept | None:
         """The plan for inputs of this kind, or None. Raises TypeError for nested tensors."""
-        if any(x.is_nested for x in tensors):
-            raise TypeError("nested tensors are not taken: flash_attn_varlen_func takes packed sequences")
+        for x in tensors:
+            if x.is_nested:
+                raise TypeError("nested tensors are not taken: flash_attn_varlen_func takes packed sequences")
         plan = self.recently(options, *tensors)
         if plan is not None:
             return plan

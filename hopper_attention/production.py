@@ -36,7 +36,7 @@ from .launch import (
     least_of,
     sms_option,
 )
-from .layouts import Dense
+from .layouts import Dense, as_argument
 from .layouts import aligned as _aligned
 from .layouts import dense as _dense
 from .layouts import dense_like as _dense_like
@@ -46,8 +46,8 @@ from .plans import keep as _keep
 from .plans import plan_of as plan_of
 
 COUNTERS_MAX = 256
-# Up to so many bytes a stream keeps for a launch's scratch, where allocating it takes longer than the kernel:
-# of the forward pass the LSE that nobody asked for. PyTorch keeps 32 MiB for cuBLAS.
+# Up to so many bytes of a launch's scratch a stream keeps: allocating takes longer than so short a kernel. Of
+# the forward pass it is the LSE that nobody asked for. PyTorch keeps 32 MiB for cuBLAS.
 KEPT_BYTES = {"fwd": 2**18, "bwd": 2**24}
 TURNS_SEQLEN = 512  # so long may causal sequences be: 0.83 to 0.98 of the time, at 1024 as much (the sweep)
 
@@ -80,7 +80,7 @@ class Part(NamedTuple):
     floats: tuple[Dense, ...]
     counters: tuple[Dense, ...]  # int32: after the floats among a launch's arguments
     direction: str = ""  # of what is kept: no forward launch shares it with a backward pass
-    kept: dict[int, list[torch.Tensor]] | None = None  # by stream; None of what is too large to keep
+    kept: dict[int, list[object]] | None = None  # by stream; None of what is too large to keep
 
 
 plans: Plans[Plan] = Plans()
@@ -133,9 +133,14 @@ def recent_forward(q, k, v, softmax_scale, causal: bool, top_left: bool, with_ls
 
 
 def _forward(plan: Plan, q, k, v, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    o, *lse = [empty(*x) for x in plan.outputs]  # without one it is the first of the scratch
-    plan.launch(q, k, v, o, *lse, *_scratch(plan.parts[0], device), *plan.given)
-    return o, lse[0] if lse else None
+    of_o, *of_lse = plan.outputs
+    o, scratch = empty(*of_o), _scratch(plan.parts[0], device)
+    if not of_lse:  # the first of the scratch
+        plan.launch(q, k, v, o, *scratch, *plan.given)
+        return o, None
+    lse = empty(*of_lse[0])
+    plan.launch(q, k, v, o, lse, *scratch, *plan.given)
+    return o, lse
 
 
 def backward(
@@ -167,7 +172,9 @@ def backward(
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         plans.keep(options, (do, q, k, v, o, lse), plan)
     try:
-        with NOTHING if device.index == current_device() else torch.cuda.device(device):
+        if device.index == current_device():
+            return _backward(plan, do, q, k, v, o, lse, dlse, device)
+        with torch.cuda.device(device):
             return _backward(plan, do, q, k, v, o, lse, dlse, device)
     except Exception:
         inputs = do, q, k, v, o, lse, dlse
@@ -179,6 +186,7 @@ def recent_backward(
     do, q, k, v, o, lse, softmax_scale, causal: bool, top_left: bool, deterministic: bool
 ) -> Plan | None:
     """As `recent_forward`, of a call without a gradient of the lse."""
+    deterministic = deterministic or are_deterministic()
     options = "bwd", softmax_scale, causal, top_left, deterministic, True, margin()
     return plans.recently(options, do, q, k, v, o, lse)
 
@@ -187,7 +195,8 @@ def _backward(plan: Plan, do, q, k, v, o, lse, dlse, device: torch.device):
     # What autograd hands back may be an expanded scalar or lie anywhere; what hooks have kept, too.
     if plan.unreadable or (do.data_ptr() | o.data_ptr()) % VECTOR_BYTES:
         do, o = _readable(do), _readable(o)
-    dq, dk, dv = [empty(*x) for x in plan.outputs]
+    of_q, of_k, of_v = plan.outputs
+    dq, dk, dv = empty(*of_q), empty(*of_k), empty(*of_v)
     given = plan.given if dlse is None else (*plan.given, dlse.contiguous())
     if len(plan.parts) == 1:
         scratch = _scratch(plan.parts[0], device)
@@ -361,7 +370,7 @@ def _part(at_q: Place, at_kv: Place, scratch: Scratch, direction: str = "") -> P
     return Part(at_q, at_kv, floats, tuple(every[len(floats) :]), direction, {} if small else None)
 
 
-def _scratch(part: Part, device: torch.device) -> list[torch.Tensor]:
+def _scratch(part: Part, device: torch.device) -> list[object]:
     """Scratch for a launch, which may hold anything; but counters start at zero, and every launch leaves them
     there.
 
@@ -382,11 +391,11 @@ def _scratch(part: Part, device: torch.device) -> list[torch.Tensor]:
     return [empty(*x) for x in part.floats] + counters
 
 
-def _of_stream(part: Part, stream: int, device: torch.device) -> list[torch.Tensor]:
+def _of_stream(part: Part, stream: int, device: torch.device) -> list[object]:
     """Scratch for launches of one direction on a stream: places in memory that all of them share."""
     found = []
     for wanted in (part.floats, part.counters):
-        sizes = [-(-math.prod(shape) // 32) * 32 for shape, *_ in wanted]  # 128 bytes apart
+        sizes = [-(-math.prod(shape) // 32) * 32 for shape, *_ in wanted]  # to 128 bytes
         place = stream, device.index, part.direction, wanted is part.floats
         memory = _memory.get(place)
         if memory is None or memory.numel() < sum(sizes):  # smaller ones serve whoever has a part of them
@@ -395,7 +404,7 @@ def _of_stream(part: Part, stream: int, device: torch.device) -> list[torch.Tens
             (memory,) = _zeros_to_keep((dense,), device)
             _keep(_memory, COUNTERS_MAX, place, memory)
         places = memory[: sum(sizes)].split(sizes)
-        found += [x[: math.prod(shape)].view(shape) for x, (shape, *_) in zip(places, wanted)]
+        found += [as_argument(x[: math.prod(y[0])].view(y[0])) for x, y in zip(places, wanted)]
     part.kept[stream] = found
     return found
 
@@ -420,7 +429,7 @@ def to_keep(make: Callable[[], Kept], device: torch.device) -> Kept:
 
 # ---- small matters ----------------------------------------------------------------------------------------
 
-NOTHING = contextlib.nullcontext()
+are_deterministic = torch._C._get_deterministic_algorithms
 margin = tuned.margin.get  # SMs that this thread's calls leave free
 # What PyTorch's own compiler emits for the same: their public forms take two to four times as long.
 empty = torch._C._dynamo.guards._empty_strided_cuda  # of shape, strides and type, on the current device

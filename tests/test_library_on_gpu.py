@@ -230,6 +230,34 @@ def test_streams_and_threads() -> None:
         assert all(a.equal(b) for a, b in zip(x, y))
 
 
+def test_threads_on_one_stream() -> None:
+    """They share what a stream keeps: nobody's launch may come between the kernels of a backward pass."""
+    sets = [random_inputs(problem(64, seqlen_q=500 + i, seqlen_kv=500 + i), seed=i) for i in range(8)]
+
+    def both(q, k, v, do):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        alone = attention(q, k, v, causal=True)  # its LSE is scratch
+        o = attention(*leaves, causal=True, deterministic=True)
+        return alone, o.detach(), *torch.autograd.grad(o, leaves, do)
+
+    expected = [both(*inputs) for inputs in sets]
+    torch.cuda.synchronize()
+    wrong: list = []
+
+    def work(i: int) -> None:
+        for _ in range(50):
+            found = both(*sets[i])
+            torch.cuda.current_stream().synchronize()
+            wrong.extend(i for x, y in zip(found, expected[i]) if not x.equal(y))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_two_gpus_in_a_process() -> None:
     q, k, v, do = random_inputs(problem(64))

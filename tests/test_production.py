@@ -51,6 +51,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     for name in ("_reasons", "_counters", "_memory"):
         monkeypatch.setattr(production, name, {})
     monkeypatch.setattr(production, "empty", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(production, "as_argument", lambda x: x)
     monkeypatch.setattr(production, "current_device", lambda: None)
     monkeypatch.setattr(production, "is_capturing", lambda: False)
     monkeypatch.setattr(production, "current_stream", lambda index: 7)
