@@ -33,9 +33,8 @@ def check_as_a_launch(least: Problem, q, k, v, o, *rest: object) -> None:
         raise ValueError("Mismatched Tensor")
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
-    """What was compiled and launched: stage, what it was compiled for, arguments."""
+def stand_in_for_kernels(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """What is compiled and launched from now on: stage, what it was compiled for, arguments."""
     found: Launched = []
 
     def kernel_for(stage_id: str, least: Problem, options: dict) -> SimpleNamespace:
@@ -57,6 +56,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     monkeypatch.setattr(production, "current_stream", lambda index: 7)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     return found
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    return stand_in_for_kernels(monkeypatch)
 
 
 def tensors(*shape: int, count: int = 3, dtype=torch.bfloat16) -> list[torch.Tensor]:
