@@ -198,7 +198,8 @@ def know_subclass(x: torch.Tensor) -> None:
 
 def differentiable_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
     options = softmax_scale, causal, top_left, deterministic
-    if unwatched() and (found := directly(q, k, v, *options, True)) is not None:
+    # What this operator is on other devices, somebody else may have registered.
+    if q.is_cuda and unwatched() and (found := directly(q, k, v, *options, True)) is not None:
         return found
     if type(q) is not torch.Tensor:
         know_subclass(q)
@@ -215,7 +216,7 @@ def differentiable_backward(
 ):
     inputs = do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic
     nested = any(x is not None and x.is_nested for x in inputs[:7])
-    if unwatched() and not nested and (found := directly_backward(*inputs)) is not None:
+    if q.is_cuda and not nested and unwatched() and (found := directly_backward(*inputs)) is not None:
         return found
     if type(q) is not torch.Tensor:
         know_subclass(q)
