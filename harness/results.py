@@ -86,11 +86,6 @@ class Row:
     top_left: bool = False
     scaled: bool = False
     lse_grad: bool = False
-    # A stage's file has plain problems only; `harness.policy_suite` has files of its own for the rest.
-    window: None = None
-    softcap: float = 0.0
-    sink: bool = False
-    sequences: None = None
     value_dim: int | None = None
     ms_median: float | None = None
     ms_iqr: float | None = None
@@ -106,8 +101,11 @@ class Row:
 
     @classmethod
     def on(cls, problem: Problem, provider: str, **fields: object) -> "Row":
-        """A provider's row on a problem."""
-        return cls(provider, **asdict(problem), **fields)
+        """A provider's row on a problem. Raises ValueError for a window, a soft cap, a sink or packed
+        sequences: `harness.policy_suite` has files of its own for them."""
+        if problem.policies:
+            raise ValueError(f"a stage's rows are of plain problems, not {problem}")
+        return cls(provider, **{name: getattr(problem, name) for name in OF_PROBLEM}, **fields)
 
     @classmethod
     def timed(
@@ -131,7 +129,7 @@ class Row:
     @functools.cached_property
     def problem(self) -> Problem:
         """The problem this row is about. Computed once: a row is not changed, only replaced."""
-        return Problem(**{f.name: getattr(self, f.name) for f in fields(Problem)})
+        return Problem(**{name: getattr(self, name) for name in OF_PROBLEM})
 
     @property
     def key(self) -> tuple[str, Problem]:
@@ -140,9 +138,9 @@ class Row:
 
 
 ROW_TYPES = get_type_hints(Row)
+OF_PROBLEM = tuple(f.name for f in fields(Problem) if f.name in ROW_TYPES)
 # Fields that a file's rows otherwise lack.
-OF_POLICIES = ("window", "softcap", "sink", "sequences")
-ONLY_WHERE_TRUE = ("top_left", "scaled", "lse_grad", *OF_POLICIES, "value_dim", "peak_bytes")
+ONLY_WHERE_TRUE = ("top_left", "scaled", "lse_grad", "value_dim", "peak_bytes")
 TIMING_FIELDS = ("ms_median", "ms_iqr", "tflops", "tflops_sustained")
 
 

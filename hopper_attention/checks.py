@@ -47,6 +47,8 @@ def _check_qkv(
 
 
 def _check_heads(q: torch.Tensor, k: torch.Tensor) -> None:
+    if q.shape[3] == 0:
+        raise ValueError(f"q {tuple(q.shape)} must have a head_dim that is not 0")
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch and head_dim")
     if q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
@@ -307,6 +309,8 @@ def name_of(dtype: torch.dtype) -> str:
 def check_tensor(name: str, x: object) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+    if x.is_nested:
+        raise TypeError(f"{name} must not be nested: flash_attn_varlen_func takes packed sequences")
 
 
 def check_unit_stride(name: str, x: torch.Tensor) -> None:
@@ -326,8 +330,9 @@ def check_like(name: str, x: object, like_name: str, like: torch.Tensor) -> None
         )
 
 
-def check_scale(softmax_scale: float | None, head_dim: int) -> float | None:
-    """`softmax_scale`, or None where it is 1/√head_dim, which kernels have as a constant."""
+def check_scale(softmax_scale: float | None, head_dim: int = 1) -> float | None:
+    """`softmax_scale`, or None where it is 1/√head_dim, which kernels have as a constant. Raises TypeError or
+    ValueError for what is no positive finite number."""
     if softmax_scale is None:
         return None
     if not isinstance(softmax_scale, Real):

@@ -85,7 +85,7 @@ def attention(
     if window_size != NO_WINDOW:
         causal, window = mask_of(causal, top_left, window_size)
     if window == NO_WINDOW and softcap == 0.0 and learnable_sink is None:
-        o, lse = ops.call_forward(q, k, v, softmax_scale, causal, top_left, deterministic)
+        o, lse = ops.call_forward(q, k, v, softmax_scale, causal, top_left, deterministic, bool(return_lse))
     else:
         tensors = sink_of(learnable_sink), None, None, None, None
         options = softmax_scale, causal, top_left, *window, softcap, deterministic

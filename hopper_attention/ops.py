@@ -10,14 +10,16 @@ says what shapes come out.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.library import Library, register_fake, register_vmap
 from torch.utils.flop_counter import register_flop_formula
 
 from . import decoding, production
+from .checks import check_scale
 from .kernels.contract import Problem
 
 library = Library("hopper_attention", "DEF")
@@ -50,19 +52,22 @@ backward = torch.ops.hopper_attention.backward.default
 decode = torch.ops.hopper_attention.decode.default
 decode_append = torch.ops.hopper_attention.decode_append.default
 below_autograd = torch._C._AutoDispatchBelowAutograd
+are_deterministic, is_grad_enabled = torch._C._get_deterministic_algorithms, torch.is_grad_enabled
 
 
 # ---- what runs --------------------------------------------------------------------------------------------
 
 
-def run_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
-    return production.forward(q, k, v, softmax_scale, causal, top_left)
+def run_forward(
+    q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False, with_lse=True
+):
+    return production.forward(q, k, v, softmax_scale, causal, top_left, with_lse)
 
 
 def run_backward(
     do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
 ):
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    deterministic = deterministic or are_deterministic()
     return production.backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
 
 
@@ -86,7 +91,7 @@ library.impl("decode_append", run_decode_append, "CompositeExplicitAutograd")
 
 @register_fake("hopper_attention::forward", lib=library)
 def fake_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
-    o = torch.empty_strided((*q.shape[:-1], v.shape[-1]), q.stride(), dtype=q.dtype, device=q.device)
+    o = torch.empty_strided((*q.shape[:-1], *v.shape[-1:]), q.stride(), dtype=q.dtype, device=q.device)
     return torch.empty_like(o), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -121,11 +126,13 @@ at_this_level = torch._functorch.utils.enable_single_level_autograd_function
 
 class Attention(Function):
     """Forward by `forward`, gradients of o and of lse by `backward`, or where nothing would see these
-    operators by what they run."""
+    operators by what they run. The lse is handed out only if it is asked for: an output costs."""
 
     @staticmethod
-    def forward(ctx, direct, q, k, v, *options):
-        if direct:
+    def forward(ctx, direct, plan, with_lse, options, q, k, v):
+        if plan is not None:
+            o, lse = production.forward(q, k, v, *options[:3], True, plan)
+        elif direct:
             o, lse = run_forward(q, k, v, *options)
         else:
             with to_the_level_below(), below_autograd():
@@ -133,18 +140,20 @@ class Attention(Function):
         ctx.options = options
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)
-        return o, lse
+        return (o, lse) if with_lse else o
 
     @staticmethod
-    def backward(ctx, do, dlse):
+    def backward(ctx, do, dlse=None):
         q, k, v, o, lse = ctx.saved_tensors
-        rest = (None,) * len(ctx.options)
+        options = ctx.options
+        if dlse is None and do is not None and unwatched() and not is_grad_enabled():
+            if (plan := production.recent_backward(do, q, k, v, o, lse, *options)) is not None:
+                dq, dk, dv = production.backward(do, q, k, v, o, lse, None, *options, plan)
+                return None, None, None, None, dq, dk, dv
         if do is None and dlse is None:
-            return None, None, None, None, *rest
+            return (None,) * 7
         do = torch.zeros_like(o) if do is None else do
-        direct = unseen(q, k, v, do, o, lse, dlse) and not torch.is_grad_enabled()
-        run = run_backward if direct else backward
-        return None, *run(do, q, k, v, o, lse, dlse, *ctx.options), *rest
+        return None, None, None, None, *call_backward(do, q, k, v, o, lse, dlse, *options)
 
 
 class Gradients(Function):
@@ -189,12 +198,15 @@ def know_subclass(x: torch.Tensor) -> None:
 
 def differentiable_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
     options = softmax_scale, causal, top_left, deterministic
+    # What this operator is on other devices, somebody else may have registered.
+    if q.is_cuda and unwatched() and (found := directly(q, k, v, *options, True)) is not None:
+        return found
     if type(q) is not torch.Tensor:
         know_subclass(q)
     refuse_tangents(q, k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         with at_this_level():
-            return Attention.apply(False, q, k, v, *options)
+            return Attention.apply(False, None, True, options, q, k, v)
     with below_autograd():
         return forward(q, k, v, *options)
 
@@ -203,6 +215,9 @@ def differentiable_backward(
     do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
 ):
     inputs = do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic
+    nested = any(x is not None and x.is_nested for x in inputs[:7])
+    if q.is_cuda and not nested and unwatched() and (found := directly_backward(*inputs)) is not None:
+        return found
     if type(q) is not torch.Tensor:
         know_subclass(q)
     refuse_tangents(*(x for x in inputs[:7] if x is not None))
@@ -224,48 +239,91 @@ transforms, tracing = torch._C._are_functorch_transforms_active, torch._C._get_t
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
-def unseen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether nothing there would see an operator called on these: no compiler, subclass, mode, autocast,
-    transform, trace, profiler or tangent. `others` may be what autograd hands over (`is_plain`)."""
+def unwatched() -> bool:
+    """Whether nothing would see an operator that its tensors' dispatch keys do not show: no compiler,
+    function mode, profiler or tangent."""
+    return not (is_compiling() or function_modes() or profiles()) and forward_ad._current_level < 0
+
+
+def undispatched(*tensors: torch.Tensor | None) -> bool:
+    """Whether nothing would see an operator on these that does show: no mode, autocast, transform or trace,
+    and only tensors that are what they seem, not all on the meta device."""
     return (
-        not is_compiling()
-        and type(q) is type(k) is type(v) is torch.Tensor
-        and not dispatch_modes()
-        and not function_modes()
-        and not autocasts()
-        and not transforms()
+        not (dispatch_modes() or autocasts() or transforms())
         and tracing() is None
-        and not profiles()
-        and forward_ad._current_level < 0
-        and all(map(is_plain, others))
+        and all(map(is_plain, tensors))
+        and not all(x is None or x.is_meta for x in tensors)
     )
 
 
+def unseen(*tensors: torch.Tensor | None) -> bool:
+    """Whether nothing there would see an operator called on these."""
+    return unwatched() and undispatched(*tensors)
+
+
 def is_plain(x: torch.Tensor | None) -> bool:
-    """Whether a kernel can take x as it is: autograd also hands over subclasses, tensors of zeros that are
-    nowhere, and, for `is_grads_batched`, tensors with a hidden dimension."""
-    return x is None or (type(x) is torch.Tensor and not (is_batched(x) or x._is_zerotensor()))
+    """Whether a kernel can take x as it is: there are subclasses, nested tensors, views whose sign is still
+    to be turned, and from autograd also tensors of zeros that are nowhere, and, for `is_grads_batched`,
+    tensors with a hidden dimension."""
+    if x is None:
+        return True
+    special = x.is_nested or is_batched(x) or x._is_zerotensor() or x.is_neg()
+    return type(x) is torch.Tensor and not special
 
 
-def call_forward(q, k, v, softmax_scale, causal, top_left, deterministic):
+def call_forward(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse=True):
     """`forward`, but where nothing would see it without the dispatcher, whose way to Python and back takes as
-    long as all the rest."""
+    long as all the rest. Without `with_lse` there may be None in the place of lse."""
+    if type(causal) is type(top_left) is type(deterministic) is bool and unwatched():
+        if softmax_scale is not None and type(softmax_scale) is not float:
+            check_scale(softmax_scale)
+        found = directly(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse)
+        if found is not None:
+            return found
+    return forward(q, k, v, softmax_scale, causal, top_left, deterministic)
+
+
+def directly(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse):
+    """o, and lse or None; or None where something would see the operator. A call like one before, found by
+    its plan, would be dispatched as that was."""
+    if q.is_nested or k.is_nested or v.is_nested:
+        return None
+    learns = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    plan = production.recent_forward(q, k, v, softmax_scale, causal, top_left, with_lse or learns)
+    if plan is None and not undispatched(q, k, v):
+        return None
+    if learns:
+        options = softmax_scale, causal, top_left, deterministic
+        found = Attention.apply(True, plan, with_lse, options, q, k, v)
+        return found if with_lse else (found, None)
+    if plan is None:
+        return run_forward(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse)
+    return production.forward(q, k, v, softmax_scale, causal, top_left, with_lse, plan)
+
+
+def call_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic):
+    """`backward`, as `call_forward` is `forward`. None of the tensors is nested."""
+    inputs = do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic
+    if type(causal) is type(top_left) is type(deterministic) is bool and unwatched():
+        check_scale(softmax_scale)
+        found = directly_backward(*inputs)
+        if found is not None:
+            return found
+    return backward(*inputs)
+
+
+def directly_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic):
+    """dq, dk and dv, or None where something would see the operator, gradients of gradients among it."""
+    inputs = do, q, k, v, o, lse
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, dlse)):
+        return None
     options = softmax_scale, causal, top_left, deterministic
-    if not (type(causal) is type(top_left) is type(deterministic) is bool and unseen(q, k, v)):
-        return forward(q, k, v, *options)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        with at_this_level():
-            return Attention.apply(True, q, k, v, *options)
-    return run_forward(q, k, v, *options)
-
-
-def call_backward(do, q, k, v, o, lse, dlse, *options):
-    """`backward`, as `call_forward` is `forward`."""
-    inputs = do, q, k, v, o, lse, dlse
-    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    direct = all(type(x) is bool for x in options[1:]) and unseen(q, k, v, do, o, lse, dlse) and not learns
-    run = run_backward if direct else backward
-    return run(do, q, k, v, o, lse, dlse, *options)
+    plan = production.recent_backward(*inputs, *options) if dlse is None else None
+    if plan is not None:
+        return production.backward(*inputs, None, *options, plan)
+    if not undispatched(*inputs, dlse):
+        return None
+    return run_backward(*inputs, dlse, *options)
 
 
 library.impl("forward", differentiable_forward, "Autograd")
@@ -275,18 +333,19 @@ library.impl("backward", differentiable_backward, "Autograd")
 # ---- autocast, vmap, FLOPs --------------------------------------------------------------------------------
 
 
-def autocast_on(device: str):
-    """q, k and v in autocast's type, as `scaled_dot_product_attention` takes them; float64 stays."""
+def autocast_on(device: str, operator: OpOverload) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The operator with q, k and v in autocast's type, as `scaled_dot_product_attention` takes them; float64
+    and whatever else it is given stay."""
 
-    def cast_forward(q, k, v, *options):
+    def cast(q, k, v, *rest):
         to = torch.get_autocast_dtype(device)
         with torch.amp.autocast(device, enabled=False):
-            return forward(*(x if x.dtype == torch.float64 else x.to(to) for x in (q, k, v)), *options)
+            return operator(*(x if x.dtype == torch.float64 else x.to(to) for x in (q, k, v)), *rest)
 
-    return cast_forward
+    return cast
 
 
-library.impl("forward", autocast_on("cuda"), "AutocastCUDA")
+library.impl("forward", autocast_on("cuda", forward), "AutocastCUDA")
 
 
 def _batched(x, at, size: int):

@@ -14,6 +14,7 @@ from torch.library import Library, register_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from . import ops, policies
+from .checks import check_scale, check_softcap
 from .kernels.contract import Problem
 
 library = Library("hopper_attention", "FRAGMENT")
@@ -67,7 +68,7 @@ library.impl("attend_backward", run_backward, "CompositeExplicitAutograd")
 @register_fake("hopper_attention::attend", lib=library)
 def fake_forward(q, k, v, *more):
     shape = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
-    o = torch.empty_strided((*q.shape[:-1], v.shape[-1]), q.stride(), dtype=q.dtype, device=q.device)
+    o = torch.empty_strided((*q.shape[:-1], *v.shape[-1:]), q.stride(), dtype=q.dtype, device=q.device)
     return torch.empty_like(o), q.new_empty(shape, dtype=torch.float32)
 
 
@@ -149,6 +150,8 @@ def differentiable_backward(do, q, k, v, o, lse, dlse=None, *more):
 def call_forward(q, k, v, tensors: tuple[torch.Tensor | None, ...], options: tuple[object, ...]):
     """`forward`, but where nothing would see it without the dispatcher, as `ops.call_forward`."""
     booleans = all(type(x) is bool for x in (*options[1:3], options[-1]))
+    if ops.unwatched():
+        check_scale(options[0]), check_softcap(options[5])
     if not (ops.unseen(q, k, v, *tensors) and booleans):
         return forward(q, k, v, *tensors, *options)
     if _learns(q, k, v, tensors[0]):
@@ -164,18 +167,7 @@ library.impl("attend_backward", differentiable_backward, "Autograd")
 # ---- autocast, FLOPs --------------------------------------------------------------------------------------
 
 
-def autocast_on(device: str):
-    """As `ops.autocast_on`; a sink stays in fp32."""
-
-    def cast_forward(q, k, v, *more):
-        to = torch.get_autocast_dtype(device)
-        with torch.amp.autocast(device, enabled=False):
-            return forward(*(x if x.dtype == torch.float64 else x.to(to) for x in (q, k, v)), *more)
-
-    return cast_forward
-
-
-library.impl("attend", autocast_on("cuda"), "AutocastCUDA")
+library.impl("attend", ops.autocast_on("cuda", forward), "AutocastCUDA")
 
 
 def _flops(direction: str, q, v, *more) -> int:

@@ -25,7 +25,8 @@ from .kernels import calls
 from .kernels.contract import Problem
 from .kernels.device.limits import bounds, has_own_kernel
 from .launch import DETERMINISTIC, DETERMINISTIC_IN_PARTS
-from .production import WHOLE, Plan, plan_of, run_on
+from .plans import Plans
+from .production import WHOLE, Plan, run_on
 
 NAMES = ("cu_q", "cu_kv", "used_q", "used_kv")  # of what says where packed sequences lie
 
@@ -37,7 +38,7 @@ class Made(NamedTuple):
     numbers: tuple[float | int, ...]  # that its kernels are given before tensors: scale, window, soft cap
 
 
-_plans: dict[tuple[object, ...], Made] = {}
+_plans: Plans[Made] = Plans()
 
 
 class Tensors(NamedTuple):
@@ -82,13 +83,13 @@ def forward(
     """
     options = softmax_scale, causal, top_left, window, softcap
     plan_anew = lambda: _plan_forward(q, k, v, more, *options)
-    plan, numbers = plan_of(_plans, ("fwd", *_kind(q, k, v, *more), options), plan_anew)
+    plan, numbers = _made(("fwd", *options), (q, k, v), more, plan_anew)
     device = q.device
     if plan.launch is None:
         return _of_no_key(q, v, more)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = (production.empty(*x) for x in plan.outputs)
+        o, lse = [production.empty(*x) for x in plan.outputs]
         if more.used_q is not None:  # there are rows of no sequence, which no kernel writes
             o.zero_(), lse.zero_()
         scratch = production._scratch(plan.parts[0], device)
@@ -96,8 +97,7 @@ def forward(
             calls.launch_forward(plan.launch, q, k, v, o, lse, scratch, (*numbers, *more.given))
         else:
             rows = [as_batch(x) for x in (q, k, v, o)]
-            given = (*numbers, *more.given)
-            calls.launch_forward(plan.launch, *rows, lse.unsqueeze(0), scratch, given)
+            calls.launch_forward(plan.launch, *rows, lse.unsqueeze(0), scratch, (*numbers, *more.given))
         return o, lse
 
     return run_on(device, run, plan_anew)
@@ -125,8 +125,7 @@ def backward(
     """
     options = softmax_scale, causal, top_left, window, softcap, deterministic
     plan_anew = lambda: _plan_backward(do, q, k, v, o, lse, dlse, more, *options)
-    kind = ("bwd", *_kind(q, k, v, o, do, lse, *more), dlse is None, options)
-    plan, numbers = plan_of(_plans, kind, plan_anew)
+    plan, numbers = _made(("bwd", *options, dlse is None), (do, q, k, v, o, lse), more, plan_anew)
     device = q.device
     if plan.launch is None:
         return *map(torch.zeros_like, (q, k, v)), _sink_of_no_key(q, dlse, more)
@@ -193,11 +192,14 @@ def as_batch(x: torch.Tensor) -> torch.Tensor:
 # ---- plans ------------------------------------------------------------------------------------------------
 
 
-def _kind(*tensors: torch.Tensor | None) -> tuple[object, ...]:
-    return (
-        *[None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors],
-        tensors[0].device,
-    )
+def _made(
+    options: tuple[object, ...], tensors: tuple[torch.Tensor, ...], more: Tensors, make: Callable[[], Made]
+) -> Made:
+    """What was made for inputs of this kind, or is now."""
+    options = *options, *[x is None for x in more], production.margin()
+    tensors = *tensors, *[x for x in more if x is not None]
+    made = _plans.find(options, *tensors)
+    return _plans.keep(options, tensors, make()) if made is None else made
 
 
 def _problem_of(
@@ -275,7 +277,7 @@ def _plan_backward(
     stage_id, in_parts = production.backward_stage(problem, deterministic, parts, gpu)
     deterministic = stage_id in (DETERMINISTIC, DETERMINISTIC_IN_PARTS)
     launches = [
-        production._part(at_q, at_kv, calls.backward_scratch(part, deterministic, in_parts))
+        production._part(at_q, at_kv, calls.backward_scratch(part, deterministic, in_parts), "bwd")
         for at_q, at_kv, part in production._split(problem)
     ]
     outputs = tuple(map(production._dense_like, (q, k, v)))

@@ -2,10 +2,11 @@
 loaded, once; after that a call costs a look-up, its outputs and a launch."""
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +14,6 @@ from . import tuned
 from .checks import (
     VECTOR_BYTES,
     check_device,
-    check_layout,
     check_layouts,
     check_lse,
     check_scale,
@@ -36,9 +36,19 @@ from .launch import (
     least_of,
     sms_option,
 )
+from .layouts import Dense, as_argument
+from .layouts import aligned as _aligned
+from .layouts import dense as _dense
+from .layouts import dense_like as _dense_like
+from .layouts import readable as _readable
+from .plans import KINDS_MAX, Kept, Plans
+from .plans import keep as _keep
+from .plans import plan_of as plan_of
 
-KINDS_MAX = 4096  # remembered before all are forgotten
 COUNTERS_MAX = 256
+# Up to so many bytes of a launch's scratch a stream keeps: allocating takes longer than so short a kernel. Of
+# the forward pass it is the LSE that nobody asked for. PyTorch keeps 32 MiB for cuBLAS.
+KEPT_BYTES = {"fwd": 2**18, "bwd": 2**24}
 # So long may causal sequences be for turns to cost less than zeros: 0.83 to 0.98 of the time, at 1024 as much
 # (the sweep). With grouped heads and three tiles for each SM longer: 0.90 and 0.93 at 1024 and 2048.
 TURNS_SEQLEN, TURNS_GROUPED, TURNS_TILES = 512, 2048, 3
@@ -46,8 +56,6 @@ TURNS_SEQLEN, TURNS_GROUPED, TURNS_TILES = 512, 2048, 3
 Launch = Callable[..., None]
 Place = tuple[slice, slice]  # of batches and of heads
 WHOLE: Place = slice(None), slice(None)
-Dense = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # what is allocated: shape, strides and type
-Kept = TypeVar("Kept")
 # Of the stages that have some; known here, so that a call whose kernels are compiled imports no kernel file.
 OPTIONS: dict[str, dict[str, object]] = {
     DETERMINISTIC: calls.DETERMINISTIC,
@@ -73,11 +81,14 @@ class Part(NamedTuple):
     at_kv: Place
     floats: tuple[Dense, ...]
     counters: tuple[Dense, ...]  # int32: after the floats among a launch's arguments
+    direction: str = ""  # of what is kept: no forward launch shares it with a backward pass
+    kept: dict[int, list[object]] | None = None  # by stream; None of what is too large to keep
 
 
-_plans: dict[tuple[object, ...], Plan] = {}
+plans: Plans[Plan] = Plans()
 _reasons: dict[tuple[object, ...], str | None] = {}
 _counters: dict[tuple[object, ...], list[torch.Tensor]] = {}
+_memory: dict[tuple[object, ...], torch.Tensor] = {}  # what streams keep, by stream, device, direction, type
 # A backward pass is several launches, which share counters with that of another thread on the same stream:
 # one thread's must not come between another's. The launching code runs without Python's lock.
 _several_kernels = threading.Lock()
@@ -90,36 +101,47 @@ def forward(
     softmax_scale: float | None,
     causal: bool,
     top_left: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and lse on PyTorch's current stream; o is dense, its dimensions in memory in the order of q's.
+    with_lse: bool = True,
+    plan: Plan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """o and lse, or None in its place, on PyTorch's current stream; o is dense, its dimensions in memory in
+    the order of q's. `plan` is one that `recent_forward` found.
 
     Raises TypeError or ValueError before anything is launched.
     """
-    # What a plan follows from. The rest of what it asks of its inputs (that v is like k, types, devices,
-    # alignment) the launch itself checks, in less time than reading it here takes.
     device = q.device
-    options = softmax_scale, causal, top_left
-    kind = q.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, device, options, margin()
-    plan = _plans.get(kind)
     if plan is None:
-        plan = _plan_forward(q, k, v, *options)
+        options = "fwd", softmax_scale, causal, top_left, with_lse, margin()
+        plan = plans.find(options, q, k, v)
+    if plan is None:
+        plan = _plan_forward(q, k, v, softmax_scale, causal, top_left, with_lse=with_lse)
         if plan.launch is None:
-            return tuple(torch.empty_strided(*x[:2], dtype=x[2], device=device) for x in plan.outputs)
-        _keep(_plans, KINDS_MAX, kind, plan)
+            o, lse = (torch.empty_strided(*x[:2], dtype=x[2], device=device) for x in plan.outputs)
+            return o, lse
+        plans.keep(options, (q, k, v), plan)
     try:
         if device.index == current_device():
             return _forward(plan, q, k, v, device)
         with torch.cuda.device(device):
             return _forward(plan, q, k, v, device)
     except Exception:
-        _plan_forward(q, k, v, *options)  # raises with the name of what is wrong
+        _plan_forward(q, k, v, softmax_scale, causal, top_left)  # raises with the name of what is wrong
         raise
 
 
-def _forward(plan: Plan, q, k, v, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    o, lse = (empty(*x) for x in plan.outputs)
-    scratch = _scratch(plan.parts[0], device)
-    calls.launch_forward(plan.launch, q, k, v, o, lse, scratch, plan.given)
+def recent_forward(q, k, v, softmax_scale, causal: bool, top_left: bool, with_lse: bool) -> Plan | None:
+    """The plan of a call like this, if there was one of late and PyTorch would dispatch it alike."""
+    return plans.recently(("fwd", softmax_scale, causal, top_left, with_lse, margin()), q, k, v)
+
+
+def _forward(plan: Plan, q, k, v, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    of_o, *of_lse = plan.outputs
+    o, scratch = empty(*of_o), _scratch(plan.parts[0], device)
+    if not of_lse:  # the first of the scratch
+        plan.launch(q, k, v, o, *scratch, *plan.given)
+        return o, None
+    lse = empty(*of_lse[0])
+    plan.launch(q, k, v, o, lse, *scratch, *plan.given)
     return o, lse
 
 
@@ -135,34 +157,48 @@ def backward(
     causal: bool,
     top_left: bool,
     deterministic: bool,
+    plan: Plan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv on PyTorch's current stream, each dense, in the order of its input's dimensions.
+    """dq, dk and dv on PyTorch's current stream, each dense, in the order of its input's dimensions. `plan`
+    is one that `recent_backward` found.
 
     Raises TypeError or ValueError before anything is launched.
     """
     device = q.device
-    options = softmax_scale, causal, top_left, deterministic
-    strides = q.stride(), k.stride(), v.stride(), o.stride(), do.stride(), lse.stride()
-    kind = q.shape, v.shape, strides, q.dtype, device, dlse is None, options, margin()
-    plan = _plans.get(kind)
     if plan is None:
-        plan = _plan_backward(do, q, k, v, o, lse, dlse, *options)
+        options = "bwd", softmax_scale, causal, top_left, deterministic, dlse is None, margin()
+        plan = plans.find(options, do, q, k, v, o, lse)
+    if plan is None:
+        plan = _plan_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
         if plan.launch is None:  # no query or no key: no output that an input could have changed
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        _keep(_plans, KINDS_MAX, kind, plan)
+        plans.keep(options, (do, q, k, v, o, lse), plan)
     try:
-        with NOTHING if device.index == current_device() else torch.cuda.device(device):
+        if device.index == current_device():
+            return _backward(plan, do, q, k, v, o, lse, dlse, device)
+        with torch.cuda.device(device):
             return _backward(plan, do, q, k, v, o, lse, dlse, device)
     except Exception:
-        _plan_backward(do, q, k, v, o, lse, dlse, *options)  # raises with the name of what is wrong
+        inputs = do, q, k, v, o, lse, dlse
+        _plan_backward(*inputs, softmax_scale, causal, top_left, deterministic)  # names what is wrong
         raise
+
+
+def recent_backward(
+    do, q, k, v, o, lse, softmax_scale, causal: bool, top_left: bool, deterministic: bool
+) -> Plan | None:
+    """As `recent_forward`, of a call without a gradient of the lse."""
+    deterministic = deterministic or are_deterministic()
+    options = "bwd", softmax_scale, causal, top_left, deterministic, True, margin()
+    return plans.recently(options, do, q, k, v, o, lse)
 
 
 def _backward(plan: Plan, do, q, k, v, o, lse, dlse, device: torch.device):
     # What autograd hands back may be an expanded scalar or lie anywhere; what hooks have kept, too.
     if plan.unreadable or (do.data_ptr() | o.data_ptr()) % VECTOR_BYTES:
         do, o = _readable(do), _readable(o)
-    dq, dk, dv = (empty(*x) for x in plan.outputs)
+    of_q, of_k, of_v = plan.outputs
+    dq, dk, dv = empty(*of_q), empty(*of_k), empty(*of_v)
     given = plan.given if dlse is None else (*plan.given, dlse.contiguous())
     if len(plan.parts) == 1:
         scratch = _scratch(plan.parts[0], device)
@@ -214,17 +250,22 @@ def reason_against(
 
 
 def _plan_forward(
-    q, k, v, softmax_scale: float | None, causal: bool, top_left: bool, rows: int | None = None
-) -> Plan:
+    q, k, v, softmax_scale: float | None, causal: bool, top_left: bool, rows: int | None = None,
+    with_lse: bool = True,
+) -> Plan:  # fmt: skip
     """`rows` are for who measures: otherwise what `division` chooses."""
     problem, given = _scaled(problem_of(q, k, v, causal, top_left), softmax_scale)
     _check_inputs(FORWARD, problem, q=q, k=k, v=v)
-    whole = _part(WHOLE, WHOLE, calls.forward_scratch(problem))
     outputs = _dense_like(q, v.shape[3]), _dense(q.shape[:3], torch.float32)
+    scratch = calls.forward_scratch(problem)
+    if not with_lse:
+        scratch = {"lse": (q.shape[:3], "float32")} | scratch
+    whole = _part(WHOLE, WHOLE, scratch, "fwd")
     if not q.numel():
         return Plan(None, outputs, (whole,), given)
     gpu = tuned.gpu(q.device)
-    return Plan(_launch(forward_stage(problem, rows, gpu), problem, gpu), outputs, (whole,), given)
+    launch = _launch(forward_stage(problem, rows, gpu), problem, gpu)
+    return Plan(launch, outputs[: 2 if with_lse else 1], (whole,), given)
 
 
 def _plan_backward(
@@ -244,7 +285,7 @@ def _plan_backward(
     stage_id, in_parts = backward_stage(problem, deterministic, parts, gpu)
     deterministic = stage_id in (DETERMINISTIC, DETERMINISTIC_IN_PARTS)
     launches = [
-        _part(at_q, at_kv, calls.backward_scratch(part, deterministic, in_parts))
+        _part(at_q, at_kv, calls.backward_scratch(part, deterministic, in_parts), "bwd")
         for at_q, at_kv, part in _split(problem)
     ]
     outputs = tuple(map(_dense_like, (q, k, v)))
@@ -332,39 +373,51 @@ def _split(problem: Problem) -> Iterator[tuple[Place, Place, Problem]]:
 # ---- memory -----------------------------------------------------------------------------------------------
 
 
-def _dense(shape: torch.Size, dtype: torch.dtype) -> Dense:
-    return tuple(shape), torch.empty(shape, device="meta").stride(), dtype
-
-
-def _dense_like(x: torch.Tensor, columns: int | None = None) -> Dense:
-    """As `torch.empty_like` allocates it, its dimensions in memory in the order of those of x; but for the
-    last, if `columns` are given."""
-    shape = *x.shape[:-1], x.shape[-1] if columns is None else columns
-    like = torch.empty_strided(shape, x.stride(), dtype=x.dtype, device="meta")
-    return shape, torch.empty_like(like).stride(), x.dtype
-
-
-def _part(at_q: Place, at_kv: Place, scratch: Scratch) -> Part:
+def _part(at_q: Place, at_kv: Place, scratch: Scratch, direction: str = "") -> Part:
+    """With a direction, its scratch may be kept: that of "bwd" is for launches under `_several_kernels`."""
     every = [_dense(shape, getattr(torch, dtype)) for shape, dtype in scratch.values()]
     floats = tuple(x for x in every if x[2] is not torch.int32)
-    return Part(at_q, at_kv, floats, tuple(every[len(floats) :]))
+    small = sum(4 * math.prod(shape) for shape, _ in scratch.values()) <= KEPT_BYTES.get(direction, -1)
+    return Part(at_q, at_kv, floats, tuple(every[len(floats) :]), direction, {} if small else None)
 
 
-def _scratch(part: Part, device: torch.device) -> list[torch.Tensor]:
+def _scratch(part: Part, device: torch.device) -> list[object]:
     """Scratch for a launch, which may hold anything; but counters start at zero, and every launch leaves them
     there.
 
-    Counters are kept for the current stream, in which launches come one after another, and for the part: two
-    of one shape must not be one. What a CUDA graph captures has its own: its replays may run beside anything.
+    Counters, and what is small, are kept for the current stream, in which launches come one after another,
+    and for the part: two of one shape must not be one. What a CUDA graph captures has its own: its replays
+    may run beside anything.
     """
-    floats = [empty(*dense) for dense in part.floats]
-    if is_capturing():
-        return [*floats, *(empty(*dense).zero_() for dense in part.counters)]
-    place = current_stream(device.index), device.index, part.counters
+    stream = current_stream(device.index)
+    if stream and is_capturing():  # 0 is the default stream, which cannot be captured
+        return [empty(*x) for x in part.floats] + [empty(*x).zero_() for x in part.counters]
+    if part.kept is not None:
+        kept = part.kept.get(stream)
+        return _of_stream(part, stream, device) if kept is None else kept
+    place = stream, device.index, part.counters
     counters = _counters.get(place)
     if counters is None:
         counters = _keep(_counters, COUNTERS_MAX, place, _zeros_to_keep(part.counters, device))
-    return floats + counters
+    return [empty(*x) for x in part.floats] + counters
+
+
+def _of_stream(part: Part, stream: int, device: torch.device) -> list[object]:
+    """Scratch for launches of one direction on a stream: places in memory that all of them share."""
+    found = []
+    for wanted in (part.floats, part.counters):
+        sizes = [-(-math.prod(shape) // 32) * 32 for shape, *_ in wanted]  # to 128 bytes
+        place = stream, device.index, part.direction, wanted is part.floats
+        memory = _memory.get(place)
+        if memory is None or memory.numel() < sum(sizes):  # smaller ones serve whoever has a part of them
+            size = max(sum(sizes), 2 * memory.numel() if memory is not None else 0)
+            dense = _dense((size,), torch.float32 if wanted is part.floats else torch.int32)
+            (memory,) = _zeros_to_keep((dense,), device)
+            _keep(_memory, COUNTERS_MAX, place, memory)
+        places = memory[: sum(sizes)].split(sizes)
+        found += [as_argument(x[: math.prod(y[0])].view(y[0])) for x, y in zip(places, wanted)]
+    part.kept[stream] = found
+    return found
 
 
 def _zeros_to_keep(wanted: tuple[Dense, ...], device: torch.device) -> list[torch.Tensor]:
@@ -387,21 +440,13 @@ def to_keep(make: Callable[[], Kept], device: torch.device) -> Kept:
 
 # ---- small matters ----------------------------------------------------------------------------------------
 
-NOTHING = contextlib.nullcontext()
+are_deterministic = torch._C._get_deterministic_algorithms
 margin = tuned.margin.get  # SMs that this thread's calls leave free
 # What PyTorch's own compiler emits for the same: their public forms take two to four times as long.
 empty = torch._C._dynamo.guards._empty_strided_cuda  # of shape, strides and type, on the current device
 current_device = getattr(torch._C, "_cuda_getDevice", None)  # None: PyTorch without CUDA, asked for nothing
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-
-
-def plan_of(
-    plans: dict[tuple[object, ...], Kept], kind: tuple[object, ...], make: Callable[[], Kept]
-) -> Kept:
-    """The plan for inputs of a kind, made for the first of them."""
-    plan = plans.get(kind)
-    return _keep(plans, KINDS_MAX, kind, make()) if plan is None else plan
 
 
 def run_on(device: torch.device, run: Callable[[], Kept], plan_anew: Callable[[], object]) -> Kept:
@@ -414,25 +459,3 @@ def run_on(device: torch.device, run: Callable[[], Kept], plan_anew: Callable[[]
     except Exception:
         plan_anew()
         raise
-
-
-def _keep(known: dict[tuple[object, ...], Kept], most: int, key: tuple[object, ...], value: Kept) -> Kept:
-    """Remember a value; of too many, none but this one."""
-    if len(known) >= most:
-        known.clear()
-    known[key] = value
-    return value
-
-
-def _aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """What inputs of one kind may still differ in."""
-    return not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES
-
-
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """x, or where a kernel cannot read it a copy."""
-    try:
-        check_layout("x", x)
-    except ValueError:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x

@@ -142,13 +142,13 @@ def compile_to(monkeypatch: pytest.MonkeyPatch, compile_stage: Callable[[str, Pr
         monkeypatch.setattr(module, "compile_stage", compile_stage)
 
 
-def run_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
+def run_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False, *_):
     """The operator of the public call, by the stand-in for its stage."""
     return stages.forward(q, k, v, causal=causal, top_left=top_left, stage="k6")
 
 
 def run_backward(
-    do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
+    do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False, *_
 ):
     mask = {"causal": causal, "top_left": top_left}
     return stages.backward(do.contiguous(), q, k, v, o, lse, **mask, stage="bwd")

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,9 +114,9 @@ def made_up(sha: str, problem: Problem) -> Results:
     environment = {"gpu": "NVIDIA H100", "driver": "1", "torch": "2", "cutlass_dsl": "4"}
     timed = {"ms_median": 1.0, "ms_iqr": 0.1, "tflops": problem.flops / 1e9}
     rows = [
-        Row("k2", **asdict(problem), **timed, check="pass", max_error=0.01, cubin_sha256=sha),
-        Row("k2", **asdict(problem.with_(batch=2)), error="OOM: needs 9 GB"),
-        Row("cudnn", **asdict(problem), **timed),
+        Row.on(problem, "k2", **timed, check="pass", max_error=0.01, cubin_sha256=sha),
+        Row.on(problem.with_(batch=2), "k2", error="OOM: needs 9 GB"),
+        Row.on(problem, "cudnn", **timed),
     ]
     return Results("k2", environment, rows)
 
@@ -128,7 +128,7 @@ def test_stale_rows() -> None:
     assert stale_rows(results, lambda row: "b" * 64) == [
         f"k2 {problem}: measured on aaaaaaaaaaaa, the source compiles to bbbbbbbbbbbb"
     ]
-    other = replace(results.rows[0], **asdict(problem.with_(causal=True)))
+    other = replace(results.rows[0], causal=True)
     results.rows.append(other)
     by_mask = stale_rows(results, lambda row: ("b" if row.causal else "a") * 64)
     assert by_mask == [f"k2 {other.problem}: measured on aaaaaaaaaaaa, the source compiles to bbbbbbbbbbbb"]

@@ -3,7 +3,7 @@
 Every time is another one, so that nothing can stand in another's place.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.colors
@@ -40,7 +40,7 @@ MIB = 2**20
 def timed(provider: str, problem: Problem, tflops: float, **fields: object) -> Row:
     passed = {} if provider in PEER_LABELS else PASSED
     ms = problem.flops / tflops / 1e9
-    return Row(provider, **asdict(problem), ms_median=ms, ms_iqr=0.1, tflops=tflops, **passed, **fields)
+    return Row.on(problem, provider, ms_median=ms, ms_iqr=0.1, tflops=tflops, **passed, **fields)
 
 
 def stage_results(stage: str, direction: str, shift: int, **environment: object) -> Results:

@@ -80,9 +80,9 @@ def test_few_tiles_of_keys(mask: dict, head_dim: int, heads: int, monkeypatch: p
     assert verdicts(q, k, v, do, torch.randn(q.shape[:3], device="cuda"), 0.1, **mask) == []
     for parts in (Parts(heads, 1), Parts(1, 3), Parts(heads, 5), Parts(max(1, heads // 2), 16)):
         monkeypatch.setattr(division, "parts_of", lambda problem, sms=0, parts=parts: parts)
-        production._plans.clear()
+        production.plans.clear()
         assert verdicts(q, k, v, do, **mask) == []
-    production._plans.clear()
+    production.plans.clear()
 
 
 @every_mask
@@ -108,9 +108,9 @@ def test_tiles_of_every_height(
     q, k, v, do = random_inputs(problem(head_dim, seqlen_q=seqlen_q))
     for rows in division.TILES[head_dim]:
         monkeypatch.setattr(division, "rows_of", lambda problem, sms=0, rows=rows: rows)
-        production._plans.clear()
+        production.plans.clear()
         assert verdicts(q, k, v, do, **mask) == []
-    production._plans.clear()
+    production.plans.clear()
 
 
 @every_mask
@@ -228,6 +228,34 @@ def test_streams_and_threads() -> None:
     torch.cuda.synchronize()
     for x, y in zip(found, expected):
         assert all(a.equal(b) for a, b in zip(x, y))
+
+
+def test_threads_on_one_stream() -> None:
+    """They share what a stream keeps: nobody's launch may come between the kernels of a backward pass."""
+    sets = [random_inputs(problem(64, seqlen_q=500 + i, seqlen_kv=500 + i), seed=i) for i in range(8)]
+
+    def both(q, k, v, do):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        alone = attention(q, k, v, causal=True)  # its LSE is scratch
+        o = attention(*leaves, causal=True, deterministic=True)
+        return alone, o.detach(), *torch.autograd.grad(o, leaves, do)
+
+    expected = [both(*inputs) for inputs in sets]
+    torch.cuda.synchronize()
+    wrong: list = []
+
+    def work(i: int) -> None:
+        for _ in range(50):
+            found = both(*sets[i])
+            torch.cuda.current_stream().synchronize()
+            wrong.extend(i for x, y in zip(found, expected[i]) if not x.equal(y))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
@@ -379,6 +407,6 @@ def test_nothing_is_asked_of_a_gpu_twice() -> None:
     """What makes a call fast: the second of a kind plans nothing."""
     q, k, v, _ = random_inputs(problem(64))
     attention(q, k, v)
-    known = len(production._plans)
+    known = len(production.plans)
     attention(q.clone(), k.clone(), v.clone())
-    assert len(production._plans) == known
+    assert len(production.plans) == known

@@ -39,13 +39,13 @@ def expected(q, k, v, softmax_scale, causal, top_left) -> tuple[torch.Tensor, to
 CHECKED = ops.run_forward  # not stood in for
 
 
-def run_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
+def run_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False, *_):
     o, lse = expected(q, k, v, softmax_scale, causal, top_left)
     return torch.empty_like(q).copy_(o), lse.float()
 
 
 def run_backward(
-    do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
+    do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False, *_
 ):
     keys, values = for_each_head(q, k, v)
     p = (scores_of(q, keys, softmax_scale, causal, top_left) - lse[..., None].double()).exp()
@@ -66,7 +66,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library = torch.library.Library("hopper_attention", "IMPL")
     library.impl("forward", run_forward, "CPU")
     library.impl("backward", run_backward, "CPU")
-    library.impl("forward", ops.autocast_on("cpu"), "AutocastCPU")
+    library.impl("forward", ops.autocast_on("cpu", ops.forward), "AutocastCPU")
     yield
     library._destroy()
 
@@ -293,24 +293,25 @@ def test_what_must_see_the_operators_sees_them(
 ) -> None:
     """Whatever looks at operators finds them, forward and backward; only where nothing looks are they left
     out."""
-    direct = []
-    for name, stand_in in (("run_forward", run_forward), ("run_backward", run_backward)):
-        call = lambda *x, name=name, stand_in=stand_in: direct.append(name) or stand_in(*x)
+    operators = {"forward": ops.forward, "backward": ops.backward}
+    called = set()
+    for name, operator in operators.items():
+        call = lambda *x, name=name, operator=operator: called.add(name) or operator(*x)
         monkeypatch.setattr(ops, name, call)
     leaves = inputs(grad=grad)
 
-    def step() -> list[str]:
-        direct.clear()
+    def step() -> set[str]:
+        called.clear()
         o = attention(*leaves)
         if grad:
             torch.autograd.grad(o.sum(), leaves)
-        return list(direct)
+        return set(called)
 
-    assert step() == ["run_forward", "run_backward"][: 1 + grad]
+    assert step() == set()
     with getattr(Modes, mode)():
         # A function mode sees `torch.autograd.grad` itself, and nothing inside.
-        assert step() == (["run_backward"] if mode == "Function" and grad else [])
-    assert len(step()) == 1 + grad
+        assert step() == set(list(operators)[: 1 + (grad and mode != "Function")])
+    assert step() == set()
 
 
 class Tagged(torch.Tensor):
@@ -320,17 +321,18 @@ class Tagged(torch.Tensor):
 def test_gradients_that_no_kernel_can_take_go_through_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Subclasses, tensors without memory, and those of `is_grads_batched`."""
     direct = []
-    call = lambda *x: direct.append(type(x[0])) or run_backward(*x)
+    call = lambda *x: direct.append(all(map(ops.is_plain, x[:7]))) or run_backward(*x)
     monkeypatch.setattr(ops, "run_backward", call)
     leaves = inputs(grad=True)
     o, lse = attention(*leaves, return_lse=True)
     do = torch.randn_like(o)
     plain = torch.autograd.grad(o, leaves, do, retain_graph=True)
-    assert direct == [torch.Tensor]
+    assert direct == [True]
     found = torch.autograd.grad(o, leaves, do.as_subclass(Tagged), retain_graph=True)
     assert all(x.equal(y) for x, y in zip(found, plain))
     torch.autograd.grad((o, lse), leaves, (do, torch.ones_like(lse).as_subclass(Tagged)), retain_graph=True)
     torch.autograd.grad(o, leaves, torch._efficientzerotensor(o.shape, dtype=o.dtype), retain_graph=True)
+    assert direct == [True]
     both = torch.stack([do, 2 * do])
     batched = torch.autograd.grad(o, leaves, both, is_grads_batched=True, retain_graph=True)
     for x, y in zip(batched, plain):
@@ -340,7 +342,7 @@ def test_gradients_that_no_kernel_can_take_go_through_the_operator(monkeypatch: 
         lambda v: attention(*inputs()[:2], v)[0, 0, 0, :2], (inputs()[2],), vectorize=True
     )
     assert jacobian.shape == (2, *inputs()[2].shape)
-    assert direct == [torch.Tensor]
+    assert direct == [True]
 
 
 def test_compiled_autograd() -> None:

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from harness import reference
 from harness.policies import Given
-from hopper_attention import attention, flash_attn_func, flash_attn_varlen_func, ops_policies
+from hopper_attention import attention, flash_attn_func, flash_attn_varlen_func, ops, ops_policies
 from hopper_attention.kernels.contract import Problem
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
@@ -84,7 +84,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library = torch.library.Library("hopper_attention", "IMPL")
     library.impl("attend", run_forward, "CPU")
     library.impl("attend_backward", run_backward, "CPU")
-    library.impl("attend", ops_policies.autocast_on("cpu"), "AutocastCPU")
+    library.impl("attend", ops.autocast_on("cpu", ops_policies.forward), "AutocastCPU")
     yield
     library._destroy()
 
@@ -268,12 +268,10 @@ def test_second_derivatives_and_tangents_are_refused_by_name() -> None:
 def test_a_window_that_is_a_causal_mask_or_none_takes_the_plain_kernel(
     options: dict, expected: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hopper_attention import ops
-
     seen = []
     monkeypatch.setattr(ops, "call_forward", lambda *x: seen.append(x[3:]) or (x[0], x[0]))
     attention(*dense(), **options)
-    assert seen == [(None, expected["causal"], False, False)]
+    assert seen == [(None, expected["causal"], False, False, False)]
 
 
 def test_a_causal_window_ends_at_the_query() -> None:

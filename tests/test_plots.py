@@ -3,7 +3,6 @@
 Every rate is another one, so that no bar, line, label or colour can stand in another's place.
 """
 
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -48,7 +47,7 @@ class Rates:
 
 
 def row(provider: str, problem: Problem, tflops: float | None, error: str | None = None) -> Row:
-    return Row(provider, **asdict(problem), tflops=tflops, error=error)
+    return Row.on(problem, provider, tflops=tflops, error=error)
 
 
 def stage_results(stage: str, direction: str, rates: Rates) -> Results:

@@ -11,6 +11,7 @@ from hopper_attention import launch, production, tuned
 from hopper_attention.choice import slower
 from hopper_attention.kernels import calls
 from hopper_attention.kernels.contract import Problem
+from hopper_attention.plans import Plans
 
 Launched = list[tuple[str, Problem, tuple]]
 
@@ -32,9 +33,8 @@ def check_as_a_launch(least: Problem, q, k, v, o, *rest: object) -> None:
         raise ValueError("Mismatched Tensor")
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
-    """What was compiled and launched: stage, what it was compiled for, arguments."""
+def stand_in_for_kernels(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """What is compiled and launched from now on: stage, what it was compiled for, arguments."""
     found: Launched = []
 
     def kernel_for(stage_id: str, least: Problem, options: dict) -> SimpleNamespace:
@@ -46,14 +46,21 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
     monkeypatch.setattr(production, "kernel_for", kernel_for)
     monkeypatch.setattr(production, "check_device", lambda stage_id, q: None)
-    for name in ("_plans", "_reasons", "_counters"):
+    monkeypatch.setattr(production, "plans", Plans())
+    for name in ("_reasons", "_counters", "_memory"):
         monkeypatch.setattr(production, name, {})
     monkeypatch.setattr(production, "empty", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(production, "as_argument", lambda x: x)
     monkeypatch.setattr(production, "current_device", lambda: None)
     monkeypatch.setattr(production, "is_capturing", lambda: False)
     monkeypatch.setattr(production, "current_stream", lambda index: 7)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     return found
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    return stand_in_for_kernels(monkeypatch)
 
 
 def tensors(*shape: int, count: int = 3, dtype=torch.bfloat16) -> list[torch.Tensor]:
@@ -102,7 +109,7 @@ def test_another_kind_is_planned_anew(change: str, launched: Launched) -> None:
     else:
         options["scale"] = 1.0
     forward(q, k, v, **options)
-    assert len(production._plans) == 2
+    assert len(production.plans) == 2
     _, least, given = launched[1]
     assert (least.dtype, least.causal, least.scaled) == (
         str(q.dtype).removeprefix("torch."), options["causal"], change == "scale",
@@ -144,7 +151,7 @@ def test_scratch_is_of_the_stream_and_of_the_capture(
     forward(q, k, v)
     counters = [given[-1] for *_, given in launched]
     assert len({x.data_ptr() for x in counters}) == 4
-    assert len(production._counters) == 2
+    assert len(production._memory) == 4  # floats and counters of two streams
     assert not any(x.any() for x in counters)
 
 
@@ -351,7 +358,7 @@ def test_kernels_are_for_the_sms_of_the_gpu(launched: Launched, monkeypatch: pyt
     q, k, v = tensors(1, 8, 1024, 128)
     for sms, stages in ((132, ["k6_r64", "bwd4_parts"]), (20, ["k6", "bwd4"])):
         monkeypatch.setattr(tuned, "gpu", lambda device, sms=sms: tuned.Gpu(sms))
-        production._plans.clear()
+        production.plans.clear()
         forward(q, k, v)
         backward(q, k, v)
         assert [stage_id for stage_id, _ in asked] == stages
@@ -366,3 +373,43 @@ def test_kernels_are_for_the_sms_of_the_gpu(launched: Launched, monkeypatch: pyt
     assert tuned.gpu(torch.device("cpu")) == tuned.H200
     assert launch.sms_option(114) == {"sms": 114}
     assert launch.sms_option(132) == {}
+
+
+def test_an_lse_that_nobody_asked_for_is_scratch(launched: Launched) -> None:
+    """Kept for the stream where it is small, and never the output of another call."""
+    q, k, v = tensors(2, 4, 16, 64)
+    for _ in range(2):
+        lse = production.forward(q, k, v, None, True, False, with_lse=False)[1]
+        assert lse is None
+    assert forward(q, k, v, causal=True)[1].shape == (2, 4, 16)
+    first, again, asked_for = (given[4] for *_, given in launched)
+    assert first is again
+    assert (first.shape, first.dtype) == ((2, 4, 16), torch.float32)
+    assert asked_for.data_ptr() != first.data_ptr()
+    q, k, v = tensors(1, 1, 2**16 + 8, 64)  # of more bytes than are kept
+    for _ in range(2):
+        production.forward(q, k, v, None, True, False, with_lse=False)
+    assert launched[-1][2][4] is not launched[-2][2][4]
+    nothing = tensors(2, 4, 0, 64)
+    assert production.forward(*nothing, None, False, False, with_lse=False)[0].shape == (2, 4, 0, 64)
+
+
+def test_small_scratch_is_kept_and_shared_in_one_direction(launched: Launched) -> None:
+    """A forward launch may come between the kernels of another thread's backward pass."""
+    q, k, v = tensors(2, 4, 16, 64)
+    backward(q, k, v)
+    backward(q, k, v)
+    production.forward(q, k, v, None, False, False, with_lse=False)
+    backward(*tensors(2, 8, 16, 64))
+    first, again, of_forward, larger = (given for *_, given in launched)
+    assert all(x is y for x, y in zip(first[9:], again[9:]))
+    memory = [{x.untyped_storage().data_ptr() for x in given} for given in (first[9:], of_forward[4:])]
+    assert len(memory[0]) == 2 and not memory[0] & memory[1]
+    assert all(x.storage_offset() % 32 == 0 for x in (*first[9:], *larger[9:]))
+    assert not any(x.any() for x in larger[-3:])  # counters
+    large = tensors(1, 64, 4096, 64)  # sums of more bytes than are kept
+    backward(*large)
+    backward(*large)
+    assert launched[-1][2][9].data_ptr() != launched[-1][2][10].data_ptr()
+    assert launched[-1][2][9] is not launched[-2][2][9]
+    assert launched[-1][2][-1] is launched[-2][2][-1]

@@ -5,7 +5,7 @@ Every number here is made up, and lives in a temporary folder.
 
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,7 +41,7 @@ def sweep_problem(seqlen: int = 4096, head_dim: int = 128, causal: bool = False)
 
 
 def make_row(provider: str, tflops: float | None, problem: Problem | None = None, **changes: object) -> Row:
-    row = Row(provider=provider, **asdict(problem or sweep_problem()))
+    row = Row.on(problem or sweep_problem(), provider)
     if tflops is not None:
         row = replace(row, tflops=tflops, ms_median=row.problem.flops / tflops / 1e9, ms_iqr=0.01)
         if provider in ladder.LADDER:
@@ -686,3 +686,8 @@ def test_the_lead_is_over_peers_and_not_over_the_public_call() -> None:
     text = report.lead({"k6": results})
     assert "2.000–2.000" in text
     assert "fastest of FlashAttention-2, of those" in text
+
+
+def test_a_row_is_of_a_plain_problem() -> None:
+    with pytest.raises(ValueError, match="of plain problems"):
+        Row.on(sweep_problem().with_(sink=True), "k6")
