@@ -49,9 +49,7 @@ COUNTERS_MAX = 256
 # Up to so many bytes of a launch's scratch a stream keeps: allocating takes longer than so short a kernel. Of
 # the forward pass it is the LSE that nobody asked for. PyTorch keeps 32 MiB for cuBLAS.
 KEPT_BYTES = {"fwd": 2**18, "bwd": 2**24}
-# So long may causal sequences be for turns to cost less than zeros: 0.83 to 0.98 of the time, at 1024 as much
-# (the sweep). With grouped heads and three tiles for each SM longer: 0.90 and 0.93 at 1024 and 2048.
-TURNS_SEQLEN, TURNS_GROUPED, TURNS_TILES = 512, 2048, 3
+TURNS_SEQLEN = 512  # so long may causal sequences be: 0.83 to 0.98 of the time, at 1024 as much (the sweep)
 
 Launch = Callable[..., None]
 Place = tuple[slice, slice]  # of batches and of heads
@@ -308,27 +306,18 @@ def backward_stage(
     # Where a query's gradient comes from one tile of keys, nobody waits for a turn, and no zeros are needed.
     columns = tile_dim(problem)
     alone = problem.sequences is None and problem.seqlen_kv <= TILE_KV[columns]
-    deterministic |= columns <= 128 and (alone or _takes_turns(problem, gpu.sms))
+    deterministic |= columns <= 128 and alone
     if problem.policies:  # which the stages in parts do not take
         parts = UNDIVIDED
     if parts is None:
         one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
-        parts = division.parts_of(problem, gpu.sms, deterministic) if one_launch else UNDIVIDED
+        parts = division.parts_of(problem, gpu.sms) if one_launch else UNDIVIDED
     if parts == UNDIVIDED:
         # Of few tiles under a causal mask turns cost less than zeros.
         short = problem.causal and problem.seqlen_q == problem.seqlen_kv <= TURNS_SEQLEN
         deterministic |= columns <= 128 and not problem.policies and short
         return DETERMINISTIC if deterministic else BACKWARD, None
     return DETERMINISTIC_IN_PARTS if deterministic else IN_PARTS, parts
-
-
-def _takes_turns(problem: Problem, sms: int) -> bool:
-    """Whether a group's gradients come sooner with turns at dQ than with zeros."""
-    if problem.policies or not problem.causal or problem.heads == problem.kv_heads:
-        return False
-    short = problem.seqlen_q == problem.seqlen_kv <= TURNS_GROUPED and tile_dim(problem) == 128
-    tiles = -(-problem.seqlen_kv // TILE_KV[tile_dim(problem)]) * problem.batch * problem.kv_heads
-    return short and tiles >= TURNS_TILES * sms
 
 
 def _scaled(problem: Problem, softmax_scale: float | None) -> tuple[Problem, tuple[float, ...]]:

@@ -149,7 +149,7 @@ class Backward(LoadingTiles):
 
     @property
     def smem_bytes(self) -> int:
-        return shared_bytes(self.config, self.head_dim, self.divides, self.words)
+        return shared_bytes(self.config, self.head_dim, self.divides, self.batch.words)
 
     @cute.jit
     def launch(
@@ -195,7 +195,6 @@ class Backward(LoadingTiles):
         divided, mDK and mDV are mParts' halves. mTiled and mParts: `key_parts`."""
         # 1. shared memory, rings, and who is who
         self.take(numbers)
-        self.count_sums(mDQ_sum, mOrder.shape[0])
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
@@ -203,7 +202,7 @@ class Backward(LoadingTiles):
             mTiled = mK
         lengths = seqlen_q, seqlen_kv, mQ.shape[2] // mTiled.shape[2]  # the last: query heads of a key head
         smem = SmemAllocator()
-        shared = allocate(smem, self.config, self.head_dim, self.dtype, self.divides, self.words)
+        shared = allocate(smem, self.config, self.head_dim, self.dtype, self.divides, self.batch.words)
         # All but the producer hear of tiles, and where the first stores nobody writes zeros.
         listeners = THREADS - (1 if self.zeroes_ahead else 2) * WARP
         rings = make_rings(smem, self.config, self.head_dim, listeners)
@@ -281,8 +280,7 @@ class Backward(LoadingTiles):
                 k_left.advance()
 
             # 3. main loop: tiles of queries with a hidden pair, then the others, with a window again some
-            # with a hidden pair; of a mirrored head in the reverse order. The last one is apart, since no Sᵀ
-            # follows it, and masked in any case.
+            # with a hidden pair. The last one is apart, since no Sᵀ follows it, and masked in any case.
             heads = group if first < last else 0
             for _ in range(heads, unroll=1):
                 q_ring.consumer_wait(q_get)
@@ -292,14 +290,14 @@ class Backward(LoadingTiles):
                 if const_expr(self.config.keep_V):
                     tVsV = f.copy_V.partition_S(shared.V)[None, None, None, consumer]  # (CPY, CPY_M, CPY_K)
                     cute.copy(f.copy_V, tVsV, f.copy_V.retile(f.dP.A))
-                for begin, end, hides in self.runs(first, masked, whole, last, place):
+                for begin, end, hides in self.runs(first, masked, whole, last):
                     for i in range(begin, end, unroll=1):
-                        where = kv_block, self.q_tile_at(i, first, last, place, *seqlens), seqlens
+                        where = kv_block, i, seqlens
                         self.step(x, f, k_get, q_get, q_next, parity, *where, masked=hides, final=False)
                         parity ^= 1
                         q_get.advance()
                         q_next.advance()
-                where = kv_block, self.q_tile_at(last - 1, first, last, place, *seqlens), seqlens
+                where = kv_block, last - 1, seqlens
                 self.step(x, f, k_get, q_get, q_next, parity, *where, masked=True, final=True)
                 parity ^= 1
                 q_get.advance()

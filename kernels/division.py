@@ -120,7 +120,7 @@ LONG = 32768
 QUERY_PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
-def parts_of(problem: Problem, sms: int = SMS, deterministic: bool = False) -> Parts:
+def parts_of(problem: Problem, sms: int = SMS) -> Parts:
     """How to divide a backward pass: with the least time, by what the busiest SM has to do and what parts
     cost."""
     tiles = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)]) * problem.batch * problem.kv_heads
@@ -134,8 +134,7 @@ def parts_of(problem: Problem, sms: int = SMS, deterministic: bool = False) -> P
         return parts if of_parts <= problem.heads * problem.seqlen_q else UNDIVIDED  # rows of dQ's sums
     if not tiles:
         return UNDIVIDED
-    ways = divisions(problem, sms, deterministic)
-    return min(ways, key=lambda parts: steps_of(problem, parts, sms, deterministic))
+    return min(divisions(problem, sms), key=lambda parts: steps_of(problem, parts, sms))
 
 
 def _is_grouped(problem: Problem) -> bool:
@@ -143,30 +142,27 @@ def _is_grouped(problem: Problem) -> bool:
     return problem.causal and problem.heads > problem.kv_heads and tile_dim(problem) <= 128
 
 
-def divisions(problem: Problem, sms: int = SMS, deterministic: bool = False) -> list[Parts]:
+def divisions(problem: Problem, sms: int = SMS) -> list[Parts]:
     """The ways to divide a backward pass that may gain anything: heads by any divisor of their group, 1
-    among them, and queries too while a part has two steps and tiles are no more than four for each SM. Not
-    if tiles of keys wait for each other's turn: those of one part of the queries begin with the same."""
+    among them, and queries too while a part has two steps and tiles are no more than four for each SM."""
     group = problem.heads // max(1, problem.kv_heads)
     key_tiles = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
     tiles = key_tiles * problem.batch * problem.kv_heads
     q_tiles = math.ceil(problem.seqlen_q / STEP_Q[tile_dim(problem)])
-    found, waits = [], deterministic and key_tiles > 1
+    found = []
     for heads in (x for x in range(1, group + 1) if group % x == 0):
         for queries in QUERY_PARTS:
             more = heads * queries * tiles
-            if queries == 1 or (2 * queries <= q_tiles and more <= 4 * sms and not waits):
+            if queries == 1 or (2 * queries <= q_tiles and more <= 4 * sms):
                 found.append(Parts(heads, queries))
     return found
 
 
-def steps_of(problem: Problem, parts: Parts, sms: int = SMS, deterministic: bool = False) -> float:
+def steps_of(problem: Problem, parts: Parts, sms: int = SMS) -> float:
     """The time of a backward pass, in steps of its main loop."""
     busiest = max(loads_of(problem, parts, sms))
     if parts == UNDIVIDED:
-        # Where tiles wait for turns and all begin with the same queries, more heads each part them.
-        waits = deterministic and problem.seqlen_kv > 2 * problem.seqlen_q
-        return busiest * (UNDIVIDED_CAUSAL if _is_grouped(problem) and not waits else 1.0)
+        return busiest * (UNDIVIDED_CAUSAL if _is_grouped(problem) else 1.0)
     keys = problem.batch * problem.kv_heads * parts.count * problem.seqlen_kv
     part_bytes = 2 * keys * tile_dim(problem) * 4  # of dK and dV, which are written, and read again
     if parts.queries > 1:

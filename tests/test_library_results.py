@@ -90,9 +90,6 @@ def test_any_problem_is_covered_by_one_way(sms: int) -> None:
         few = problem.seqlen_kv <= 128
         if problem.causal and parts is None:
             few |= problem.seqlen_q == problem.seqlen_kv <= production.TURNS_SEQLEN
-        if problem.causal and problem.heads > problem.kv_heads and problem.head_dim == 128:
-            tiles = -(-problem.seqlen_kv // 128) * problem.batch * problem.kv_heads
-            few |= problem.seqlen_q == problem.seqlen_kv <= 2048 and tiles >= 3 * sms
         turns = stage_id in (production.DETERMINISTIC, production.DETERMINISTIC_IN_PARTS)
         assert turns == (few and problem.head_dim < 256)
         if parts is not None:
