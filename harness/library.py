@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from harness import context_tables, plots, suite
+from harness import choices, context_tables, plots, suite
 from harness.host import BOTH, FORWARD, OURS, PLAIN
 from harness.markdown import table
 from harness.results import DIRECTION_WORDS, PEER_LABELS, PUBLIC_CALLS, Results
@@ -406,6 +406,8 @@ def figures(folder: Path) -> dict[str, Callable[[Path], None]]:
         found["training.png"] = partial(plot_training, rows)
     if load(folder, "models_fwd") and load(folder, "models_bwd"):
         found["models.png"] = partial(plot_models, folder)
+        of = {x: load(folder, f"models_{x}") + load(folder, f"sweep_{x}") for x in ("fwd", "bwd")}
+        found["choices.png"] = partial(choices.plot_choices, of)
     if load(folder, "accuracy", zeros=True):
         found["rotation.png"] = plot_rotation
     return found

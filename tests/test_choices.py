@@ -1,0 +1,40 @@
+"""The library's choices held against committed rows: the model's expectations by name, and the figure."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness import choices, library, suite
+from harness.results import gpu_folder, results_dir
+from harness.suites import SUITES
+from hopper_attention.kernels import division
+
+FOLDER = results_dir() / gpu_folder("NVIDIA H200")
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_every_way_that_is_timed_has_an_expected_time(direction: str) -> None:
+    for model in SUITES["models"]:
+        problem = model.problem.with_(direction=direction)
+        expected = choices.expected_times(problem)
+        assert {suite.way_of(x, problem.head_dim) for x in suite.ways(problem)} <= {*expected}
+        assert all(time > 0 for time in expected.values())
+
+
+def test_ways_are_held_against_the_one_taken() -> None:
+    rows = library.load(FOLDER, "models_fwd")
+    found = choices.other_ways(rows, "fwd")
+    assert len(found) == sum(len(division.TILES[row["head_dim"]]) - 1 for row in rows)
+    wrong = {x.problem for x in found if x.measured < 1}
+    assert wrong == {x.problem for x in library.models(rows, "fwd") if x.regret > 1}
+    row = json.loads(json.dumps(rows[0]))
+    taken = suite.chosen(suite.problem_of(row, "fwd"))
+    del row["us"][taken]
+    assert choices.other_ways([row], "fwd") == [], "the way taken was not timed"
+
+
+def test_the_figure_of_the_choices(tmp_path: Path) -> None:
+    library.figures(FOLDER)["choices.png"](tmp_path / "choices.png")
+    assert (tmp_path / "choices.png").stat().st_size > 10_000
+    choices.plot_choices({"fwd": [], "bwd": []}, tmp_path / "none.png")
