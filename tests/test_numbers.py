@@ -10,7 +10,7 @@ import pytest
 from harness.results import repository
 
 ROOT = repository()
-DOCUMENTS = ["README.md", *(f"notes/{name}.md" for name in ("k6", "bwd4"))]
+DOCUMENTS = ["README.md", *(f"notes/{name}.md" for name in ("k6", "bwd4", "k7", "decode"))]
 LADDER = ("k1", "fa1", "k2", "k3", "k4_qk", "k4", "k5", "k6_1", "k6_2", "bwd1", "bwd2", "bwd3")
 GENERATED = re.compile(r"<!-- results:begin (\S+) -->.*?<!-- results:end \1 -->", re.S)
 NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e-\d+)?"
