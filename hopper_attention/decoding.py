@@ -46,6 +46,7 @@ def decode(
         *[None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors],
         q.device,
         options,
+        production.margin(),
     )
     plan_anew = lambda: _plan(*tensors, *options)
     plan, given = plan_of(_plans, kind, plan_anew)

@@ -175,6 +175,7 @@ def flash_attn_func(
             raise ValueError(f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), not {x.dim()}")
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     rows = [x.transpose(1, 2) for x in (q, k, v)]
+    with_lse = bool(return_lse or return_attn_probs)
     if q.dtype == E4M3:
         causal, window = mask_of(causal, False, window_size)
         refuse_by_name(
@@ -183,15 +184,19 @@ def flash_attn_func(
             ("softcap", softcap, softcap != 0.0),
             ("learnable_sink", "a tensor", learnable_sink is not None),
         )
-        o, lse = attention_fp8(*rows, **descales, causal=causal, softmax_scale=softmax_scale, return_lse=True)
+        found = attention_fp8(
+            *rows, **descales, causal=causal, softmax_scale=softmax_scale, return_lse=with_lse
+        )
     else:
         if given := [name for name, x in descales.items() if x is not None]:
             raise ValueError(f"{given[0]} belongs to e4m3 tensors, and q is {name_of(q.dtype)}")
         options = {"causal": causal, "softmax_scale": softmax_scale, "deterministic": deterministic}
         options |= {"window_size": window_size, "softcap": softcap, "learnable_sink": learnable_sink}
-        o, lse = attention(*rows, **options, return_lse=True)
-    o = o.transpose(1, 2)
-    return (o, lse) if return_lse or return_attn_probs else o
+        found = attention(*rows, **options, return_lse=with_lse)
+    if not with_lse:
+        return found.transpose(1, 2)
+    o, lse = found
+    return o.transpose(1, 2), lse
 
 
 def refuse_by_name(call: str, *arguments: tuple[str, object, bool]) -> None:
@@ -264,6 +269,10 @@ def flash_attn_varlen_func(
         raise ValueError("block_table and page_table are two names of one argument: give one of them")
     table = page_table if block_table is None else block_table
     if table is not None:
+        learns = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+        # Gradients of a page that several sequences name are added in any order.
+        asked = "deterministic", deterministic, deterministic and learns
+        refuse_by_name("flash_attn_varlen_func of pages that require gradients", asked)
         k, v, cu_seqlens_k, seqused_k = rows_of_pages(q, k, v, table, cu_seqlens_q, cu_seqlens_k, seqused_k)
     causal, window = mask_of(causal, False, window_size)
     tensors = sink_of(learnable_sink), cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k

@@ -61,8 +61,9 @@ class Plans(dict[tuple[object, ...], Kept]):
         self.recent.clear()
 
     def _look_at_first(self, options: Options, tensors: tuple[torch.Tensor, ...], plan: Kept) -> None:
-        if len(set(map(id, tensors))) < len(tensors):
-            return  # the check asks that each is another
+        # The check asks that each is another, and takes a subclass for what it was made with.
+        if len(set(map(id, tensors))) < len(tensors) or any(type(x) is not torch.Tensor for x in tensors):
+            return
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         self.recent[options] = (guards.check, plan), *self.recent.get(options, ())[: RECENT - 1]
 

@@ -46,8 +46,8 @@ from .plans import keep as _keep
 from .plans import plan_of as plan_of
 
 COUNTERS_MAX = 256
-# Up to so many bytes of a launch's scratch a stream keeps: allocating takes longer than so short a kernel. Of
-# the forward pass it is the LSE that nobody asked for. PyTorch keeps 32 MiB for cuBLAS.
+# A launch's scratch of up to so many bytes its stream keeps, with what was too small before it: allocating
+# takes longer than so short a kernel. Of the forward pass it is the LSE that nobody asked for.
 KEPT_BYTES = {"fwd": 2**18, "bwd": 2**24}
 TURNS_SEQLEN = 512  # so long may causal sequences be: 0.83 to 0.98 of the time, at 1024 as much (the sweep)
 
@@ -80,7 +80,7 @@ class Part(NamedTuple):
     floats: tuple[Dense, ...]
     counters: tuple[Dense, ...]  # int32: after the floats among a launch's arguments
     direction: str = ""  # of what is kept: no forward launch shares it with a backward pass
-    kept: dict[int, list[object]] | None = None  # by stream; None of what is too large to keep
+    kept: dict[int, list[object]] | None = None  # by stream; None of what is not kept
 
 
 plans: Plans[Plan] = Plans()
@@ -374,9 +374,8 @@ def _scratch(part: Part, device: torch.device) -> list[object]:
     """Scratch for a launch, which may hold anything; but counters start at zero, and every launch leaves them
     there.
 
-    Counters, and what is small, are kept for the current stream, in which launches come one after another,
-    and for the part: two of one shape must not be one. What a CUDA graph captures has its own: its replays
-    may run beside anything.
+    Counters, and what is small, are kept for the current stream, in which launches come one after another.
+    What a CUDA graph captures has its own: its replays may run beside anything.
     """
     stream = current_stream(device.index)
     if stream and is_capturing():  # 0 is the default stream, which cannot be captured
@@ -399,7 +398,8 @@ def _of_stream(part: Part, stream: int, device: torch.device) -> list[object]:
         place = stream, device.index, part.direction, wanted is part.floats
         memory = _memory.get(place)
         if memory is None or memory.numel() < sum(sizes):  # smaller ones serve whoever has a part of them
-            size = max(sum(sizes), 2 * memory.numel() if memory is not None else 0)
+            grown = 0 if memory is None else min(2 * memory.numel(), KEPT_BYTES[part.direction] // 4)
+            size = max(sum(sizes), grown)
             dense = _dense((size,), torch.float32 if wanted is part.floats else torch.int32)
             (memory,) = _zeros_to_keep((dense,), device)
             _keep(_memory, COUNTERS_MAX, place, memory)

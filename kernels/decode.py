@@ -435,22 +435,9 @@ class Decode:
                 if visit == 0:
                     cute.arch.cluster_wait()  # all its CTAs have begun, and their barriers are made
             self.merging.merge_warps(
-                rO,
-                row_max,
-                row_sum,
-                value_scale,
-                sO,
-                sStats,
-                mO,
-                mLSE,
-                mPart,
-                mPartLSE,
-                o_place,
-                piece,
-                pieces,
-                sent,
-                visit,
-            )
+                rO, row_max, row_sum, value_scale, sO, sStats, mO, mLSE, mPart, mPartLSE, o_place, piece,
+                pieces, sent, visit,
+            )  # fmt: skip
             if const_expr(self.cluster > 1):
                 self.merging.merge_cluster(
                     mO, mLSE, mPart, mPartLSE, mArrived, o_place, batch * column_groups * together + column,

@@ -77,6 +77,16 @@ def test_what_would_be_dispatched_elsewhere_is_not_found_at_once(seen_by: str, k
     assert known.recently(OPTIONS, *tensors()) == "plan"
 
 
+def test_subclasses_are_never_found_at_once() -> None:
+    """Not even by one another: in inference mode all are dispatched as plain tensors are."""
+    found: Plans[str] = Plans()
+    with torch.inference_mode():
+        q, k, v = [x.as_subclass(Tagged) for x in tensors()]
+        found.keep(OPTIONS, (q, k, v), "plan")
+        assert found.recently(OPTIONS, q, k, v) is None
+        assert found.find(OPTIONS, q, k, v) == "plan"
+
+
 def test_the_last_few_kinds_are_looked_at_first(known: Plans[str]) -> None:
     for n in range(plans.RECENT):
         known.keep(OPTIONS, tensors(1, 1, n + 1, 16), f"of {n}")

@@ -206,7 +206,7 @@ def packed(first: object = None, second: object = None, **changes: object) -> li
         "used, of others": no("seqused_q must have 2", inputs=packed(), seqused_q=cu(1, 2, 3)),
         "4 dimensions": no("3 dimensions", inputs=packed(q=t(), k=t(), v=t())),
         "tokens of v": no("one shape", inputs=packed(v=t(9, 4, 64))),
-        "pages": no("block_table = 'a tensor'", NotImplementedError, packed(), block_table=cu(1)),
+        "pages": no(r"4 dimensions \(page", inputs=packed(), block_table=cu(1)),
         "no sequence": yes(packed(cu(0), cu(0))),
         "no token": yes(packed(cu(0, 0, 0), q=t(0, 4, 64))),
         "lengths that nobody reads": yes([*packed(), "x", None]),

@@ -1,10 +1,11 @@
 """Results put together: of the warps of a CTA, which have keys of their own each, through shared memory; of
-CTAs, through global memory, by whichever warp comes last.
+the CTAs of a cluster through each other's (`clusters.Exchange`); of others, through global memory, by
+whichever warp comes last.
 
 Rows are dealt out to warps, with all their columns: 16 or 32 lanes have four columns each of a row. A row is
 the same warp's in every CTA, so that the warp which comes last to a row needs no other warp. Nobody waits for
-another CTA: a warp that is not the last goes on. Sums are formed in the order of the pieces, whoever comes
-last, so that results have the same bits in every run.
+a CTA outside its cluster: a warp that is not the last goes on. Sums are formed in the order of the pieces,
+whoever comes last, so that results have the same bits in every run.
 """
 
 import cutlass
