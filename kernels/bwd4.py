@@ -180,7 +180,7 @@ class Backward(LoadingTiles):
         self.kernel(*mmas, *tma, mStats, mDQ_sum, mZeroed, mOrder, *rest).launch(
             grid=(self.ctas(tiles, kv_blocks), 1, 1),
             block=(THREADS, 1, 1),
-            min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
+            min_blocks_per_mp=1,  # the registers of an SM are all for one CTA
             use_pdl=True,  # K and the first Q are loaded while the preprocess ends
             stream=stream,
         )

@@ -119,7 +119,7 @@ class Keys:
             others = halves(given.pop(0))
         mDK, mDV, *scale = given
         batch, heads, seqlen, _ = mDK.shape
-        # Read while the kernel before ends, mOthers would be what it is: it is waited for on the stream.
+        # It may begin while the kernel before ends: `others` is there by then, the stream has waited for it.
         self.kernel(own, others, (mDK, mDV), *scale).launch(
             grid=(cute.ceil_div(seqlen, BLOCK), heads, 2 * batch),
             block=(self.threads, 1, 1),

@@ -33,7 +33,7 @@ from .device.tile_order import fetch, hear_place, message_ring, tell
 from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom, tiles_at
 from .device.wgmma import by_row, exchanged, operand_a, round_fragment
 
-STAGES = 2  # of Q, dO and P; less than 2 KiB are left
+STAGES = 2  # of Q, dO and P; of 256 columns less than 2 KiB are left
 OF_P, OF_DS = range(CONSUMERS)  # the consumers
 
 
@@ -159,7 +159,7 @@ class KeyGradients(Tiles):
         self.kernel(mma_s, mma_k, *tma, mStats, mCounter, tiles, numbers, mTiled, mList).launch(
             grid=(cutlass.min(tiles, self.sms), 1, 1),
             block=(THREADS, 1, 1),
-            min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
+            min_blocks_per_mp=1,  # the registers of an SM are all for one CTA
             use_pdl=True,  # the first Q is loaded while the preprocess ends
             stream=stream,
         )

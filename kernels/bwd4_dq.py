@@ -67,7 +67,7 @@ class Consumer:
     """What a step needs. A thread has two rows, that is queries, of the 64×64 scores."""
 
     S: Product  # S = Q·Kᵀ; A's last mode has been sliced, K's is the stage
-    dP: Product  # dP = dO·Vᵀ; A's last mode has been sliced, V's is 1
+    dP: Product  # dP = dO·Vᵀ; A's last mode has been sliced, V's is the stage
     dQ: Product  # dQ += dS·K; dS in registers, K's last mode the stage
     scores: cute.Tensor  # S.acc as (query, key) = ((2, 1), (2, 8)): S, then P
     dscores: cute.Tensor  # the same of dP.acc: dP, then dS
@@ -143,7 +143,7 @@ class QueryGradient(TilesOfQueries):
         self.kernel(mma_s, mma_q, *tma, *store, mStats, mCounter, tiles, numbers, mList).launch(
             grid=(cutlass.min(tiles, self.sms), 1, 1),
             block=(THREADS, 1, 1),
-            min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
+            min_blocks_per_mp=1,  # the registers of an SM are all for one CTA
             use_pdl=True,
             stream=stream,
         )

@@ -153,7 +153,7 @@ class FlashAttentionForward(QueryTiles):
         self.kernel(*mmas, *tensors, tiles, mList, *self.on_host(*given[:3]), given.sink).launch(
             grid=(cutlass.min(tiles, self.sms * self.config.ctas), 1, 1),
             block=(self.threads, 1, 1),
-            min_blocks_per_mp=self.config.ctas,  # without it the compiler drops setmaxnreg, silently
+            min_blocks_per_mp=self.config.ctas,  # who share the registers of an SM
             preferred_smem_carveout=None if self.config.ctas == 1 else 100,  # or the compiler asks the driver
             use_pdl=self.packed,
             stream=stream,

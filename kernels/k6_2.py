@@ -76,7 +76,7 @@ class FlashAttention2Overlap:
         self.kernel(mma_qk, mma_pv, *loads, mO, mLSE).launch(
             grid=(cute.ceil_div(seqlen, self.tile_q), heads, batch),
             block=(self.threads, 1, 1),
-            min_blocks_per_mp=1,  # without it the compiler drops setmaxnreg, silently
+            min_blocks_per_mp=1,  # the registers of an SM are all for one CTA
             stream=stream,
         )
 

@@ -147,7 +147,7 @@ class FP8Forward(QueryTiles):
         ).launch(
             grid=(cutlass.min(tiles, self.sms * self.config.ctas), 1, 1),
             block=(self.threads, 1, 1),
-            min_blocks_per_mp=self.config.ctas,  # without it the compiler drops setmaxnreg, silently
+            min_blocks_per_mp=self.config.ctas,  # who share the registers of an SM
             preferred_smem_carveout=None if self.config.ctas == 1 else 100,
             stream=stream,
         )

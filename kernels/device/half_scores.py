@@ -1,8 +1,8 @@
 """Scores in fp16, two in a register, and codes of P made of them without exponentials.
 
 An accumulator in fp16 is half as many registers, and an instruction takes two scores. What it cannot hold is
-∞: codes of Q and K must be so small that no sum of head_dim products is beyond 65504 (`quantize.Quantize`,
-`largest_code`).
+∞: codes of Q and K must be so small that no sum of head_dim products is beyond 65504
+(`quantize_rows.Casting`, `largest_code`).
 """
 
 import cutlass
