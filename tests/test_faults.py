@@ -67,6 +67,7 @@ POLICIES = {  # for stages that take them
     "policies together",
     "edges of windows",
     "far below zero",
+    "scores about the cap",
     "packed sequences",
     "padding between sequences",
     "many sequences",
