@@ -252,7 +252,7 @@ def flash_attn_varlen_func(
     sequence as the table has room for.
 
     The rest as in `flash_attn_func`. Raises NotImplementedError, with the argument's name, for chunks, qv,
-    splits, margins and dropout.
+    splits, margins and dropout, and for `deterministic` where pages require gradients.
     """
     refuse_by_name(
         "flash_attn_varlen_func",

@@ -146,6 +146,7 @@ class Attention(Function):
     def backward(ctx, do, dlse=None):
         q, k, v, o, lse = ctx.saved_tensors
         options = ctx.options
+        # What `call_backward` would find, without its frames: in autograd's thread Python is cold.
         if dlse is None and do is not None and unwatched() and not is_grad_enabled():
             if (plan := production.recent_backward(do, q, k, v, o, lse, *options)) is not None:
                 dq, dk, dv = production.backward(do, q, k, v, o, lse, None, *options, plan)
