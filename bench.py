@@ -257,7 +257,9 @@ def command(arguments: list[str] | None) -> bool:
     if args.stages == ["context_parallel"]:
         if args.save and not hopper_gpu():
             raise Usage("nothing to save without a Hopper GPU: no kernel would be executed")
-        return context_parallel.run(args.save) if hopper_gpu() else context_parallel.run_model(console.print)
+        if not hopper_gpu():
+            return context_parallel.run_model(console.print)
+        return context_parallel.run(args.save, None if args.seqlen is None else args.seqlens[0])
     if args.suite:
         if not hopper_gpu():
             raise Usage("--suite times the library: it needs a Hopper GPU")

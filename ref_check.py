@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from harness import cases, mutations, policy_cases, provenance, records, results, timing
+from harness import case_runs, cases, mutations, policy_cases, provenance, records, results, timing
 from harness.command import Parser, Usage, run
 from harness.inputs import hopper_gpu
 from harness.sweep import sweep
@@ -59,7 +59,7 @@ def check_model(stage_id: str) -> bool:
 
 def check_stage(stage_id: str, args: argparse.Namespace) -> bool:
     """Run a stage's cases and, with --save, write its record. Returns whether all passed."""
-    cases.worst_seen.clear()
+    case_runs.worst_seen.clear()
     cases.forms_passed.clear()
     policy_cases.problems_passed.clear()
     environment = timing.environment({})
@@ -72,7 +72,7 @@ def check_stage(stage_id: str, args: argparse.Namespace) -> bool:
         for line in outcome.failures[:5]:
             print(f"    {line}", flush=True)
         outcomes.append(outcome)
-    seen = ", ".join(f"{name} {value:.3g}" for name, value in cases.worst_seen.items())
+    seen = ", ".join(f"{name} {value:.3g}" for name, value in case_runs.worst_seen.items())
     print(f"{stage_id}: worst seen: {seen}", flush=True)
     passed = not any(outcome.failures for outcome in outcomes)
     if args.save and passed:

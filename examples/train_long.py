@@ -1,14 +1,17 @@
 """Train a GPT on sequences that lie on several GPUs: each holds two chunks of every sequence.
 
     torchrun --nproc-per-node 2 examples/train_long.py --model 1.3B --seqlen 131072 --steps 10
-    python examples/train_long.py --model small --seqlen 32768 --steps 30   one GPU, same text and weights
+    torchrun … --alone 1    and then each GPU by itself, on the same text and weights: do the losses agree?
 
 Text, places and losses are cut by `shard`; attention is `context_parallel_attention`, in a process group of
 its own, so that its messages do not wait behind FSDP's. Everything else of a layer works token by token and
-needs nothing. Parameters are sharded by FSDP2, layers recomputed in the backward pass.
+needs nothing. Parameters are sharded by FSDP2. Layers are recomputed in the backward pass, all but attention,
+which is most of the time here: its o and lse are kept.
 """
 
 import argparse
+import functools
+import gc
 import json
 import os
 import statistics
@@ -18,75 +21,87 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
-from train_gpt import CONFIGS, GPT, WARM_UP, standard_library
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from train_gpt import CONFIGS, GPT, WARM_UP, Config, standard_library
 
 import hopper_attention
-from hopper_attention.integrations.context_parallel import shard
+from hopper_attention.integrations.context_parallel import context_forward, shard
+
+KEPT = functools.partial(create_selective_checkpoint_contexts, [context_forward])
 
 
 class LongGPT(GPT):
-    """A GPT that is told its tokens' places, and recomputes its layers in the backward pass."""
+    """A GPT that is told its tokens' places, and recomputes its layers but for attention."""
+
+    def __init__(self, *of_a_gpt):
+        super().__init__(*of_a_gpt)
+        for block in self.blocks:  # inside FSDP's hooks, which gather a layer's parameters once for both
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=KEPT)
 
     def forward(self, text: torch.Tensor, following: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         x = self.tokens(text) + self.places(places)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = block(x)
         scores = F.linear(self.norm(x), self.tokens.weight)
         return F.cross_entropy(scores.flatten(0, 1).float(), following.flatten())
 
 
-def train(name: str, seqlen: int, steps: int, rank: int, ranks: int, seed: int = 0) -> dict[str, object]:
-    """Losses, and seconds of the median step after WARM_UP."""
-    config = CONFIGS[name]
-    group = dist.new_group(list(range(ranks)))
+def train(
+    config: Config, seqlen: int, steps: int, device: torch.device, group: dist.ProcessGroup, seed: int = 0
+) -> dict[str, object]:
+    """Losses, and seconds of the median step after WARM_UP, of a group: all ranks, or this one."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     attention = lambda q, k, v: hopper_attention.context_parallel_attention(q, k, v, group)
     torch.manual_seed(seed)
-    with torch.device("cuda"):
+    with device:
         model = LongGPT(config, seqlen, attention).bfloat16()
     parameters = sum(x.numel() for x in model.parameters())
     if ranks > 1:
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+        in_fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # gradients are added, then rounded
+        for part in (*model.blocks, model):
+            fully_shard(part, mp_policy=in_fp32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    text, generator = standard_library().cuda(), torch.Generator().manual_seed(seed)
+    text, generator = standard_library().to(device), torch.Generator().manual_seed(seed)
     mine = lambda x: shard(x, rank, ranks, dim=-1)
-    places = mine(torch.arange(seqlen, device="cuda"))
+    places = mine(torch.arange(seqlen, device=device))
     losses, seconds = [], []
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in range(steps):
         start = int(torch.randint(len(text) - seqlen - 1, (1,), generator=generator))
         taken = text[start : start + seqlen + 1].long()[None]
-        torch.cuda.synchronize()
+        synchronize()
         begin = time.perf_counter()
         loss = model(mine(taken[:, :-1]), mine(taken[:, 1:]), places)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach()
-        dist.all_reduce(mean, dist.ReduceOp.AVG)  # of as many tokens on every rank
-        losses.append(mean.item())
+        dist.all_reduce(mean, group=group)  # of as many tokens on every rank
+        losses.append(mean.item() / ranks)
         seconds.append(time.perf_counter() - begin)
     taken_s = statistics.median(seconds[min(WARM_UP, steps // 2) :])
     flops = 6 * seqlen * parameters + 12 * config.layers * config.hidden * seqlen**2
     found = {"tokens_per_s": seqlen / taken_s, "tflops_per_gpu": flops / taken_s / 1e12 / ranks}
-    memory = torch.cuda.max_memory_allocated() / 2**30
-    return found | {"s": taken_s, "gib": memory, "losses": losses}
+    return found | {"s": taken_s, "losses": losses}
 
 
-def report(args: argparse.Namespace, found: dict[str, object], rank: int, ranks: int) -> None:
-    if rank == 0:
+def report(args: argparse.Namespace, ranks: int, everyone: list[dict[str, object]]) -> None:
+    """What every one of some runs of so many ranks found."""
+    for found in everyone:
         print(
             f"{args.model}, seqlen {args.seqlen} on {ranks} GPUs: {found['tokens_per_s']:,.0f} tokens/s, "
             f"{found['tflops_per_gpu']:.0f} TFLOP/s a GPU, {found['gib']:.0f} GiB, "
             f"last loss {found['losses'][-1]:.4f}",
             flush=True,
         )
-        if args.save:
-            rows = json.loads(args.save.read_text()) if args.save.exists() else []
-            rows.append({"model": args.model, "seqlen": args.seqlen, "gpus": ranks} | found)
-            args.save.write_text("[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n")
+    if args.save:
+        rows = json.loads(args.save.read_text()) if args.save.exists() else []
+        about = {"model": args.model, "seqlen": args.seqlen, "gpus": ranks}
+        about |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        rows += [about | found for found in everyone]
+        args.save.parent.mkdir(parents=True, exist_ok=True)
+        args.save.write_text("[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n")
 
 
 def main() -> None:
@@ -95,6 +110,7 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, default=32768)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--runs", type=int, default=1, help="more than one show by how much runs differ")
+    parser.add_argument("--alone", type=int, default=0, help="and then so many of each GPU by itself")
     parser.add_argument("--save", type=Path, help="add what was measured to a JSON file")
     args = parser.parse_args()
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29511}.items():
@@ -103,8 +119,17 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    for _ in range(args.runs):
-        report(args, train(args.model, args.seqlen, args.steps, rank, ranks), rank, ranks)
+    together = dist.new_group(list(range(ranks)))
+    by_itself, _ = dist.new_subgroups(1)
+    for group in [together] * args.runs + [by_itself] * args.alone:
+        torch.cuda.reset_peak_memory_stats()
+        found = train(CONFIGS[args.model], args.seqlen, args.steps, device, group)
+        found["gib"] = torch.cuda.max_memory_allocated() / 2**30
+        everyone = [found] * ranks
+        dist.all_gather_object(everyone, found)
+        if rank == 0:
+            report(args, group.size(), everyone[:1] if group is together else everyone)
+        gc.collect()  # the model of this run, before the next one's
     dist.destroy_process_group()
 
 

@@ -3,15 +3,19 @@
     python -m harness.ablation fa1 [--save]
 
 Times the `VARIANTS` of a kernel file (label → arguments of its kernel; only those that its `variants_for`
-names, if it has one) in one interleaved run, each row judged before and after. With --save the rows go to
+names, if it has one) in one interleaved run, each row judged before and after; or, of a file that
+`edits.LACKING` has, the whole kernel and those that lack one idea. With --save the rows go to
 results/<gpu>/ablations/<file>.json, a `Results` file whose providers are the labels.
 """
 
+import os
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
-from harness import results, timing
+from harness import edits, results, timing
 from harness.command import Parser, Usage, run
 from harness.inputs import hopper_gpu
 from harness.measuring import Bench, Contender, Saved
@@ -19,27 +23,53 @@ from harness.sweep import HEAD_DIMS, sweep_problem
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 
-SEQLENS = (512, 4096, 16384)
+SEQLENS = (4096, 16384, 512)
+
+
+def variant(stage_id: str, label: str) -> Contender:
+    stage, file = ladder.load(stage_id)
+    if ladder.FILES[stage_id] in edits.LACKING:
+        return Contender(label, stage_id, stage.options, None if label == edits.WHOLE else label)
+    return Contender(label, stage_id, stage.options | file.VARIANTS[label])
 
 
 def variants(stage_id: str, problem: Problem) -> list[Contender]:
     """The variants of a stage's file that are candidates on a problem."""
-    stage, file = ladder.load(stage_id)
-    labels = file.variants_for(problem) if hasattr(file, "variants_for") else file.VARIANTS
-    return [Contender(label, stage_id, stage.options | file.VARIANTS[label]) for label in labels]
+    name, (_, file) = ladder.FILES[stage_id], ladder.load(stage_id)
+    if name in edits.LACKING:
+        lacking = edits.LACKING[name]
+        found = [x for x in edits.labels(stage_id) if x == edits.WHOLE or lacking[x].concerns(problem)]
+    else:
+        found = file.variants_for(problem) if hasattr(file, "variants_for") else file.VARIANTS
+    return [variant(stage_id, label) for label in found]
+
+
+def problems(stage_id: str, seqlens: tuple[int, ...] = SEQLENS) -> list[Problem]:
+    direction = ladder.load(stage_id)[0].direction
+    return [
+        sweep_problem(n, d, causal, direction) for n in seqlens for d in HEAD_DIMS for causal in (False, True)
+    ]
+
+
+def compile_ahead(stage_id: str) -> None:
+    """All variants into the cache, a process a core."""
+    jobs = [(x, problem) for problem in problems(stage_id, SEQLENS[:1]) for x in variants(stage_id, problem)]
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile, jobs))
+
+
+def _compile(job: tuple[Contender, Problem]) -> None:
+    contender, problem = job
+    contender.compile(problem)
 
 
 def measure(
     stage_id: str, environment: dict, seqlens: tuple[int, ...] = SEQLENS
 ) -> Iterator[list[results.Row]]:
     """The rows of each problem."""
-    direction = ladder.load(stage_id)[0].direction
-    for d in HEAD_DIMS:
-        for causal in (False, True):
-            for n in seqlens:
-                problem = sweep_problem(n, d, causal, direction)
-                bench = Bench(variants(stage_id, problem), [], True, environment, sustains=False)
-                yield bench.measure(problem)
+    for problem in problems(stage_id, seqlens):
+        bench = Bench(variants(stage_id, problem), [], True, environment, sustains=False)
+        yield bench.measure(problem)
 
 
 def ablate(arguments: list[str] | None) -> bool:
@@ -48,10 +78,10 @@ def ablate(arguments: list[str] | None) -> bool:
     parser.add_argument("--save", nargs="?", const=results.results_dir(), type=Path, help="write the rows")
     args = parser.parse_args(arguments)
     try:
-        _, file = ladder.load(args.stage)
+        ladder.load(args.stage)
     except ValueError as error:
         raise Usage(str(error)) from None
-    if not hasattr(file, "VARIANTS"):
+    if not edits.labels(args.stage):
         raise Usage(f"{args.stage} declares no VARIANTS")
     if not hopper_gpu():
         raise Usage("timing variants needs a Hopper GPU")
@@ -62,6 +92,7 @@ def ablate(arguments: list[str] | None) -> bool:
             saved = Saved(args.stage, folder / f"{ladder.LADDER[args.stage]}.json", environment)
         except (ValueError, OSError) as error:
             raise Usage(str(error)) from None
+    compile_ahead(args.stage)
     for rows in measure(args.stage, environment):
         for row in rows:
             rate = f"{row.tflops:7.2f} TFLOP/s" if row.tflops else f"{row.check or ''} {row.error}"

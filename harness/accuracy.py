@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from harness import peers, quantized, reference, results, timing
+from harness import judging, peers, quantized, reference, results, timing
 from harness.command import Parser, Usage, run
 from harness.inputs import hopper_gpu
 from harness.stages import allocate
 from hopper_attention import attention
+from hopper_attention.fp8 import less_mean
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import LazyMaximum, Problem
 from hopper_attention.kernels.device.fp8 import E4M3_MAX, LARGEST_IN_HALF
@@ -147,12 +148,8 @@ def by_peer(name: str) -> Attend:
 
 
 def of_centred_keys(attend: Attend) -> Attend:
-    """The same of k less its mean over the tokens, which changes no weight of a softmax."""
-
-    def attend_centred(problem: Problem, q, k, v) -> torch.Tensor:
-        return attend(problem, q, (k.float() - k.float().mean(2, keepdim=True)).to(k.dtype), v)
-
-    return attend_centred
+    """The same of k as `quantize` with `centred` has it, which changes no weight of a softmax."""
+    return lambda problem, q, k, v: attend(problem, q, less_mean(k), v)
 
 
 def in_codes(*tensors: torch.Tensor, largest: Iterable[float] = itertools.repeat(E4M3_MAX)) -> tuple:
@@ -169,7 +166,7 @@ def yardstick(stage_id: str) -> Attend:
         rounding: LazyMaximum = module.lazy_maximum(problem.with_(direction=stage.direction), **stage.options)
         exponents = None
         if rounding.quantized:
-            made = reference.Expected(q, k, v, problem.causal).quantized(rounding.quantized)
+            made = judging.Expected(q, k, v, problem.causal).quantized(rounding.quantized)
             (q, k, v), exponents = made.inputs, made.exponents
         else:
             *codes, scales = in_codes(q, k, v)

@@ -5,25 +5,31 @@ stands in and no kernel is executed.
 """
 
 import math
-import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from harness import models, policy_cases, reference  # noqa: F401  policy_cases registers its own
-from harness.inputs import as_read, poison, random_inputs
+from harness import judging, models, needles, policy_cases, reference  # noqa: F401  policy_cases registers its own
+from harness.case_runs import (
+    as_multiplied,
+    differing,
+    inputs_for,
+    judged,
+    noted,
+    refused,
+    run,
+    run_poisoned,
+    small,
+)
+from harness.inputs import as_read, random_inputs
 from harness.registry import CASES, case, same
-from harness.results import repository
-from harness.stages import backward, forward, prepare, prepare_backward, starts_at_zero
+from harness.stages import forward
 from harness.sweep import HEAD_DIMS
 from hopper_attention import attention, attention_backward, production
-from hopper_attention.checks import problem_of
 from hopper_attention.kernels import ladder
-from hopper_attention.kernels.contract import LazyMaximum, Problem, Tensors
+from hopper_attention.kernels.contract import LazyMaximum, Problem
 from hopper_attention.kernels.device.fp8 import BLOCK
 from hopper_attention.launch import BACKWARD, LIBRARY, compile_stage, reachable
 
@@ -31,105 +37,6 @@ LENGTHS = (1, 3, 63, 64, 65, 113, 127, 128, 129, 203, 255, 257, 1023, 1025, 4097
 NEEDLE_LENGTHS = (16, 64, 65, 257, 1024, 4097)
 LONG = 8257  # twice as many keys as in any other case
 UNEQUAL = 257, 1025
-worst_seen: dict[str, float] = {}
-Outputs = dict[str, torch.Tensor]  # o and lse, or dq, dk and dv
-
-
-def small(stage_id: str, **changes: object) -> list[Problem]:
-    """A ragged problem of the stage's direction for each head_dim and mask."""
-    direction = ladder.load(stage_id)[0].direction
-    plain = Problem.square(2, 3, 203, 64, False, direction=direction)
-    return [plain.with_(head_dim=d, causal=causal, **changes) for d in HEAD_DIMS for causal in (False, True)]
-
-
-def inputs_for(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Random q, k, v, and of a backward problem also o, lse, do."""
-    q, k, v, *do = random_inputs(problem, seed=seed)
-    return reference.Expected(q, k, v, problem.causal, *do, top_left=problem.top_left).inputs
-
-
-def ready(
-    stage_id: str, inputs: tuple[torch.Tensor, ...], causal: bool, top_left: bool = False
-) -> tuple[object, object, Tensors]:
-    """`prepare` or `prepare_backward`: (module, compiled, tensors) of a stage for `Expected.inputs`."""
-    if len(inputs) == 3:
-        return prepare(*inputs, causal=causal, top_left=top_left, stage=stage_id)
-    *inputs, do = inputs
-    return prepare_backward(do, *inputs, causal=causal, top_left=top_left, stage=stage_id)
-
-
-def run(
-    stage_id: str,
-    inputs: tuple[torch.Tensor, ...],
-    causal: bool,
-    out: object = None,
-    top_left: bool = False,
-) -> Outputs:
-    """The stage's outputs through `stages.forward` or `stages.backward`, for `Expected.inputs`."""
-    options = {"causal": causal, "top_left": top_left, "stage": stage_id, "out": out}
-    if len(inputs) == 3:
-        return dict(zip(("o", "lse"), forward(*inputs, **options)))
-    *inputs, do = inputs
-    return dict(zip(("dq", "dk", "dv"), backward(do, *inputs, **options)))
-
-
-def run_poisoned(
-    stage_id: str, inputs: tuple[torch.Tensor, ...], causal: bool, top_left: bool = False
-) -> Outputs:
-    """The stage's outputs, into outputs and scratch filled with NaN."""
-    module, compiled, tensors = ready(stage_id, inputs, causal, top_left)
-    module.run_kernel(compiled, poison(tensors))
-    return tensors.outputs
-
-
-def judged(stage_id: str, q, k, v, do, causal: bool, what: object, top_left: bool = False) -> Iterator[str]:
-    """The pass rule; `do` is None for a forward stage."""
-    stage, module = ladder.load(stage_id)
-    q, k, v = as_read(stage.direction, q, k, v)
-    expected = reference.Expected(q, k, v, causal, do, top_left)
-    module, compiled, tensors = ready(stage_id, expected.inputs, causal, top_left)
-    shape = problem_of(q, k, v, causal, top_left).with_(direction=stage.direction)
-    rounding = reference.rounding_of(stage, module, shape, **stage.options)
-    yield from noted(expected.run(module, compiled, tensors, rounding), what)
-
-
-def as_multiplied(stage_id: str, problem: Problem, q, k, v) -> tuple[torch.Tensor, ...]:
-    """q, k and v as a forward stage multiplies them: as `as_read`, or as it quantises them itself."""
-    stage, module = ladder.load(stage_id)
-    rounding = reference.rounding_of(stage, module, problem, **stage.options)
-    if isinstance(rounding, LazyMaximum) and rounding.quantized:
-        return reference.Expected(q, k, v, problem.causal).quantized(rounding.quantized).inputs
-    return as_read(problem.direction, q, k, v)
-
-
-def noted(verdict: reference.Verdict, what: object) -> Iterator[str]:
-    """The verdict's failures; its ratios join the worst seen."""
-    for name in ("max_ratio", "rms_ratio", "block_rms_ratio", "row_rms_ratio", "lse_error"):
-        worst_seen[name] = max(worst_seen.get(name, 0.0), getattr(verdict, name))
-    for failure in verdict.failures:
-        yield f"{what}: {failure}"
-
-
-def differing(stage_id: str, found: Outputs, expected: Outputs) -> list[str]:
-    """The outputs that differ. They must be bit-identical, but for a stage with float atomics: there sums of
-    another order, rounded to 16 bits, may differ by a unit in the last place, or where they cancel by a
-    little of what was added."""
-    if not ladder.load(stage_id)[0].atomics:
-        return [name for name, x in found.items() if not same(x, expected[name])]
-    close = lambda x, y: torch.allclose(
-        x.float(), y.float(), rtol=2**-7, atol=2**-12 * y.abs().max().item() if y.numel() else 0
-    )
-    return [name for name, x in found.items() if not close(x, expected[name])]
-
-
-def refused(call: Callable[[], object], error: type[Exception], words: str) -> Iterator[str]:
-    try:
-        call()
-    except error as raised:
-        if words not in str(raised):
-            yield f"refused with {raised!s:.120}, expected a message with {words!r}"
-    else:
-        yield f"not refused, expected {error.__name__} with {words!r}"
 
 
 # ---- 1 to 4: the values ------------------------------------------------------------------------------------
@@ -154,13 +61,13 @@ def needle_in(stage_id: str, problem: Problem) -> Iterator[str]:
     """What a stage makes of `needle_inputs`, or of a backward problem of `needle_gradient_inputs`."""
     mask = {"causal": problem.causal, "top_left": problem.top_left}
     if problem.direction == "bwd":
-        inputs, exact = reference.needle_gradient_inputs(problem, "cuda")
-        yield from reference.needles_missed(problem, run_poisoned(stage_id, inputs, **mask), exact)
+        inputs, exact = needles.needle_gradient_inputs(problem, "cuda")
+        yield from needles.needles_missed(problem, run_poisoned(stage_id, inputs, **mask), exact)
         return
     # Truncated sums of 8-bit products leave a logit up to 0.25 % short. Of one of 64 to 128 that is less than
     # what a tile that is counted twice adds to the LSE; the other keys then have up to e⁻¹⁶.
     amplitude, trace = (8.0, 2.0**-20) if problem.in_fp8 else (32.0, 0.0)
-    q, k, v, target = reference.needle_inputs(problem, "cuda", amplitude)
+    q, k, v, target = needles.needle_inputs(problem, "cuda", amplitude)
     found = run_poisoned(stage_id, as_read(problem.direction, q, k, v), **mask)
     q, k, v = as_multiplied(stage_id, problem, q, k, v)
     values = v[:, :, target].to(found["o"].dtype)
@@ -171,7 +78,7 @@ def needle_in(stage_id: str, problem: Problem) -> Iterator[str]:
         yield f"{problem}: {len(wrong)} rows miss their key, first row {row} (key {key})"
     ref_lse = reference.reference(q, k, v, **mask)[1]
     off = (found["lse"] - ref_lse).abs()
-    slack = math.log(2) / 2 if problem.in_fp8 else reference.LSE_TOLERANCE * ref_lse.abs()
+    slack = math.log(2) / 2 if problem.in_fp8 else judging.LSE_TOLERANCE * ref_lse.abs()
     if not (off <= slack).all():
         yield f"{problem}: LSE off by {off.max().item():.3g}: a tile counted twice?"
 
@@ -248,7 +155,7 @@ def gradients_that_vanish(stage_id, args):
         constant = v[:, :, :1].expand_as(v).contiguous()
         what = f"{problem}, V constant"
         yield from judged(stage_id, q, k, constant, do, problem.causal, what)
-        inputs = reference.Expected(q, k, v, problem.causal, torch.zeros_like(do)).inputs
+        inputs = judging.Expected(q, k, v, problem.causal, torch.zeros_like(do)).inputs
         for name, x in run_poisoned(stage_id, inputs, problem.causal).items():
             if not (x == 0).all():
                 yield f"{problem}: dO = 0 gives {name} other than 0"
@@ -313,7 +220,7 @@ def other_shapes(stage_id, args):
     problems = [plain.with_(causal=causal, **shape) for causal in (False, True) for shape in OTHER_SHAPES]
     for problem in problems:
         q, k, v, *do = random_inputs(problem)
-        inputs = reference.Expected(q, k, v, problem.causal, *do).inputs
+        inputs = judging.Expected(q, k, v, problem.causal, *do).inputs
         if reason := module.supports(problem):
             yield from refused(lambda: run(stage_id, inputs, problem.causal), ValueError, reason)
             continue
@@ -375,7 +282,7 @@ def every_kernel(stage_id, args):
             rounding = reference.rounding_of(stage, module, problem, **stage.options)
             verdicts = []
             for scale in scales:
-                expected = reference.Expected(
+                expected = judging.Expected(
                     q, k, v, do=(do or [None])[0], **mask, softmax_scale=scale, dlse=dlse
                 )
                 tensors = expected.allocate(module, problem, **stage.options)
@@ -401,7 +308,7 @@ def after_the_forward_stage(stage_id, args):
         mask = {"causal": problem.causal, "top_left": problem.top_left}
         o, lse = attention(q, k, v, **mask, return_lse=True)
         found = run(stage_id, (q, k, v, o, lse, do), **mask)
-        expected = reference.Expected(q, k, v, do=do, **mask)
+        expected = judging.Expected(q, k, v, do=do, **mask)
         forward = problem.with_(direction="fwd")
         ran = production.forward_stage(forward)
         rounding = reference.rounding_of(*ladder.load(ran), forward, **production.OPTIONS.get(ran, {}))
@@ -410,8 +317,8 @@ def after_the_forward_stage(stage_id, args):
         yard = lambda nudge: reference.yardstick_gradients(
             *yard_inputs, rounds_p=stage.rounds_p, **mask, nudge=nudge
         )
-        floors = reference.cancellation(q, k, v, do)
-        yield from noted(reference.judge_roundings(found, expected.gradients, yard, floors), problem)
+        floors = judging.cancellation(q, k, v, do)
+        yield from noted(judging.judge_roundings(found, expected.gradients, yard, floors), problem)
         if stage_id != BACKWARD:
             continue
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -475,7 +382,7 @@ def extreme_logits(stage_id, args):
     for logit in (3e4, 1e6):
         for problem in small(stage_id, batch=1, heads=2, kv_heads=2):
             amplitude = logit / math.sqrt(problem.head_dim)
-            q, k, v, target = reference.needle_inputs(problem, "cuda", amplitude)
+            q, k, v, target = needles.needle_inputs(problem, "cuda", amplitude)
             found = run_poisoned(stage_id, as_read(problem.direction, q, k, v), problem.causal)
             v = as_multiplied(stage_id, problem, q, k, v)[2]
             if not all(x.isfinite().all() for x in found.values()):
@@ -517,9 +424,9 @@ def gradients_at_extreme_logits(stage_id, args):
     for logit in (3e4, 1e6):
         for problem in small(stage_id, batch=1, heads=2, kv_heads=2):
             amplitude = logit / math.sqrt(problem.head_dim)
-            q, k, v, _ = reference.needle_inputs(problem, "cuda", amplitude)
+            q, k, v, _ = needles.needle_inputs(problem, "cuda", amplitude)
             *_, do = random_inputs(problem)
-            expected = reference.Expected(q, k, v, problem.causal, do)
+            expected = judging.Expected(q, k, v, problem.causal, do)
             found = run_poisoned(stage_id, expected.inputs, problem.causal)
             if not all(x.isfinite().all() for x in found.values()):
                 yield f"{problem}: logits of {logit:.0e} give non-finite gradients"
@@ -533,244 +440,7 @@ def gradients_at_extreme_logits(stage_id, args):
         yield from judged(stage_id, torch.zeros_like(q), k, v, do, problem.causal, f"{problem}, q = 0")
 
 
-# ---- 7 to 9: layouts and wrong inputs ----------------------------------------------------------------------
-
-
-@case()
-def strided_views(stage_id, args):
-    for problem in small(stage_id):
-        inputs = inputs_for(problem)
-        q, k, v, *rest = inputs
-        b, h, n, d = q.shape
-        attend = lambda *x: run(stage_id, x, problem.causal)
-        plain = attend(*inputs)
-        heads = [x for x in inputs if x.dim() == 4]  # all but the LSE
-
-        def among(views: list[torch.Tensor]) -> list[torch.Tensor]:
-            views = iter(views)
-            return [next(views) if x.dim() == 4 else x for x in inputs]
-
-        packed = torch.stack([x.transpose(1, 2) for x in heads], dim=2)  # (B, N, 3 or 5, H, d)
-        layouts = {
-            "(B, N, H, d) memory": [x.transpose(1, 2).contiguous().transpose(1, 2) for x in heads],
-            "slices of a packed tensor": [packed[:, :, i].transpose(1, 2) for i in range(len(heads))],
-            "(N, B, H, d) memory": [x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in heads],
-        }
-        for name, views in layouts.items():
-            for attempt in ("first", "second"):  # a stale stride or pointer shows on the second call
-                for output in differing(stage_id, attend(*among(views)), plain):
-                    yield f"{problem}: {output} of {name} differs on the {attempt} call"
-            for output in differing(stage_id, attend(*inputs), plain):
-                yield f"{problem}: {output} of a contiguous call after {name} differs"
-        k1, v1 = k[:, :1].expand(b, h, n, d), v[:, :1].expand(b, h, n, d)  # stride 0
-        copied = attend(q, k1.contiguous(), v1.contiguous(), *rest)
-        for output in differing(stage_id, attend(q, k1, v1, *rest), copied):
-            yield f"{problem}: {output} of expanded heads differs from that of copied ones"
-        for _ in range(2):
-            for at, x in enumerate(heads):
-                bad = lambda view: attend(*among([*heads[:at], view, *heads[at + 1 :]]))
-                columns = x.mT.contiguous().mT
-                yield from refused(lambda: bad(columns), ValueError, "contiguous in its last dimension")
-                shifted = torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view_as(x)
-                yield from refused(lambda: bad(shifted), ValueError, "16-byte boundary")
-                odd = torch.empty(b, h, n, d + 1, device="cuda", dtype=x.dtype)[..., :d]
-                yield from refused(lambda: bad(odd), ValueError, "multiples of 8 elements")
-        out = torch.empty(1, h, n, d, device="cuda", dtype=q.dtype).expand(b, h, n, d)
-        outs = (torch.empty_like(q), out, torch.empty_like(q)) if rest else out
-        yield from refused(
-            lambda: run(stage_id, inputs, problem.causal, outs), ValueError, "must not overlap itself"
-        )
-
-
-@case()
-def wrong_input(stage_id, args):
-    direction = ladder.load(stage_id)[0].direction
-    problem = Problem.square(2, 4, 64, 64, False, direction=direction)
-    q, k, v, *rest = inputs_for(problem)
-    attend = lambda *x: run(stage_id, (*x, *rest), False)
-    on_cpu = tuple(x.cpu() for x in (q, k, v, *rest))
-    yield from refused(lambda: run(stage_id, on_cpu, False), ValueError, "must be on a CUDA device")
-    yield from refused(lambda: attend(q, k.cpu(), v), ValueError, "must be on one device")
-    wide = (x.float() for x in (q, k, v))
-    yield from refused(lambda: attend(*wide), TypeError, "must be bfloat16 or float16")
-    yield from refused(lambda: attend(q, k.half(), v), TypeError, "must have one dtype")
-    yield from refused(lambda: attend(q, k, v[:, :, 1:]), ValueError, "k and v must have one shape")
-    yield from refused(lambda: attend(q[0], k, v), ValueError, "must have 4 dimensions")
-    yield from refused(lambda: attend(q, k[:, :3], v[:, :3]), ValueError, "must be a multiple")
-    yield from refused(lambda: attend(q, k[:1], v[:1]), ValueError, "must agree in batch")
-    yield from refused(lambda: attend(q, None, v), TypeError, "must be a torch.Tensor")
-    for d in (4, 59, 100, 288):
-        x = torch.randn(1, 1, 16, d, device="cuda", dtype=torch.bfloat16)
-        others = (x, torch.zeros(1, 1, 16, device="cuda"), x) if rest else ()
-        yield from refused(lambda: run(stage_id, (x, x, x, *others), False), ValueError, "head_dim")
-    # The raw launch, which the front end's checks do not precede, must not run on what it was not compiled
-    # for.
-    for name in ("q", "do") if rest else ("q",):
-        module, compiled, tensors = ready(stage_id, (q, k, v, *rest), False)
-        dtype = getattr(tensors, name).dtype
-        shifted = torch.empty(q.numel() + 1, device="cuda", dtype=dtype)[1:].view_as(q)
-        setattr(tensors, name, shifted)
-        yield from refused(lambda: module.run_kernel(compiled, tensors), Exception, "align")
-        setattr(tensors, name, torch.empty_like(q, dtype=dtype)[:, :3])
-        yield from refused(lambda: module.run_kernel(compiled, tensors), Exception, "")
-
-
-@case("bwd")
-def wrong_input_of_the_backward_pass(stage_id, args):
-    q, k, v, o, lse, do = inputs_for(Problem.square(2, 4, 64, 64, False, direction="bwd"))
-    attend = lambda **changes: run(
-        stage_id, tuple(({"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do} | changes).values()), False
-    )
-    yield from refused(lambda: attend(do=None), TypeError, "do must be a torch.Tensor")
-    yield from refused(lambda: attend(do=do.float()), ValueError, "do must be like q")
-    yield from refused(lambda: attend(do=do[:, :, 1:]), ValueError, "do must be like q")
-    yield from refused(lambda: attend(o=o.cpu()), ValueError, "o must be like q")
-    yield from refused(lambda: attend(o=o[:, :2]), ValueError, "o must be like q")
-    yield from refused(lambda: attend(lse=lse.double()), TypeError, "lse must be float32")
-    yield from refused(lambda: attend(lse=lse[:, :, 1:]), ValueError, "lse must be (batch, heads, seqlen_q)")
-    yield from refused(lambda: attend(lse=lse.mT.contiguous().mT), ValueError, "lse must be contiguous")
-
-
-@case()
-def empty(stage_id, args):
-    direction = ladder.load(stage_id)[0].direction
-    for b, h, n in ((2, 3, 0), (0, 3, 16), (2, 0, 16)):
-        problem = Problem.square(b, h, n, 64, False, direction=direction)
-        inputs = inputs_for(problem)
-        for name, x in run(stage_id, inputs, False).items():
-            expected = inputs[0].shape[:3] if name == "lse" else inputs[0].shape
-            if x.shape != expected:
-                yield f"{problem}: {name} is {tuple(x.shape)}"
-    torch.cuda.synchronize()
-
-
-# ---- 10 to 12: streams, graphs, repeats, sanitizers --------------------------------------------------------
-
-
-@case()
-def side_stream_with_a_pending_producer(stage_id, args):
-    problem = small(stage_id)[0]
-    inputs = inputs_for(problem)
-    plain = run(stage_id, inputs, problem.causal)
-    late_q = torch.zeros_like(inputs[0])
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)  # ≈ 30 ms in which a launch on another stream would read zeros
-        late_q.copy_(inputs[0])
-        found = run(stage_id, (late_q, *inputs[1:]), problem.causal)
-    torch.cuda.synchronize()
-    for name in differing(stage_id, found, plain):
-        yield f"{name}: did not wait for its own stream's producer"
-
-
-@case()
-def cuda_graph(stage_id, args):
-    for problem in small(stage_id):
-        inputs = inputs_for(problem)
-        module, compiled, tensors = ready(stage_id, inputs, problem.causal)
-        module.run_kernel(compiled, tensors)  # loads the module, which a capture must not
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            module.run_kernel(compiled, tensors)
-        for seed in (1, 2):
-            new = inputs_for(problem, seed=seed)
-            _, _, other = ready(stage_id, new, problem.causal)
-            for name in ("q", "k", "v", "o", "lse", "do") if len(new) > 3 else ("q", "k", "v"):
-                getattr(tensors, name).copy_(getattr(other, name))
-            poison(tensors)
-            graph.replay()
-            torch.cuda.synchronize()
-            for name in differing(stage_id, tensors.outputs, run(stage_id, new, problem.causal)):
-                yield f"{problem}: {name} of a replay with new data differs from eager"
-
-
-@case()
-def repeats(stage_id, args):
-    """Launches on the same tensors, scratch included, give the same; with float atomics the spread is
-    printed."""
-    square = small(stage_id, seqlen_q=1025, seqlen_kv=1025)
-    square += [problem.with_(head_dim=256) for problem in square if problem.head_dim == 128]
-    unequal = small(stage_id, seqlen_q=257, seqlen_kv=1025)
-    unequal = [problem.with_(top_left=True) for problem in unequal if problem.causal]
-    supports = ladder.load(stage_id)[1].supports
-    for problem in (problem for problem in (*square, *unequal) if supports(problem) is None):
-        inputs = inputs_for(problem)
-        mask = {"causal": problem.causal, "top_left": problem.top_left}
-        first = run_poisoned(stage_id, inputs, **mask)
-        module, compiled, tensors = ready(stage_id, inputs, **mask)
-        differ = 0
-        spread = {name: torch.zeros((), device="cuda") for name in first}
-        for _ in range(args.repeats):
-            for x in tensors.outputs.values():
-                x.fill_(math.nan)
-            module.run_kernel(compiled, tensors)
-            differ += bool(differing(stage_id, tensors.outputs, first))
-            for name, x in tensors.outputs.items():
-                spread[name] = torch.maximum(spread[name], (x.float() - first[name].float()).abs().max())
-        if differ:
-            yield f"{problem}: {differ} of {args.repeats} repeats differ"
-        for name, x in tensors.workspace.items():
-            if starts_at_zero(name, str(x.dtype).removeprefix("torch.")) and x.any():
-                yield f"{problem}: scratch {name!r} is not left at zero"
-        if ladder.load(stage_id)[0].atomics:
-            share = {name: x.item() / first[name].abs().max().item() for name, x in spread.items()}
-            text = ", ".join(f"{name} {value:.2g}" for name, value in share.items())
-            print(f"    {problem}: spread of {args.repeats} repeats, of the largest: {text}", flush=True)
-
-
-@case()
-def beside_memory_traffic(stage_id, args):
-    """Loads that arrive late and in another order must neither hang the kernel nor change its output."""
-    for problem in small(stage_id, seqlen_q=1025, seqlen_kv=1025):
-        inputs = inputs_for(problem)
-        first = run_poisoned(stage_id, inputs, problem.causal)
-        module, compiled, tensors = ready(stage_id, inputs, problem.causal)
-        source = torch.empty(2**28, dtype=torch.int8, device="cuda")
-        traffic, other = torch.cuda.Stream(), torch.empty_like(source)
-        torch.cuda.synchronize()
-        for _ in range(20):
-            with torch.cuda.stream(traffic):
-                other.copy_(source, non_blocking=True)
-            for x in tensors.outputs.values():
-                x.fill_(math.nan)
-            for _ in range(5):
-                module.run_kernel(compiled, tensors)
-            if differing(stage_id, tensors.outputs, first):
-                yield f"{problem}: differs beside memory traffic"
-                break
-        torch.cuda.synchronize()
-
-
-@case()
-def sanitizer(stage_id, args):
-    if args.no_sanitizer:
-        print("    sanitizer: left out by --no-sanitizer", flush=True)
-        return
-    program = shutil.which("compute-sanitizer") or shutil.which(
-        "compute-sanitizer", path="/usr/local/cuda/bin"
-    )
-    if program is None:
-        yield "compute-sanitizer is not installed; --no-sanitizer leaves it out"
-        return
-    for tool in ("memcheck", "synccheck"):
-        command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", __name__, stage_id]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=repository())
-        if run.returncode or "ERROR SUMMARY: 0 errors" not in run.stdout:
-            yield f"{tool}: " + (run.stdout + run.stderr)[-1500:]
-
-
-def one_launch(stage_id: str) -> None:
-    """Small launches and nothing else, for a sanitizer to watch."""
-    problems = small(stage_id, batch=1, heads=2, kv_heads=2, seqlen_q=113, seqlen_kv=113)
-    problems += [x.with_(head_dim=256) for x in problems if x.head_dim == 128]
-    problems += [x.with_(seqlen_kv=401, top_left=True) for x in problems if x.causal]  # keys that none sees
-    for problem in problems:
-        if ladder.load(stage_id)[1].supports(problem) is None:
-            run(stage_id, inputs_for(problem), problem.causal, top_left=problem.top_left)
-    torch.cuda.synchronize()
-
+from harness import call_cases  # noqa: E402, F401  registers its own behind these: values first, sanitizers last
 
 # ---- running them ------------------------------------------------------------------------------------------
 
@@ -797,7 +467,7 @@ def run_model(stage_id: str) -> list[str]:
         if isinstance(rounding, LazyMaximum):
             lazy = rounding.behind
             q *= 32  # as they are, hardly a score is 2⁸ ahead of its row's first tile
-        expected = reference.Expected(q, k, v, do=do[0] if do else None, **mask)
+        expected = judging.Expected(q, k, v, do=do[0] if do else None, **mask)
         inputs, exact = (q, k, v), expected.forward
         if do:
             inputs, exact = (q, k, v, *expected.forward, *do), expected.gradients
@@ -839,7 +509,3 @@ def run_cases(stage_id: str, args: object) -> Iterator[Outcome]:
         except Exception as error:  # a case that breaks is a case that fails; the others still run
             failures = [f"{type(error).__name__}: {error}"]
         yield Outcome(name, failures, time.perf_counter() - begin)
-
-
-if __name__ == "__main__":
-    one_launch(sys.argv[1])

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+import torch
+
 
 class Usage(Exception):
     """What the user asked for cannot be done."""
@@ -13,6 +15,16 @@ class Usage(Exception):
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise Usage(message)
+
+
+def saving(name: str, about: str, arguments: list[str] | None) -> bool:
+    """Whether `python -m harness.<name>` shall write the rows it measures. Raises Usage without a GPU."""
+    parser = Parser(prog=f"python -m harness.{name}", description=about.splitlines()[0])
+    parser.add_argument("--save", action="store_true", help=f"write results/<gpu>/library/{name}.json")
+    save = parser.parse_args(arguments).save
+    if not torch.cuda.is_available():
+        raise Usage("needs a GPU")
+    return save
 
 
 def run(name: str, command: Callable[[], bool]) -> int:

@@ -1,14 +1,16 @@
 """The time of a ring, from the time of a step's kernels and of a message: 2 to 1024 GPUs.
 
-A step's kernels take FLOPs over a rate; beside them travels what the next step needs. A step lasts as long as
-the longer of the two. The first of a forward pass has the keys of the second beside it. A backward pass
-begins with some heads of a rank's own block, beside which the same keys travel, and ends with the others,
-beside which the last dK and dV do.
+A forward step's kernels take what `division` expects of their tiles, a backward one's their FLOPs over a
+rate; merges, and the passes of a gradient that are not main kernels, their bytes over another. Beside a step
+travels what the next one needs: it lasts as long as the longer of the two. The first of a forward pass has
+the keys of the second beside it. A backward pass begins with some heads of a rank's own block, beside which
+the same keys travel, and ends with the others, beside which the last dK and dV do.
 """
 
 from dataclasses import dataclass
 
 from hopper_attention.integrations import zigzag
+from hopper_attention.kernels import division
 from hopper_attention.kernels.contract import BYTES_PER_ELEMENT, Problem
 
 BACKWARD = 2.5  # a backward step's FLOPs over a forward one's
@@ -29,14 +31,15 @@ NDR = Network("400 Gb/s a GPU", 45e9, 30e-6)  # InfiniBand or Ethernet NICs, one
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one GPU's kernels on blocks of such sizes, FLOP/s; and of the merge and sums, bytes/s."""
+    """Of one GPU's main kernels, FLOP/s, forward by default as `division` has its tiles; of the other passes,
+    bytes/s."""
 
-    forward: float
+    forward: float | None
     backward: float
     memory: float = 3.5e12
 
 
-H200 = Rates(818e12, 677e12)  # measured, 16k tokens of 32:8 heads of 128 on each of two
+H200 = Rates(None, 687e12)  # backward as measured, 16k tokens of 32:8 heads of 128 on each of two
 
 
 @dataclass(frozen=True)
@@ -57,25 +60,38 @@ def predict(
 ) -> Predicted:  # fmt: skip
     """Of `tokens` of a GPU, causal. Ranks lie `hosts_of` on a host. In step i rank r hears from rank r − i:
     the slowest message of a step is one `beyond` a host as soon as there is one."""
-    half = Problem(1, heads, kv_heads, tokens, tokens // 2, head_dim, False)
-    step = half.flops  # also of the first, causal one
+    own = Problem(1, heads, kv_heads, tokens, tokens, head_dim, True)
+    half = own.with_(seqlen_kv=tokens // 2, causal=False)  # as many FLOPs, as any step
     o = heads * tokens * head_dim * BYTES_PER_ELEMENT
     kv = 2 * kv_heads * tokens * head_dim * BYTES_PER_ELEMENT
     net = network if ranks <= hosts_of else beyond
     message = lambda n: net.latency_s + n / net.bytes_per_s
     home = 2 * kv  # fp32
     fetches = [message(kv)] * (ranks - 1) + [0.0]  # beside each step, what the next one needs
-    forward = [step / rates.forward + (i > 0) * 3 * o / rates.memory for i in range(ranks)]
+    forward = [seconds_of(own, rates), *[seconds_of(half, rates) + 3 * o / rates.memory] * (ranks - 1)]
     turns = list(zip(forward, fetches))
     if both:
-        block = BACKWARD * step / rates.backward
+        block = BACKWARD * half.flops / rates.backward
         first = zigzag.first_heads(kv_heads, tokens * heads // kv_heads)
         before = block * first / kv_heads if ranks > 1 else block
         homing = [0.0, 0.0, *[message(home)] * (ranks - 1)]  # beside each turn, what the one before gave
-        kernels = [before, *[block] * (ranks - 1), block - before]
-        turns += [(x, fetch + sent) for x, fetch, sent in zip(kernels, [*fetches, 0.0], homing)]
+        # Before: o and do are read, zeros written for dQ in fp32; after: that read and dQ written, dK and dV
+        # read in fp32, own and what came, and written. What came from the third rank on is added before.
+        begin, end = 4 * o / rates.memory, (3 * o + 5 * kv) / rates.memory
+        added = [0.0, 0.0, 0.0, *[6 * kv / rates.memory] * (ranks - 2)]
+        kernels = [begin + before, *[block] * (ranks - 1), block - before + end]
+        beside = zip(kernels, added, [*fetches, 0.0], homing)
+        turns += [(x + more, fetch + sent) for x, more, fetch, sent in beside]
     compute, seconds = sum(x for x, _ in turns), sum(map(max, turns))
     return Predicted(seconds, compute)
+
+
+def seconds_of(problem: Problem, rates: Rates) -> float:
+    """Of a forward kernel by itself."""
+    if rates.forward is not None:
+        return problem.flops / rates.forward
+    tiles = division.TILES[problem.head_dim]
+    return min(division.forward_us(problem, rows) for rows in tiles) / 1e6
 
 
 def steps_are_equal(ranks: int) -> bool:

@@ -11,7 +11,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
-from harness import context_model, fa3, reference, results, timing
+from harness import context_model, context_reference, fa3, reference, results, timing
 from harness.context_rings import (
     DIRECTIONS,
     HEAD_DIM,
+    Gathered,
     Ring,
     Size,
     Uncomputed,
@@ -39,13 +40,15 @@ from hopper_attention.launch import BACKWARD, FORWARD
 MARGINS = (0, 4, 8, 16)
 MARGINS_MAX = 16384  # tokens of a GPU for which margins are timed
 TIMEOUT = datetime.timedelta(seconds=120)
-CHECK_MAX = 32768  # tokens of a whole sequence of which every row is judged; of longer ones the last rows
-LAST_ROWS = 512
+CHECK_MAX = 32768  # tokens of a whole sequence of which every row is judged
 
 
 SIZES = [
-    Size(16384, 32, 8), Size(8192, 32, 8), Size(4096, 32, 32), Size(4096, 32, 8), Size(65536, 32, 8),
-    Size(8192, 32, 32), Size(16384, 32, 32), Size(65536, 32, 32), Size(8192, 32, 8, causal=False),
+    Size(16384, 32, 8), Size(4096, 32, 32), Size(8192, 32, 8), Size(65536, 32, 8),
+    Size(4096, 32, 8), Size(8192, 32, 8, causal=False),
+]  # fmt: skip
+JUDGED = [  # and not timed, on one rank and on all
+    Size(8192, 32, 8), Size(8192, 32, 8, causal=False), Size(4096, 32, 32), Size(4096, 32, 32, causal=False),
 ]  # fmt: skip
 
 
@@ -91,15 +94,14 @@ def timed(calls: dict[str, Callable[[], object]], seconds: float, device) -> dic
     return found
 
 
-def judged(size: Size, ring: Ring, inputs, rank: int, ranks: int) -> dict[str, object]:
+def judged(size: Size, ring: Ring, inputs, group: dist.ProcessGroup) -> dict[str, object]:
     """The pass rule on one key head and its query heads of the whole sequence, on rank 0; of a long sequence
-    on O and LSE of its last rows."""
-    group = size.heads // size.kv_heads
-    outputs = ring.run("both", size, *inputs)
-    o, lse, dq, dk, dv = outputs
+    on some of its rows and keys."""
+    ranks, of_one = ring.exchange.ranks, size.heads // size.kv_heads
+    o, lse, dq, dk, dv = ring.run("both", size, *inputs)
     q, k, v, do = inputs
     head = 1 if size.kv_heads > 1 else 0
-    of_q = lambda x: x[:, head * group : (head + 1) * group]
+    of_q = lambda x: x[:, head * of_one : (head + 1) * of_one]
     of_k = lambda x: x[:, head : head + 1]
     wanted = {"q": of_q(q), "k": of_k(k), "v": of_k(v), "do": of_q(do), "o": of_q(o), "lse": of_q(lse),
               "dq": of_q(dq), "dk": of_k(dk), "dv": of_k(dv)}  # fmt: skip
@@ -107,54 +109,56 @@ def judged(size: Size, ring: Ring, inputs, rank: int, ranks: int) -> dict[str, o
     for name, x in wanted.items():
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(ranks)]
-        dist.all_gather(parts, x)
+        dist.all_gather(parts, x, group=group)
         whole[name] = cp.unshard(parts)
-    if rank:
+    if ring.exchange.rank:
         return {}
-    w, found = whole, {}
     rounding = lambda stage, direction: reference.rounding_of(
         *ladder.load(stage), size.problem(ranks, direction), **ladder.load(stage)[0].options
     )
-    n = size.tokens * ranks
-    if n <= CHECK_MAX:
-        forward = reference.Expected(w["q"], w["k"], w["v"], size.causal)
-        found["forward"] = forward.judge({x: w[x] for x in ("o", "lse")}, rounding(FORWARD, "fwd"))
-        backward = reference.Expected(w["q"], w["k"], w["v"], size.causal, w["do"])
-        found["backward"] = backward.judge({x: w[x] for x in ("dq", "dk", "dv")}, rounding(BACKWARD, "bwd"))
+    roundings = rounding(FORWARD, "fwd"), rounding(BACKWARD, "bwd")
+    if size.tokens * ranks <= CHECK_MAX:
+        verdicts = context_reference.whole(whole, size.causal, ranks, *roundings)
     else:
-        for place in (n, n // 2, n // 4):
-            rows = slice(place - LAST_ROWS, place)
-            keys = [w[x][:, :, : place if size.causal else n] for x in "kv"]
-            part = reference.Expected(w["q"][:, :, rows], *keys, size.causal)
-            out = {"o": w["o"][:, :, rows], "lse": w["lse"][:, :, rows]}
-            found[f"forward, rows to {place}"] = part.judge(out, rounding(FORWARD, "fwd"))
+        verdicts = context_reference.slices(whole, size.causal, *roundings)
     say = lambda x: {"passed": x.passed, "max_ratio": x.max_ratio, "rms_ratio": x.rms_ratio,
                      "lse_error": x.lse_error, "failures": list(x.failures)[:3]}  # fmt: skip
-    return {name: say(verdict) for name, verdict in found.items()}
+    return {name: say(verdict) for name, verdict in verdicts.items()}
 
 
-def measure(
-    size: Size, rank: int, ranks: int, group, device, options: dict[str, object]
-) -> dict[str, object]:
+def made(size: Size, rank: int, device: torch.device) -> list[torch.Tensor]:
+    """q, k, v and dO of a rank."""
     generator = torch.Generator(device).manual_seed(rank)
     make = lambda h: torch.randn(
         1, size.tokens, h, HEAD_DIM, device=device, dtype=torch.bfloat16, generator=generator
     ).transpose(1, 2)
-    _, k, v, _ = inputs = make(size.heads), make(size.kv_heads), make(size.kv_heads), make(size.heads)
-    row: dict[str, object] = {"size": asdict(size), "ranks": ranks, "checks": {}, "errors": {}}
-    row["messages"] = (
-        "copy engines" if type(cp.exchange_for(group, k, v)) is not cp.Exchange else "communicator"
-    )
-    exchange = lambda: cp.exchange_for(group, k, v)
-    ours = Ring(exchange())
-    row["checks"] = judged(size, ours, inputs, rank, ranks)
-    if rank == 0:
-        for name, x in row["checks"].items():
-            print(f"  {size} {name}: {x}", flush=True)
+    return [make(size.heads), make(size.kv_heads), make(size.kv_heads), make(size.heads)]
+
+
+def row_of(size: Size, inputs: list[torch.Tensor], group: dist.ProcessGroup) -> dict[str, object]:
+    """What the pass rule says, on a group's first rank."""
+    exchange = cp.exchange_for(group, *inputs[1:3])
+    today = datetime.date.today().isoformat()
+    row = {"size": asdict(size), "ranks": exchange.ranks, "errors": {}, "date": today}
+    row["checks"] = judged(size, Ring(exchange), inputs, group)
+    row["messages"] = "copy engines" if type(exchange) is not cp.Exchange else "communicator"
+    return row
+
+
+def measure(
+    size: Size, group: dist.ProcessGroup, device: torch.device, options: dict[str, object]
+) -> Iterator[dict[str, object]]:
+    """A size's row, again with each direction."""
+    ranks = dist.get_world_size(group)
+    _, k, v, _ = inputs = made(size, dist.get_rank(group), device)
+    row = row_of(size, inputs, group)
+    yield row
     wrong = torch.tensor([float(not all(x["passed"] for x in row["checks"].values()))], device=device)
     dist.all_reduce(wrong)
-    if wrong.item() and not options.get("anyway"):
-        return row
+    if wrong.item():
+        return
+    exchange = lambda: cp.exchange_for(group, k, v)
+    ours = Ring(exchange())
     margins = [m for m in MARGINS if m] if options.get("margins") and size.tokens <= MARGINS_MAX else []
     saved = ours.run("forward", size, *inputs)
     for direction in DIRECTIONS:
@@ -165,6 +169,7 @@ def measure(
         calls["messages"] = of(Ring(exchange(), Uncomputed().kernels()))
         if size.kv_heads % ranks == 0:
             calls["alone"] = alone(direction, size, ranks, *inputs)
+        calls["all-gather"] = of(Gathered(group))
         calls["communicator"] = of(Ring(cp.Exchange(group)))
         for m in margins:
             calls[f"communicator, margin {m}"] = of(Ring(cp.Exchange(group), margin=m))
@@ -193,7 +198,7 @@ def measure(
             time_["tflops"] = size.flops(ranks, direction) / time_["ms"] / 1e9
         row[direction]["overlap"] = overlap(row[direction])
         torch.cuda.empty_cache()
-    return row
+        yield row
 
 
 def overlap(times: dict[str, dict[str, float]]) -> float | None:
@@ -207,6 +212,8 @@ def overlap(times: dict[str, dict[str, float]]) -> float | None:
 
 def show(row: dict[str, object]) -> None:
     size, ranks = Size(**row["size"]), row["ranks"]
+    for name, x in row["checks"].items():
+        print(f"{size} × {ranks}, {name}: {x}", flush=True)
     for direction in DIRECTIONS:
         if direction not in row:
             continue
@@ -237,21 +244,31 @@ def rank_main(rank: int, ranks: int, options: dict[str, object]) -> None:
     if options.get("priority"):
         of_nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         group = dist.new_group(list(range(ranks)), pg_options=of_nccl)
-    rows, until = [], time.time() + float(options.get("seconds", 1e9))
-    for size in options["sizes"]:
-        late = torch.tensor([float(time.time() > until)], device=device)
-        dist.all_reduce(late)
-        if late.item():
+    rows = options.get("rows", [])
+
+    def keep(row: dict[str, object]) -> None:
+        if rank:
+            return
+        rows[:] = [x for x in rows if x is not row] + [row]
+        rows.sort(key=lambda x: (SIZES + JUDGED).index(Size(**x["size"])))
+        if options.get("save"):
+            found = {"environment": about, "rows": rows}
+            write_atomically(Path(options["save"]), json.dumps(found, indent=1).encode())
+
+    about = environment(ranks) if rank == 0 else {}
+    single = dist.new_group([0])
+    for size in options.get("judged", ()):
+        inputs = made(size, rank, device)
+        for members in (single, group) if rank == 0 else (group,):
+            row = row_of(size, inputs, members)
+            keep(row)
             if rank == 0:
-                print(f"no time for {size}", flush=True)
-            continue
-        row = measure(size, rank, ranks, group, device, options)
-        rows.append(row)
+                show(row)
+    for size in options["sizes"]:
+        for row in measure(size, group, device, options):
+            keep(row)
         if rank == 0:
             show(row)
-            if options.get("save"):
-                found = {"environment": environment(ranks), "rows": rows}
-                write_atomically(Path(options["save"]), json.dumps(found, indent=1).encode())
     dist.destroy_process_group()
 
 
@@ -271,13 +288,23 @@ def spawn(options: dict[str, object], ranks: int | None = None) -> None:
     torch.multiprocessing.spawn(rank_main, (ranks, options), nprocs=ranks)
 
 
-def run(save: Path | None) -> bool:
-    """All sizes on the GPUs that are visible; with `save` into results/<gpu>/context_parallel/bench.json.
-    Whether every check passed."""
-    path = None
+def run(save: Path | None, tokens: int | None = None) -> bool:
+    """All sizes, or those of so many tokens of a GPU, on the GPUs that are visible; with `save` into
+    results/<gpu>/context_parallel/bench.json, where rows of other sizes stay. Whether every check passed."""
+    wanted = {
+        name: [x for x in sizes if tokens in (None, x.tokens)]
+        for name, sizes in (("sizes", SIZES), ("judged", JUDGED))
+    }
+    path, rows = None, []
     if save:
         path = save / results.gpu_folder(torch.cuda.get_device_name()) / "context_parallel" / "bench.json"
-    spawn({"sizes": SIZES, "margins": True, "save": str(path) if path else None})
+        if tokens is not None and path.exists():
+            every = SIZES + JUDGED
+            rows = [
+                x for x in json.loads(path.read_text())["rows"]
+                if (size := Size(**x["size"])) in every and size.tokens != tokens
+            ]  # fmt: skip
+    spawn({**wanted, "rows": rows, "margins": True, "save": str(path) if path else None})
     if path is None:
         return True  # each rank has said what failed
     rows = json.loads(path.read_text())["rows"]

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import hopper_attention
 from harness import fa3
 from hopper_attention import ops, tuned
-from hopper_attention.integrations import block_gradients
+from hopper_attention.integrations import block_gradients, zigzag
 from hopper_attention.integrations import context_parallel as cp
 from hopper_attention.kernels.contract import Problem
 
@@ -137,6 +137,59 @@ class Ring:
                 return found
             inputs = block_gradients.Inputs(do, q, k, v, *saved)
             return *found, *cp.ring_backward(inputs, self.exchange, size.causal, self.kernels)
+
+
+class Gathered:
+    """The other way: every rank gathers all keys first, then computes each of its chunks of queries in one
+    launch. In a backward pass it gathers them again, and dK and dV of all keys are added across ranks."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        mine = block_gradients.packed(x)
+        parts = mine.new_empty((self.ranks * mine.shape[0], *mine.shape[1:]))
+        dist.all_gather_into_tensor(parts, mine, self.group)
+        return zigzag.unshard(list(parts.chunk(self.ranks)), 1).transpose(1, 2)
+
+    def pieces(self, causal: bool, tokens: int) -> list[tuple[zigzag.Rows, int]]:
+        """Rows of queries, and how many keys they see."""
+        if not causal:
+            return [(zigzag.Rows.BOTH, self.ranks * tokens)]
+        chunks = zigzag.chunks_of(self.rank, self.ranks)
+        return [(half, (chunks[half] + 1) * tokens // 2) for half in zigzag.Rows.BOTH.halves]
+
+    def run(self, direction: str, size: Size, q, k, v, do, saved: Saved | None = None):
+        """As `Ring.run`."""
+        found: tuple[torch.Tensor, ...] = ()
+        keys, values = map(self.whole, (k, v))
+        pieces = self.pieces(size.causal, size.tokens)
+        if direction != "backward":
+            saved = found = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+            for rows, end in pieces:
+                seen = keys[:, :, :end], values[:, :, :end]
+                for whole, x in zip(saved, ops.forward(rows.of(q), *seen, None, size.causal)):
+                    rows.of(whole).copy_(x)
+        if direction == "forward":
+            return found
+        dq = torch.empty_like(q)
+        sums = [torch.zeros_like(x, dtype=torch.float32) for x in (keys, values)]
+        for rows, end in pieces:
+            mine = [rows.of(x) for x in (do, q)], [rows.of(x) for x in saved]
+            seen = keys[:, :, :end], values[:, :, :end]
+            inputs = *mine[0], *seen, mine[1][0], mine[1][1].contiguous()
+            x, *of_keys = ops.backward(*inputs, None, None, size.causal)
+            rows.of(dq).copy_(x)
+            for total, part in zip(sums, of_keys):
+                total[:, :, :end] += part
+        return *found, dq, *map(self.home, sums)
+
+    def home(self, total: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the sum over ranks, rounded."""
+        parts = torch.cat([zigzag.shard(total, r, self.ranks).contiguous() for r in range(self.ranks)])
+        mine = parts.new_empty((parts.shape[0] // self.ranks, *parts.shape[1:]))
+        dist.reduce_scatter_tensor(mine, parts, group=self.group)
+        return mine.to(torch.bfloat16)
 
 
 def alone(direction: str, size: Size, ranks: int, q, k, v, do) -> Callable[[], object]:

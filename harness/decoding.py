@@ -20,7 +20,7 @@ from . import decoding_records, results, timing
 from .decoding_cases import ROWS, Case, Row, cases
 from .decoding_stress import STRESS, stress, waits_for_the_launch_before
 from .decoding_timing import Pool, time_row
-from .reference import LSE_TOLERANCE, MAX_FACTOR, RMS_FACTOR
+from .judging import LSE_TOLERANCE, MAX_FACTOR, RMS_FACTOR
 
 
 def inputs_of(case: Case, device: str = "cuda") -> tuple[dict[str, object], torch.Tensor, torch.Tensor]:

@@ -65,22 +65,40 @@ def version_fp8() -> str:
         return "build fa3_fwd"
 
 
-def _call(operator: object, **given: object) -> object:
-    """The operator with what is given by name, and None, False or zero for the rest, by which its front end
-    says that a feature is not used."""
-    arguments = []
+def _arguments(operator: object, **given: object) -> dict[str, object]:
+    """All that the operator takes: what is given by name, and None, False or zero for the rest, by which its
+    front end says that a feature is not used."""
+    arguments = {}
     for argument in operator.default._schema.arguments:
         if argument.name in given:
-            arguments.append(given.pop(argument.name))
+            arguments[argument.name] = given.pop(argument.name)
         elif argument.has_default_value():
-            arguments.append(argument.default_value)
+            arguments[argument.name] = argument.default_value
         else:
             kind = str(argument.type)
             unused = {"bool": False, "int": 0, "float": 0.0}
-            arguments.append(None if kind.startswith("Optional") else unused[kind])
+            arguments[argument.name] = None if kind.startswith("Optional") else unused[kind]
     if given:
         raise TypeError(f"the operator has no argument {', '.join(given)}")
-    return functools.partial(operator.default, *arguments)
+    return arguments
+
+
+def _call(operator: object, **given: object) -> Callable[[], object]:
+    return functools.partial(operator.default, *_arguments(operator, **given).values())
+
+
+def _taking(operator: object, *names: str, **given: object) -> Callable[..., object]:
+    """The operator as a function of the arguments of these names."""
+    arguments = _arguments(operator, **given, **dict.fromkeys(names))
+    places = [list(arguments).index(name) for name in names]
+
+    def call(*tensors: torch.Tensor) -> object:
+        taken = list(arguments.values())
+        for place, x in zip(places, tensors, strict=True):
+            taken[place] = x
+        return operator.default(*taken)
+
+    return call
 
 
 def forward(
@@ -127,6 +145,28 @@ def backward(
         return run
 
     return fastest([filled(call) for call in calls])
+
+
+def passes(causal: bool) -> tuple[Callable[..., tuple[torch.Tensor, ...]], ...]:
+    """Both passes of a build that has both, as functions: of q, k, v, which gives o and lse, and of do, q, k,
+    v, o, lse, which gives dq, dk, dv. Raises ImportError without one."""
+    build = next((build for build in builds().values() if hasattr(build, "bwd")), None)
+    if build is None:
+        raise ImportError("no build of FlashAttention-3 here has a backward pass")
+    options = {"is_causal": causal, "window_size_left": -1, "window_size_right": -1}
+    run_forward = _taking(build.fwd, "q", "k", "v", **options, num_splits=1)
+    names = "dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv"
+    run_backward = _taking(build.bwd, *names, **options)
+
+    def forward(q, k, v):
+        return run_forward(q, k, v)[:2]
+
+    def backward(do, q, k, v, o, lse):
+        gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+        run_backward(do, q, k, v, o, lse, *gradients)
+        return gradients
+
+    return forward, backward
 
 
 def fastest(calls: list[Callable[[], object]]) -> Callable[[], object]:

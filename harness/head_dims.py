@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
-from harness import reference
-from harness.cases import needle_in, noted, refused
+from harness import judging, reference
+from harness.case_runs import noted, refused
+from harness.cases import needle_in
 from harness.inputs import poison, random_inputs
 from harness.registry import case, same
 from harness.stages import prepare, prepare_backward
@@ -53,7 +54,7 @@ def head_dims_between(stage_id, args):
     stage, module = ladder.load(stage_id)
     for problem in problems(stage.direction):
         q, k, v, *do = random_inputs(problem)
-        expected = reference.Expected(q, k, v, problem.causal, *do)
+        expected = judging.Expected(q, k, v, problem.causal, *do)
         q, k, v, *saved = (between_others(x) if x.dim() == 4 else x for x in expected.inputs)
         options = {"causal": problem.causal, "stage": stage_id}
         if saved:

@@ -6,7 +6,6 @@
 Of each call the least mean of many rounds; calls take turns, so that all have the same clock.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 
@@ -15,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from harness import results, timing
+from harness.command import run, saving
 from hopper_attention import attention
 
 SHAPES = ((1, 4, 64, 64), (1, 8, 1024, 64))  # batch, heads, seqlen, head_dim
@@ -62,19 +62,18 @@ def measure(shape: tuple[int, ...]) -> list[dict[str, object]]:
     ]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m harness.host", description=__doc__.splitlines()[0])
-    parser.add_argument("--save", action="store_true", help="write results/<gpu>/library/host.json")
-    save = parser.parse_args(arguments).save
-    if not torch.cuda.is_available():
-        print("harness.host: needs a GPU", file=sys.stderr)
-        return 2
+def measured(arguments: list[str] | None) -> bool:
+    save = saving("host", __doc__, arguments)
     rows = [row for shape in SHAPES for row in measure(shape)]
     for row in rows:
         print(f"{row['shape']!s:18} {row['what']:21} {row['provider']:12} {row['us']:7.2f} µs")
     if save:
         print(f"wrote {results.save_library('host', rows, timing.environment({}))}")
-    return 0
+    return True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run("harness.host", lambda: measured(arguments))
 
 
 if __name__ == "__main__":

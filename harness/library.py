@@ -3,6 +3,7 @@
 host.json       `python -m harness.host`: what a call costs the host
 models_*.json   `python bench.py k6 bwd4 --suite models --save`: what models ask, forward and backward
 training.json   `examples/train_gpt.py --save`: a GPT trained with one attention or another
+logits.json     `python -m harness.logits --save`: Hugging Face models, beside SDPA
 accuracy.json   `python -m harness.accuracy --save`: how far FP8 is from float64
 quantizing.json `python -m harness.quantizing --save`: the kernels that quantise, beside a copy
 """
@@ -251,11 +252,20 @@ def training_table(rows: Rows) -> str:
         cells = [
             f"{ours['tokens_per_s'] / best[x]:.3f}" if x in best else "" for x in TRAINED_WITH if x != HOPPER
         ]
-        losses = f"{spread(ours, plain[0]):.3f} / {spread(*plain[:2]):.3f}" if len(plain) > 1 else ""
+        others = [x for name, found in by_name.items() if name not in (HOPPER, SDPA) for x in found]
+        apart = [[ours], plain[1:2], others]
+        losses = " / ".join(f"{max(spread(x, plain[0]) for x in xs):.4f}" if xs else "–" for xs in apart)
         rate = f"**{ours['tokens_per_s']:,.0f}**"
         lines.append([f"{model}, {seqlen}", HOW[how], rate, f"{ours['tflops']:.0f}", *cells, losses])
     others = [f"× {label}" for name, label in TRAINED_WITH.items() if name != HOPPER]
-    header = ["model, seqlen", "how", "tokens/s", "TFLOP/s", *others, "losses apart: ours / SDPA's own"]
+    header = [
+        "model, seqlen",
+        "how",
+        "tokens/s",
+        "TFLOP/s",
+        *others,
+        "losses apart: ours / SDPA's own / others'",
+    ]
     return table(header, lines, "llrr" + "r" * (len(others) + 1))
 
 
@@ -289,6 +299,28 @@ def plot_training(rows: Rows, path: Path | str) -> None:
         plots.heading(figure, "Training a GPT with one attention or another", f"{gpu}, bf16, causal")
         figure.subplots_adjust(left=0.06, right=0.99, top=0.82, bottom=0.18)
         plots.save(figure, path)
+
+
+# ---- Hugging Face ------------------------------------------------------------------------------------------
+
+
+def logits_table(rows: Rows) -> str:
+    """Errors of logits, and tokens, of models with ours and with SDPA."""
+    if not rows:
+        return NOTHING
+    lines = []
+    for row in rows:
+        largest, mean = (f"{row[f'our_{x}']:.2g} / {row[f'sdpa_{x}']:.2g}" for x in ("error", "mean_error"))
+        tokens = f"{row['same']} of {row['sure']}, of {row['positions']}"
+        lines.append([row["model"], row["way"], largest, mean, tokens])
+    header = [
+        "model",
+        "way",
+        "largest error of a logit: ours / SDPA's",
+        "mean",
+        "same token, where SDPA is sure",
+    ]
+    return table(header, lines, "llrrr")
 
 
 # ---- for `harness.report` ---------------------------------------------------------------------------------
@@ -391,6 +423,7 @@ def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
         "models-fwd": models_table(load(folder, "models_fwd"), "fwd"),
         "models-bwd": models_table(load(folder, "models_bwd"), "bwd"),
         "training": training_table(load(folder, "training")),
+        "logits": logits_table(load(folder, "logits")),
         "quantizing": quantizing_table(load(folder, "quantizing")),
         "decode": decode_table(load_rows(folder / "decode" / "bench.json", zeros=True)),
         **context_tables.blocks(
@@ -410,4 +443,5 @@ def figures(folder: Path) -> dict[str, Callable[[Path], None]]:
         found["choices.png"] = partial(choices.plot_choices, of)
     if load(folder, "accuracy", zeros=True):
         found["rotation.png"] = plot_rotation
-    return found
+    bench = load_rows(folder / "context_parallel" / "bench.json", zeros=True)
+    return found | context_tables.figures(bench, folder.name.upper())

@@ -11,17 +11,17 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from harness import machine_code, peers, reference, results, timing
+from harness import edits, judging, machine_code, peers, reference, results, timing
 from harness.inputs import poison, random_inputs
 from harness.stages import check_memory
 from hopper_attention import attention, attention_backward, production, tuned
 from hopper_attention.kernels import ladder
-from hopper_attention.kernels.contract import Problem, Tensors
-from hopper_attention.launch import LIBRARY, compile_kernel, sms_option
+from hopper_attention.kernels.contract import KernelFile, Problem, Tensors
+from hopper_attention.launch import LIBRARY, Kernel, compile_kernel, compiled_for, sms_option
 
 # From this length on, and for who is this fast, the power cap and not the burst is what a user sees.
 SUSTAINED_FROM, SUSTAINED_TFLOPS = 16384, 100.0
@@ -35,6 +35,7 @@ class Contender:
     name: str
     stage_id: str
     options: dict[str, Any] = field(hash=False)
+    lacks: str | None = None  # one of the file's ideas: `edits.LACKING`
 
     @classmethod
     def stage(cls, stage_id: str) -> "Contender":
@@ -62,6 +63,19 @@ class Contender:
             return self.stage_id, self.options
         stage_id = chosen_stage(problem, self.options.get("deterministic", False))
         return stage_id, production.OPTIONS.get(stage_id, {}) | sms_option(tuned.gpu().sms)
+
+    @property
+    def file(self) -> KernelFile:
+        if self.lacks is not None:
+            return cast(KernelFile, edits.lacking(ladder.FILES[self.stage_id], self.lacks))
+        return ladder.load(self.stage_id)[1]
+
+    def compile(self, problem: Problem) -> Kernel:
+        stage_id, options = self.kernels(problem)
+        if self.lacks is None:
+            return compile_kernel(stage_id, problem, **options)
+        least = compiled_for(stage_id, problem)
+        return edits.compile_lacking(ladder.FILES[stage_id], self.lacks, least, **options)
 
     @property
     def is_variant(self) -> bool:
@@ -105,13 +119,12 @@ def out_of_memory(error: torch.OutOfMemoryError) -> str:
     return f"OOM: needs at least {capacity - free + asked:.1f} GiB, the GPU has {capacity:.1f}"
 
 
-def ready(contender: Contender, expected: reference.Expected, problem: Problem) -> tuple:
+def ready(contender: Contender, expected: judging.Expected, problem: Problem) -> tuple:
     """(kernel file, compiled, tensors) of a contender, for what `expected` says it reads. Raises MemoryError
     where its scratch does not fit."""
-    _, file = ladder.load(contender.stage_id)
+    file = contender.file
     check_memory(contender.stage_id, problem, expected.q.device)
-    stage_id, options = contender.kernels(problem)
-    compiled = compile_kernel(stage_id, problem, **options)
+    compiled = contender.compile(problem)
     tensors = expected.allocate(file, problem, **contender.options)
     return PublicCall(contender, problem) if contender.is_public_call else file, compiled, tensors
 
@@ -120,7 +133,7 @@ def host_microseconds(contender: Contender, problem: Problem) -> float:
     """Host time of one call, on a problem so small that the GPU is done before the host."""
     problem = problem.with_(batch=1, heads=1, kv_heads=1, seqlen_q=64, seqlen_kv=64)
     q, k, v, *do = random_inputs(problem)
-    small = reference.Expected(q, k, v, problem.causal, *do)
+    small = judging.Expected(q, k, v, problem.causal, *do)
     file, compiled, tensors = ready(contender, small, problem)
     return timing.host_microseconds(lambda: file.run_kernel(compiled, tensors))
 
@@ -163,10 +176,10 @@ class _One:
         self.bench, self.problem = bench, problem
         self.inputs = random_inputs(problem)
         q, k, v, *do = self.inputs
-        self.expected = reference.Expected(q, k, v, problem.causal, *do)
+        self.expected = judging.Expected(q, k, v, problem.causal, *do)
         self.expected.inputs  # noqa: B018  of a backward problem O and LSE are among them: now, and not counted
         self.calls: dict[str, Callable[[], object]] = {}
-        self.judges: dict[str, Callable[[], reference.Verdict]] = {}
+        self.judges: dict[str, Callable[[], judging.Verdict]] = {}
         self.known: dict[str, dict[str, Any]] = {}  # of a row, before its time
 
     def rows(self) -> Iterator[results.Row]:
@@ -212,7 +225,7 @@ class _One:
         stage_id, options = contender.kernels(own)
         rounding = reference.rounding_of(*ladder.load(stage_id), own, **options)
 
-        def judge() -> reference.Verdict:
+        def judge() -> judging.Verdict:
             poison(tensors)
             call()
             return self.expected.judge(tensors.outputs, rounding)
@@ -233,7 +246,7 @@ class _One:
             bench.environment["host_us"][name] = round(host_microseconds(contender, own), 2)
         self.calls[name], self.known[name] = call, known
 
-    def failed(self, name: str, verdict: reference.Verdict, when: str = "") -> results.Row:
+    def failed(self, name: str, verdict: judging.Verdict, when: str = "") -> results.Row:
         return results.Row.on(self.problem, name, check="fail", error=when + "; ".join(verdict.failures))
 
     def timed(self) -> Iterator[results.Row]:

@@ -9,19 +9,9 @@ import torch
 from hopper_attention.kernels.contract import LazyMaximum, Problem
 
 from .inputs import random_inputs
+from .judging import Expected, cancellation, judge, judge_roundings
 from .quantized import codes
-from .reference import (
-    BLOCK_ROWS,
-    Expected,
-    Gradients,
-    Rounding,
-    cancellation,
-    gradients_of,
-    judge,
-    judge_roundings,
-    reference,
-    yardstick_of,
-)
+from .reference import BLOCK_ROWS, Gradients, Rounding, gradients_of, reference, yardstick_of
 
 
 def _drop(keys: Callable[[int], tuple[int, int]]):

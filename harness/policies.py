@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from harness import reference
+from harness import judging, reference
 from harness.inputs import random_inputs
-from harness.reference import Gradients, Policies, Rounding, Verdict
+from harness.judging import Verdict
+from harness.reference import Gradients, Policies, Rounding
 from harness.stages import scratch_of
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem, Tensors
@@ -89,7 +90,7 @@ class Given:
         return x if self.problem.sequences is not None else x.transpose(0, 1).flatten(1, 2)[None]
 
     @functools.cached_property
-    def expected(self) -> list[reference.Expected]:
+    def expected(self) -> list[judging.Expected]:
         """Of each group what attention should give."""
         problem, found = self.problem, []
         given = {name: getattr(self, name) for name in ("q", "k", "v", "do", "dlse")}
@@ -100,7 +101,7 @@ class Given:
             sink = None if self.sink is None else self.sink.repeat(len(group.queries))
             policies = Policies(problem.window, problem.softcap, sink)
             found.append(
-                reference.Expected(
+                judging.Expected(
                     q, k, v, problem.causal, do, problem.top_left, self.softmax_scale, dlse, policies
                 )
             )
@@ -222,7 +223,7 @@ class Given:
         for one in self.expected:
             yard.append(reference.yardstick(one.q, one.k, one.v, one.causal, rounding, **one.options))
         ref, ref_lse = zip(*(one.forward for one in self.expected))
-        return reference.judge(
+        return judging.judge(
             self.own_rows("o", outputs["o"]),
             self.gathered("o", ref),
             self.gathered("o", yard),
@@ -244,21 +245,21 @@ class Given:
             return gather(found)
 
         floors = [
-            reference.cancellation(one.q, one.k, one.v, one.do, self.softmax_scale)
+            judging.cancellation(one.q, one.k, one.v, one.do, self.softmax_scale)
             for one in self.expected
             if one.q.numel() and one.k.numel()
         ]
         floor = {name: max((x[name] for x in floors), default=0.0) for name in names}
         found = {name: self.own_rows(name, outputs[name]) for name in names}
         ref = gather(one.gradients for one in self.expected)
-        return reference.judge_roundings(found, ref, yard, floor)
+        return judging.judge_roundings(found, ref, yard, floor)
 
     def judge_sink(self, dsink: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> list[str]:
         """What is wrong with a sink's gradient, of the O and LSE that the kernel read."""
         given = {"o": o, "lse": lse, "do": self.do, "dlse": self.dlse}
         rows = {name: None if x is None else self.own_rows(name, x) for name, x in given.items()}
         exact = reference.sink_gradient(rows["o"], rows["lse"], rows["do"], self.sink, rows["dlse"])
-        return reference.judge_sink(dsink, *exact)
+        return judging.judge_sink(dsink, *exact)
 
 
 def random_given(

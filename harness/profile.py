@@ -52,7 +52,7 @@ def launch(stage_id: str, seqlen: int, head_dim: int, causal: bool, options: dic
     """One launch, profiled, on the sweep's problem of this shape."""
     import torch
 
-    from harness import reference
+    from harness import judging
     from harness.inputs import random_inputs
     from harness.sweep import sweep_problem
 
@@ -61,7 +61,7 @@ def launch(stage_id: str, seqlen: int, head_dim: int, causal: bool, options: dic
     options = stage.options | options
     compiled = compile_kernel(stage_id, problem, **options)
     q, k, v, *do = random_inputs(problem)
-    tensors = reference.Expected(q, k, v, causal, *do).allocate(module, problem, **options)
+    tensors = judging.Expected(q, k, v, causal, *do).allocate(module, problem, **options)
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStart()
     module.run_kernel(compiled, tensors)

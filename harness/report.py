@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from harness import library, plots, policy_tables, published, worth
+from harness import edits, library, plots, policy_tables, published, worth
 from harness.figures import drawable
 from harness.markdown import table
 from harness.plots import format_rate, label
@@ -403,7 +403,7 @@ def ablation_tables(root: Path, folders: Iterable[str]) -> dict[str, str]:
     for folder in folders:
         for path in sorted((root / "results" / folder / "ablations").glob("*.json")):
             results = Results.load(path)
-            variants = ablation_table(results, list(ladder.load(results.stage)[1].VARIANTS))
+            variants = ablation_table(results, edits.labels(results.stage))
             tables.setdefault(path.stem, []).append(_on_gpu(results, variants))
     return {file: "\n\n".join(found) for file, found in tables.items()}
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from harness import peers, reference, results, timing
+from harness import judging, peers, reference, results, timing
 from harness.command import Usage
 from harness.inputs import random_inputs
 from harness.measuring import chosen_stage
@@ -77,7 +77,7 @@ class _One:
         self.at_q = (slice(None),) * 2 if whole else (slice(-1, None), slice(-group, None))
         self.at_kv = (slice(None),) * 2 if whole else (slice(-1, None), slice(-1, None))
         judged = [self.q[self.at_q], self.k[self.at_kv], self.v[self.at_kv]]
-        self.expected = reference.Expected(*judged, problem.causal, *(x[self.at_q] for x in self.do))
+        self.expected = judging.Expected(*judged, problem.causal, *(x[self.at_q] for x in self.do))
         if self.backward:
             self.o, self.lse = attention(self.q, self.k, self.v, causal=problem.causal, return_lse=True)
             for x, exact in zip((self.o, self.lse), self.expected.saved):

@@ -43,6 +43,7 @@ def quantize(
     incoherent: bool = True,
     seed: int = 0,
     rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    centred: bool = False,
 ) -> Quantized:
     """q, k and v in 8 bits for `attention_fp8`, in one launch on PyTorch's current stream.
 
@@ -58,6 +59,11 @@ def quantize(
     of row i of q and of k turn by row i's angle j, in fp32. Queries that begin at another position than the
     keys are quantised apart, with cos[i:] and sin[i:].
 
+    With `centred` each head's k loses its mean over the tokens before, by PyTorch's kernels. No weight of a
+    softmax changes, and so o does not; an lse lacks softmax_scale · q·mean. Codes err relative to their size:
+    worth it where all keys of a head share a large vector (`harness.accuracy`, "K less its mean"). Not with
+    `rope`, which turns that vector for each key by another angle: such keys are turned before.
+
     Under autocast fp32 q, k and v are cast to its type. Raises TypeError or ValueError before anything is
     launched, NotImplementedError where a gradient is wanted: there is none.
     """
@@ -71,7 +77,18 @@ def quantize(
         raise TypeError(f"seed must be an integer, not {type(seed).__name__}")
     if rope is not None and not (isinstance(rope, (tuple, list)) and len(rope) == 2):
         raise TypeError("rope must be two tensors: cos and sin")
-    return _quantize(q, k, v, seed if incoherent else None, rope)
+    if not isinstance(centred, bool):
+        raise TypeError(f"centred must be True or False, not {centred!r}")
+    if centred and (k is None or rope is not None):
+        raise ValueError("centred is of k, " + ("which is missing" if k is None else "and not with rope"))
+    return _quantize(q, less_mean(k) if centred else k, v, seed if incoherent else None, rope)
+
+
+def less_mean(k: torch.Tensor) -> torch.Tensor:
+    """k less the mean of each head's tokens, both rounded to k's type. What is no k stays, to be refused."""
+    if k.dim() != 4 or k.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return k
+    return k - k.mean(2, keepdim=True, dtype=torch.float32).to(k.dtype)
 
 
 def _quantize(q, k, v, seed: int | None, rope=None) -> Quantized:

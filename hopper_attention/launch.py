@@ -184,22 +184,29 @@ def warn_unless_proven() -> None:
 
 
 def _compile_or_load(stage_id: str, problem: Problem, options: dict[str, object]) -> Kernel:
-    warn_unless_proven()
+    def compile_now() -> object:
+        file = ladder.load(stage_id)[1] if stage_id in ladder.LADDER else ladder.load_file(stage_id)
+        return file.compile_kernel(problem, **options)
+
     what = {"problem": repr(problem), "options": repr(sorted(options.items()))}
-    name = ladder.LADDER.get(stage_id, stage_id)
-    key = cache.key_of(file=name, **what)
+    return kept(compile_now, file=ladder.LADDER.get(stage_id, stage_id), **what)
+
+
+def kept(compile_now: Callable[[], object], **what: str) -> Kernel:
+    """The kernel that `what` names, from the cache; where it is not there, as `compile_now` makes it."""
+    warn_unless_proven()
+    key = cache.key_of(**what)
     with cache.alone(key):
         if (entry := cache.load(key)) is not None:
             with contextlib.suppress(Exception):  # what does not load is compiled anew
                 return Kernel(_load(entry), entry.cubin, tuple(entry.description["constants"]))
-        file = ladder.load(stage_id)[1] if stage_id in ladder.LADDER else ladder.load_file(stage_id)
-        compiled = file.compile_kernel(problem, **options)
+        compiled = compile_now()
         host = re.findall(r"llvm\.mlir\.constant\((\d+) : i64\)", str(compiled.ir_module))
         kernel = Kernel(compiled, compiled.__cubin__, tuple(sorted({int(x) for x in host})))
         # A kernel that cannot be kept is compiled again by the next process, and serves this one.
         with contextlib.suppress(Exception), tempfile.TemporaryDirectory() as scratch:
             if cache.folder() is not None:
-                about = {"file": name, **what, "constants": kernel.host_constants}
+                about = what | {"constants": kernel.host_constants}
                 cache.store(key, _export(compiled, Path(scratch)), kernel.__cubin__, **about)
         return kernel
 

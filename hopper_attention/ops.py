@@ -126,10 +126,12 @@ at_this_level = torch._functorch.utils.enable_single_level_autograd_function
 
 class Attention(Function):
     """Forward by `forward`, gradients of o and of lse by `backward`, or where nothing would see these
-    operators by what they run. The lse is handed out only if it is asked for: an output costs."""
+    operators by what they run. The lse is handed out only if it is asked for: an output costs; so does an
+    input, therefore `call` is all but the tensors."""
 
     @staticmethod
-    def forward(ctx, direct, plan, with_lse, options, q, k, v):
+    def forward(ctx, call, q, k, v):
+        direct, plan, with_lse, options = call
         if plan is not None:
             o, lse = production.forward(q, k, v, *options[:3], True, plan)
         elif direct:
@@ -150,11 +152,15 @@ class Attention(Function):
         if dlse is None and do is not None and unwatched() and not is_grad_enabled():
             if (plan := production.recent_backward(do, q, k, v, o, lse, *options)) is not None:
                 dq, dk, dv = production.backward(do, q, k, v, o, lse, None, *options, plan)
-                return None, None, None, None, dq, dk, dv
+                return None, dq, dk, dv
         if do is None and dlse is None:
-            return (None,) * 7
+            return (None,) * 4
         do = torch.zeros_like(o) if do is None else do
-        return None, None, None, None, *call_backward(do, q, k, v, o, lse, dlse, *options)
+        return None, *call_backward(do, q, k, v, o, lse, dlse, *options)
+
+
+# What the engine calls: PyTorch's own `apply` only looks which of two names the method has.
+Attention._backward_cls.apply = Attention.backward
 
 
 class Gradients(Function):
@@ -207,7 +213,7 @@ def differentiable_forward(q, k, v, softmax_scale=None, causal=False, top_left=F
     refuse_tangents(q, k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         with at_this_level():
-            return Attention.apply(False, None, True, options, q, k, v)
+            return Attention.apply((False, None, True, options), q, k, v)
     with below_autograd():
         return forward(q, k, v, *options)
 
@@ -294,8 +300,8 @@ def directly(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse):
     if plan is None and not undispatched(q, k, v):
         return None
     if learns:
-        options = softmax_scale, causal, top_left, deterministic
-        found = Attention.apply(True, plan, with_lse, options, q, k, v)
+        call = True, plan, with_lse, (softmax_scale, causal, top_left, deterministic)
+        found = Attention.apply(call, q, k, v)
         return found if with_lse else (found, None)
     if plan is None:
         return run_forward(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse)

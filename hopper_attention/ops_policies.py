@@ -182,12 +182,13 @@ def _flops(direction: str, q, v, *more) -> int:
         return int(Problem(batch, heads, kv_heads, queries, keys, head_dim, **mask).flops)
     (queries, heads, head_dim), (keys, kv_heads, _) = q.shape, v.shape
     given = (queries, cu_q, used_q), (keys, cu_k, used_k)
-    lengths = tuple(zip(*(_lengths_of(*of_side) for of_side in given)))
+    lengths = tuple(zip(*(lengths_of(*of_side) for of_side in given)))
     extents = (max(rows, sum(x)) for rows, x in zip((queries, keys), zip(*lengths) if lengths else ((), ())))
     return int(Problem(1, heads, kv_heads, *extents, head_dim, **mask, sequences=lengths).flops)
 
 
-def _lengths_of(total: int, cu: torch.Tensor, used: torch.Tensor | None) -> list[int]:
+def lengths_of(total: int, cu: torch.Tensor, used: torch.Tensor | None = None) -> list[int]:
+    """Those of packed sequences, read on the host."""
     sequences = cu.shape[0] - 1
     if isinstance(cu, torch._subclasses.FakeTensor) or cu.is_meta:
         return [total // max(1, sequences)] * sequences

@@ -3,8 +3,11 @@ gloo, with the reference's formulas for kernels."""
 
 import datetime
 import functools
+import itertools
 import os
 import sys
+from collections import Counter
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from hopper_attention import context_parallel_attention, ops, production
-from hopper_attention.integrations import block_gradients
+from hopper_attention.integrations import block_gradients, packed_ring
 from hopper_attention.integrations import context_parallel as cp
 from hopper_attention.kernels.contract import Problem
 
@@ -24,12 +27,11 @@ TIMEOUT = datetime.timedelta(seconds=float(os.environ.get("RING_TIMEOUT", "60"))
 
 
 def scores_of(q, k, scale, causal):
-    """Of equal lengths, if they are masked."""
+    """A mask is aligned at the bottom right."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     s = q.double() @ k.double().mT * (scale or q.shape[-1] ** -0.5)
     if causal:
-        assert s.shape[-1] == s.shape[-2]
-        s = s.masked_fill(torch.ones(s.shape[-2:]).triu(1).bool(), -torch.inf)
+        s = s.masked_fill(torch.ones(s.shape[-2:]).triu(1 + s.shape[-1] - s.shape[-2]).bool(), -torch.inf)
     return s
 
 
@@ -60,6 +62,37 @@ def backward(
     scale = softmax_scale or q.shape[-1] ** -0.5
     found = dq * scale, dk * scale, dv
     return tuple(torch.empty_like(x, dtype=torch.float32).copy_(y) for x, y in zip((q, k, v), found))
+
+
+def each_sequence(cu_q, cu_k):
+    """The rows of queries and of keys of each packed sequence."""
+    bounds = [list(itertools.pairwise(x.tolist())) for x in (cu_q, cu_k)]
+    return [tuple(slice(*x) for x in both) for both in zip(*bounds)]
+
+
+def attend(q, k, v, sink, cu_q, cu_k, used_q=None, used_k=None, scale=None, causal=False, *_):
+    """Of packed sequences only, in float64 inside."""
+    o, lse = torch.zeros_like(q), torch.full(q.shape[1::-1], -torch.inf)
+    for of_q, of_k in each_sequence(cu_q, cu_k):
+        x, y, z = (x[None].transpose(1, 2) for x in (q[of_q], k[of_k], v[of_k]))
+        found, found_lse = forward(x, y, z, scale, causal)
+        o[of_q], lse[:, of_q] = found[0].transpose(0, 1), found_lse[0]
+    return o, lse
+
+
+def attend_backward(
+    do, q, k, v, o, lse, dlse, sink, cu_q, cu_k, used_q=None, used_k=None, scale=None, causal=False, *_
+):
+    """As `attend`, rounded to 16 bits."""
+    assert lse.is_contiguous() and (dlse is None or dlse.is_contiguous())
+    gradients = [torch.zeros_like(x) for x in (q, k, v)]
+    for of_q, of_k in each_sequence(cu_q, cu_k):
+        rows = do[of_q], q[of_q], k[of_k], v[of_k], o[of_q]
+        x = [x[None].transpose(1, 2) for x in rows]
+        lses = [x if x is None else x[None, :, of_q].contiguous() for x in (lse, dlse)]
+        for into, of, found in zip(gradients, (of_q, of_k, of_k), backward(*x, *lses, scale, causal)):
+            into[of] = found[0].transpose(0, 1)
+    return *gradients, q.new_empty(0, dtype=torch.float32)
 
 
 def merge(o, lse, other, other_lse, out):
@@ -123,6 +156,9 @@ def keys(*given):
 def stand_in() -> torch.library.Library:
     library = torch.library.Library("hopper_attention", "IMPL")
     library.impl("forward", forward, "CPU")
+    calls = {"backward": backward, "attend": attend, "attend_backward": attend_backward}
+    for name, call in calls.items():
+        library.impl(name, call, "CPU")
     cp.OURS = cp.Kernels(ops.forward, block_gradients.gradients_of, merge)
     production._check_inputs = lambda *_, **__: None
     blocks = {causal: functools.partial(block, causal=causal) for causal in (False, True)}
@@ -176,6 +212,35 @@ def numbers(
     close("o, unsharded", cp.unshard(gathered), o.detach(), 2.0)
 
 
+def packed(rank, ranks, causal, kv_heads, scale=None, lengths=(64, 0, 16, 48), compiled=False):
+    """`numbers` of packed sequences, as many times as long as there are ranks."""
+    cu = torch.tensor([0, *itertools.accumulate(ranks * x for x in lengths)], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(5)
+    make = lambda h: torch.randn(int(cu[-1]), h, 64, generator=generator).bfloat16()
+    q, k, v, do = made = make(4), make(kv_heads), make(kv_heads), make(4)
+    dlse = torch.randn(4, len(q), generator=generator)
+    exact = [x.double().requires_grad_() for x in made[:3]]
+    outs = []
+    for rows, _ in each_sequence(cu, cu):
+        x, y, z = (x[None, rows].transpose(1, 2) for x in exact)
+        s = scores_of(x, y, scale, causal)
+        found = s.softmax(-1) @ z.repeat_interleave(4 // kv_heads, 1)
+        outs.append((found[0].transpose(0, 1), s.logsumexp(-1)[0]))
+    o, lse = torch.cat([x for x, _ in outs]), torch.cat([x for _, x in outs], 1)
+    torch.autograd.backward((o, lse), (do.double(), dlse.double()))
+    mine = lambda x, dim=0: packed_ring.shard(x, cu, rank, ranks, dim)
+    inputs = [mine(x).requires_grad_() for x in (q, k, v)]
+    call = context_parallel_attention
+    if compiled:
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found, found_lse = call(*inputs, causal=causal, softmax_scale=scale, return_lse=True, cu_seqlens=cu)
+    torch.autograd.backward((found, found_lse), (mine(do), mine(dlse, 1)))
+    close("o", found, mine(o), 2.0)
+    assert (found_lse - mine(lse, 1)).abs().max() < 1e-5
+    for name, x, y in zip("qkv", inputs, exact):
+        close(f"d{name}", x.grad, mine(y.grad), 2.5)  # rounded block by block
+
+
 def seen(rank, ranks):
     """Autocast casts; the FLOP counter counts a rank's part of the whole sequence's."""
     q, k, v, _ = (cp.shard(x, rank, ranks).float().requires_grad_() for x in whole())
@@ -187,6 +252,12 @@ def seen(rank, ranks):
     assert names == {"hopper_attention.context_forward": exact}, names
     o.float().sum().backward()
     assert q.grad.dtype == torch.float32 and q.grad.isfinite().all()
+    cu = torch.tensor([0, 16, 64], dtype=torch.int32)
+    q, k, v, _ = (packed_ring.shard(x[0].transpose(0, 1), cu, rank, ranks) for x in whole())
+    with FlopCounterMode(display=False) as counter:
+        context_parallel_attention(q, k, v, cu_seqlens=cu)
+    exact = sum(Problem.square(1, 4, n, 64, True).flops for n in (16, 48)) / ranks
+    assert counter.get_flop_counts()["Global"][torch.ops.hopper_attention.context_forward] == exact
 
 
 def refused(rank, ranks, how):
@@ -205,8 +276,13 @@ def refused(rank, ranks, how):
         v = v[..., :32]
     if rank == 1 and how == "dtype":
         q = q.float()
+    cu = None
+    if how.startswith("lengths of"):
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        cu = torch.tensor([0, 64] if rank == 0 else [0, 16, 64], dtype=torch.int32)
+        cu = cu.long() if how.endswith("64 bits") else cu
     try:
-        context_parallel_attention(q, k, v, causal=not (rank == 1 and how == "mask"))
+        context_parallel_attention(q, k, v, causal=not (rank == 1 and how == "mask"), cu_seqlens=cu)
     except ValueError as error:
         print(f"SAID {error}", flush=True)
     else:
@@ -228,6 +304,43 @@ def dies(rank, ranks, when):
     raise AssertionError("there was an answer")
 
 
+def trains(rank, ranks):
+    """The losses of `examples/train_long.py` on all ranks and on each by itself; how often a layer's
+    attention is computed."""
+    sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "examples"))
+    from train_long import Config, train
+
+    calls = Counter()
+    before = cp.OURS
+    cp.OURS = replace(before, forward=lambda *x: (calls.update(["forward"]), before.forward(*x))[1])
+    alone, _ = dist.new_subgroups(1)
+    config, steps = Config(layers=2, hidden=128, heads=2, tokens=0), 4
+    together, by_itself = (
+        train(config, 256, steps, torch.device("cpu"), x)["losses"] for x in (dist.group.WORLD, alone)
+    )
+    cp.OURS = before
+    assert calls["forward"] == config.layers * steps * (ranks + 1), calls  # a rank's steps; kept, not again
+    off = max(abs(x - y) for x, y in zip(together, by_itself))
+    assert together[-1] < together[0] and off < 2e-3, (together, by_itself)
+    everyone = [by_itself] * ranks
+    dist.all_gather_object(everyone, by_itself)
+    assert everyone == [by_itself] * ranks, "the same text and weights"
+
+
+def gathered(rank, ranks, causal, kv_heads):
+    """The all-gather that the bench times, against the ring."""
+    from harness.context_rings import Gathered, Ring, Size
+
+    inputs = [cp.shard(x, rank, ranks) for x in whole(kv_heads=kv_heads, seqlen=32 * ranks, batch=1)]
+    size, ways = (
+        Size(32, 4, kv_heads, causal),
+        (Ring(cp.Exchange(dist.group.WORLD)), Gathered(dist.group.WORLD)),
+    )
+    for direction in ("forward", "both"):
+        for x, y in zip(*(way.run(direction, size, *inputs) for way in ways)):
+            close(direction, x, y.double(), 2.0)
+
+
 def one_by_one(rank, ranks, *case, **options):
     """`numbers` with an operator for each block."""
     before, cp.OURS = cp.OURS, cp.one_by_one(ops.forward, backward, merge)
@@ -244,6 +357,10 @@ def main(rank: int, ranks: int, store: str, case: str) -> None:
     eval(case, globals() | {"rank": rank, "ranks": ranks})
     dist.destroy_process_group()
     library._destroy()
+    sys.stdout.flush()
+    # Gloo's thread lets go of a finished message's tensors when it likes; where FSDP still holds the group,
+    # after the interpreter, and then the process aborts. Errors leave by the way above.
+    os._exit(0)
 
 
 if __name__ == "__main__":

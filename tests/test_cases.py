@@ -15,7 +15,7 @@ import torch
 from of_codes import read as read_back
 from torch.overrides import TorchFunctionMode
 
-from harness import cases, head_dims, quantized, reference, stages
+from harness import case_runs, cases, head_dims, needles, quantized, reference, stages
 from harness.inputs import random_inputs
 from hopper_attention import ops, production_fp8
 from hopper_attention.kernels import ladder
@@ -159,7 +159,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
     """The kernel in each stage's place; a test puts its own there."""
     found = {stage_id: stand_in(stage_id) for stage_id in STAGES}
     monkeypatch.setattr(ladder, "load", lambda stage_id: (STAGES[stage_id], found[stage_id]))
-    monkeypatch.setattr(cases, "HEAD_DIMS", (64,))
+    for module in (cases, case_runs):
+        monkeypatch.setattr(module, "HEAD_DIMS", (64,))
     monkeypatch.setattr(cases, "LENGTHS", (1, 3, 65))
     monkeypatch.setattr(cases, "NEEDLE_LENGTHS", (16, 65))
     few = {"HEAD_DIMS": (40, 96), "WITH_VALUES": ((192, 128),), "LENGTHS": ((65, 97),), "NEEDLES": (96, 160)}
@@ -174,12 +175,12 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
     monkeypatch.setattr(cases, "BACKWARD", "bwd")
     mask_of = lambda stage_id, problem: {"causal": problem.causal, "top_left": problem.top_left}
     compile_to(monkeypatch, mask_of)
-    for module in (cases, head_dims):
+    for module in (cases, case_runs, head_dims):
         monkeypatch.setattr(module, "random_inputs", functools.partial(random_inputs, device="cpu"))
     for name in ("needle_inputs", "needle_gradient_inputs"):
-        make = getattr(reference, name)
+        make = getattr(needles, name)
         on_cpu = lambda problem, device, *rest, make=make, **options: make(problem, "cpu", *rest, **options)
-        monkeypatch.setattr(reference, name, on_cpu)
+        monkeypatch.setattr(needles, name, on_cpu)
     cuda = {"get_device_capability": (9, 0), "mem_get_info": (10**9, 10**9), "synchronize": None}
     for name, answer in (cuda | {"memory_reserved": 0, "memory_allocated": 0}).items():
         monkeypatch.setattr(torch.cuda, name, lambda device=None, answer=answer: answer)
@@ -383,7 +384,7 @@ def test_atomics_may_differ_in_the_last_place(
 
 def test_the_sweep_of_a_stage_is_of_its_direction(stand_ins: dict[str, Kernel]) -> None:
     for stage_id, stage in STAGES.items():
-        for problem in cases.small(stage_id):
+        for problem in case_runs.small(stage_id):
             assert problem.direction == stage.direction
-            inputs = cases.inputs_for(problem)
+            inputs = case_runs.inputs_for(problem)
             assert len(inputs) == (6 if stage.direction == "bwd" else 3)

@@ -21,7 +21,7 @@ import torch
 
 import bench
 import ref_check
-from harness import cases, machine_code, measuring, mutations, peers, reference, results, timing
+from harness import case_runs, cases, judging, machine_code, measuring, mutations, peers, results, timing
 from harness.inputs import random_inputs
 from harness.quantized import held
 from harness.results import PUBLIC_CALLS, Results, repository
@@ -273,7 +273,7 @@ class ToyKernel:
         self.launches += 1
         if self.launches > self.writes:
             return
-        expected = reference.Expected(*of_codes.read(t), compiled.causal, t.do)
+        expected = judging.Expected(*of_codes.read(t), compiled.causal, t.do)
         results = expected.forward if t.do is None else expected.gradients
         for x, result in zip(t.outputs.values(), results):
             x.copy_(result)
@@ -287,7 +287,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
     names = *ladder.LADDER, *PUBLIC_CALLS.values()
     stand_ins: dict[str, ToyKernel | Exception] = {name: ToyKernel() for name in names}
 
-    def ready(contender: measuring.Contender, expected: reference.Expected, problem: Problem) -> tuple:
+    def ready(contender: measuring.Contender, expected: judging.Expected, problem: Problem) -> tuple:
         toy = stand_ins[contender.name]
         if isinstance(toy, Exception):
             raise toy
@@ -611,17 +611,17 @@ def test_a_backward_stage_that_fails_its_check(toys: dict, capsys: pytest.Captur
 
 def test_ready_gives_a_stage_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("prepare", "prepare_backward"):
-        monkeypatch.setattr(cases, name, lambda *inputs, **options: (inputs, options))
+        monkeypatch.setattr(case_runs, name, lambda *inputs, **options: (inputs, options))
     q, k, v, do = random_inputs(Problem.square(1, 2, 33, 64, True, direction="bwd"), "cpu")
-    forward = reference.Expected(q, k, v, True).inputs
+    forward = judging.Expected(q, k, v, True).inputs
     mask = {"causal": True, "top_left": False}
-    assert cases.ready("k2", forward, True) == ((q, k, v), {**mask, "stage": "k2"})
-    expected = reference.Expected(q, k, v, True, do)
-    (got_do, *inputs, o, lse), options = cases.ready("bwd1", expected.inputs, True)
+    assert case_runs.ready("k2", forward, True) == ((q, k, v), {**mask, "stage": "k2"})
+    expected = judging.Expected(q, k, v, True, do)
+    (got_do, *inputs, o, lse), options = case_runs.ready("bwd1", expected.inputs, True)
     assert got_do is do
     assert all(x is y for x, y in zip(inputs, (q, k, v), strict=True))
     assert options == {**mask, "stage": "bwd1"}
-    assert cases.ready("k6", forward, True, True)[1] == {
+    assert case_runs.ready("k6", forward, True, True)[1] == {
         "causal": True,
         "top_left": True,
         "stage": "k6",
@@ -665,7 +665,7 @@ def test_peers_backward_pass_alone(rows_first: bool) -> None:
     call = peers.Peer(lambda: "1.0", forward, rows_first).build(problem, q, k, v, do)
     for _ in range(2):
         found = [x.transpose(1, 2) if rows_first else x for x in call()]
-        exact = reference.Expected(q, k, v, True, do).gradients
+        exact = judging.Expected(q, k, v, True, do).gradients
         for x, ref in zip(found, exact, strict=True):
             assert torch.allclose(x.double(), ref, atol=0.03 * ref.abs().max().item(), rtol=0)
     assert len(forwards) == 1
@@ -685,7 +685,7 @@ def test_math_peer_on_the_cpu(lengths: tuple[int, int], causal: bool, top_left: 
             peers.PEERS["math"].build(problem, q, k, v, do)
         return
     found = peers.PEERS["math"].build(problem, q, k, v, do)()
-    for x, ref in zip(found, reference.Expected(q, k, v, causal, do, top_left).gradients, strict=True):
+    for x, ref in zip(found, judging.Expected(q, k, v, causal, do, top_left).gradients, strict=True):
         assert torch.allclose(x.double(), ref, atol=0.03 * ref.abs().max().item(), rtol=0)
 
 
@@ -739,6 +739,7 @@ TESTED = {
     "python -m harness.records": ELSEWHERE,
     "python bench.py k6 bwd4 --suite models": PARSED,
     "python -m harness.host": ELSEWHERE,
+    "python -m harness.logits": ELSEWHERE,
     "python -m harness.accuracy": ELSEWHERE,
     "python -m harness.quantizing": ELSEWHERE,
     "python -m harness.ablation fa1": RUN_HERE,
@@ -754,6 +755,7 @@ TESTED = {
     "make site": EXPANDED,
     "make site-check": EXPANDED,
     "make test": ITSELF,
+    "make test-torch TORCH=2.15.0": EXPANDED,
 }
 
 
@@ -801,6 +803,7 @@ def test_long_commands_are_understood(command: str) -> None:
         ("make site-check", "-m harness.site_check"),
         ("make test", "-m ruff check ."),
         ("make test", "-m pytest"),
+        ("make test-torch TORCH=2.15.0", "-m pytest tests/test_ops.py"),
     ],
 )
 def test_make_runs_the_right_program(command: str, runs: str) -> None:
@@ -809,7 +812,9 @@ def test_make_runs_the_right_program(command: str, runs: str) -> None:
     make, *arguments = shlex.split(command)
     done = subprocess.run([make, "-n", *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert f".venv/bin/python {runs}" in done.stdout.splitlines()
+    environment = ".venv-2.15.0" if "TORCH" in command else ".venv"
+    runs = f"{environment}/bin/python {runs}"
+    assert any(f"{line} ".startswith(f"{runs} ") for line in done.stdout.splitlines())
 
 
 def test_make_commands_are_all_expanded() -> None:

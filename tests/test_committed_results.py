@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from rotating import recorded, sample
 
-from harness import machine_code, report
+from harness import ablation, edits, machine_code, report
 from harness.measuring import chosen_stage
 from harness.results import PUBLIC_CALLS, Results, Row, load_all, repository, stale_rows
 from harness.stages import refuse
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.launch import compile_kernel, compile_stage, compiled_for
+from hopper_attention.launch import compile_stage, compiled_for
 
 everything = functools.cache(load_all)  # half a second a time; no test changes what it gives
 FILES = [(folder, stage_id) for folder, stages in everything().items() for stage_id in stages]
@@ -87,7 +87,7 @@ NOT_YET = [pytest.param(None, marks=pytest.mark.skip(reason="no variants are mea
 @pytest.mark.parametrize("path", ABLATIONS or NOT_YET, ids=str)
 def test_every_variant_is_measured(path: Path) -> None:
     results = Results.load(path)
-    assert {row.provider for row in results.rows} == set(ladder.load(results.stage)[1].VARIANTS)
+    assert {row.provider for row in results.rows} == set(edits.labels(results.stage))
 
 
 @pytest.mark.parametrize("path", sample(ABLATIONS, 1, "ablations") or NOT_YET, ids=str)
@@ -95,14 +95,12 @@ def test_variants_belong_to_the_source(path: Path) -> None:
     """Of one file a variant, another one for each commit, at its least head_dim: all of them would take
     minutes, and they share every line of source."""
     results = Results.load(path)
-    stage, module = ladder.load(results.stage)
-    (label,) = sample(list(module.VARIANTS), 1)
+    (label,) = sample(edits.labels(results.stage), 1)
     least = min(row.head_dim for row in results.rows if row.provider == label)
     results.rows = [row for row in results.rows if (row.provider, row.head_dim) == (label, least)]
 
     def sha_of(row: Row) -> str:
-        options = stage.options | module.VARIANTS[row.provider]
-        return machine_code.identity(compile_kernel(results.stage, row.problem, **options))
+        return machine_code.identity(ablation.variant(results.stage, row.provider).compile(row.problem))
 
     assert stale_rows(results, sha_of) == []
 

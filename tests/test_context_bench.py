@@ -1,13 +1,16 @@
 """The bench of context parallelism without a GPU: its rings, its model of the time, its tables."""
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
 import bench
-from harness import context_model, context_rings, context_tables
+from harness import context_model, context_reference, context_rings, context_tables, judging, reference
 from harness import context_parallel as measuring
+from harness.results import repository
 from hopper_attention.kernels.contract import Problem
 
 RANKS = (1, 2, 3, 4, 7, 8, 16)
@@ -85,18 +88,112 @@ def test_what_is_left_out_for_a_part_of_the_time() -> None:
     assert len(ring.run("both", size, q, k, k, q)) == 5 and len(calls) == 18
 
 
+@pytest.mark.parametrize("wrong", [None, "o", "lse", "dq", "dk", "dv"])
+def test_a_long_sequence_is_judged_by_slices(wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the yardstick gives passes; one row that is off in the middle does not."""
+    monkeypatch.setattr(context_reference, "LAST_ROWS", 64)
+    torch.manual_seed(0)
+    make = lambda heads: torch.randn(1, heads, 512, 64).bfloat16()
+    q, k, v, do = make(2), make(1), make(1), make(2)
+    o, lse = reference.yardstick_of(q, k, v, True, True)
+    dq, dk, dv = reference.yardstick_gradients(q, k, v, o, lse, do, True, True)
+    x = {"q": q, "k": k, "v": v, "do": do, "o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    if wrong:
+        x[wrong] = x[wrong].clone()
+        x[wrong][:, :, 250] += 0.5
+    found = context_reference.slices(x, True, True, True)
+    assert len(found) == 6
+    failed = {name for name, verdict in found.items() if not verdict.passed}
+    direction = "backward" if wrong in ("dq", "dk", "dv") else "forward"
+    assert failed == ({f"{direction}, rows to 256"} if wrong else set())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_rings_yardstick(ranks: int, causal: bool) -> None:
+    """On one rank it is one GPU's; on more it is of the same attention, with some more roundings. A whole
+    ring that rounds so passes, one row that is off does not."""
+    torch.manual_seed(0)
+    make = lambda heads: torch.randn(1, heads, 24 * ranks, 64).bfloat16()
+    q, k, v, do = make(4), make(2), make(2), make(4)
+    dlse = torch.randn(q.shape[:3])
+    expected = judging.Expected(q, k, v, causal, do, dlse=dlse)
+    o = context_reference.ring_yardstick(q, k, v, causal, True, ranks)
+    lse = expected.forward[1].float()
+    gradients = context_reference.ring_gradients(q, k, v, o, lse, do, causal, True, ranks, dlse=dlse)
+    if ranks == 1:
+        assert torch.equal(o, reference.yardstick(q, k, v, causal, True))
+        wanted = reference.yardstick_gradients(q, k, v, o, lse, do, causal, True, dlse=dlse)
+        assert all(map(torch.equal, gradients, wanted))
+    x = {"q": q, "k": k, "v": v, "do": do, "o": o, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients))}
+    judge = lambda x: context_reference.whole(
+        x, causal, ranks, True, True, dlse=dlse, block_by_block=ranks > 1
+    )
+    assert [y.failures for y in judge(x).values()] == [(), ()]
+    for name, direction in (("o", "forward"), ("dq", "backward"), ("dk", "backward"), ("dv", "backward")):
+        wrong = x | {name: x[name].clone()}
+        wrong[name][0, 1, 7] += 0.1
+        assert not judge(wrong)[direction].passed
+
+
+SIZE = {"tokens": 4096, "heads": 32, "kv_heads": 8, "causal": False}
+
+
+def times(**ms: float) -> dict[str, object]:
+    found = {name: {"ms": x, "ms_iqr": 0.0, "tflops": 100 / x} for name, x in ms.items()}
+    for m, x in (("4", 1.6), ("16", 2.0)):
+        found[f"communicator, margin {m}"] = {"ms": x, "ms_iqr": 0.0, "tflops": 100 / x}
+    return found | {"overlap": None}
+
+
 def test_tables() -> None:
-    of = lambda ms: {"ms": ms, "ms_iqr": 0.0, "tflops": 100 / ms}
-    size = {"tokens": 4096, "heads": 32, "kv_heads": 8, "causal": False}
-    times = {"ours": of(1.0), "alone": of(0.9), "communicator": of(1.25), "communicator, margin 16": of(2.0)}
-    row = {"size": size, "ranks": 2, "both": {**times, "communicator, margin 4": of(1.6), "overlap": None}}
+    good, bad = ({"passed": x, "rms_ratio": y, "lse_error": 0.0} for x, y in ((True, 1.04), (False, 2.0)))
+    row = {"size": SIZE, "ranks": 2, "checks": {"forward": good, "backward": good}}
+    row["both"] = times(ours=1.0, alone=0.9, communicator=1.25)
+    judged = {"size": SIZE, "ranks": 1, "checks": {"forward": good, "backward, rows to 9": bad}}
     run = {"model": "small", "seqlen": 32768, "gpus": 2, "tokens_per_s": 1e5, "tflops_per_gpu": 400.0}
-    found = context_tables.blocks([row], [{**run, "gib": 9.6, "losses": [5.5, 4.25]}])
-    last = {name: lines.splitlines()[-1] for name, lines in found.items()}
+    found = context_tables.blocks([row, judged], [{**run, "gib": 9.6, "losses": [5.5, 4.25]}])
+    last = {name: lines.splitlines()[-1] for name, lines in found.items() if name != "context-model"}
     assert last == {
         "context-parallel": "| 4k, 32:8, full | forward + backward | **100** | 90.0% |  | 111 | 80"
-        " |  |  |  |",
+        " |  |  |  |  |",
+        "context-checks": "| 4k, 32:8, full | 1 | passes, 1.04 | **fails**, 2.00 |",
         "context-margins": "| 4k, 32:8, full | forward + backward | 100 | 80 | 62 | 50 |",
         "context-training": "| small, 32k | 2 | 100,000 | 400 | 10 | 5.5000 4.2500 |",
     }
+    assert found["context-checks"].count("passes, 1.04 | passes, 1.04") == 1
     assert set(context_tables.blocks([], []).values()) == {context_tables.NOTHING}
+
+
+def test_the_models_table() -> None:
+    """What was measured of causal passes beside what is expected of them."""
+    row = {"size": SIZE | {"causal": True}, "checks": {}, "both": times(ours=1.75)}
+    lines = context_tables.model_table([row]).splitlines()
+    assert sum("1.75" in line for line in lines) == 1
+    assert len(lines) == 2 + len(context_tables.MODELLED)
+
+
+def test_the_margins_figure(tmp_path: Path) -> None:
+    row = {"size": SIZE, "both": times(ours=1.0, communicator=1.25)}
+    assert context_tables.margins(row["both"]) == {0: 80.0, 4: 62.5, 16: 50.0}
+    context_tables.figures([row], "H200")["context_margins.png"](tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+    assert context_tables.figures([{"size": SIZE, "both": {"ours": {}}}, {"size": SIZE}], "H200") == {}
+
+
+MEASURED = repository() / "results" / "h200" / "context_parallel" / "bench.json"
+
+
+def test_the_model_against_what_was_measured() -> None:
+    """Two H200s, causal, up to 16k tokens of a GPU; beyond, the power cap lowers their clock."""
+    compared = 0
+    for row in json.loads(MEASURED.read_text())["rows"]:
+        size = context_rings.Size(**row["size"])
+        if "both" not in row or not size.causal or size.tokens > 16384:
+            continue
+        for direction, both in (("forward", False), ("both", True)):
+            inputs = size.tokens, size.heads, size.kv_heads, 128, 2, context_model.H200, context_model.NVLINK
+            expected = context_model.predict(*inputs, both).seconds * 1e3
+            assert expected == pytest.approx(row[direction]["ours"]["ms"], rel=0.09), (str(size), direction)
+            compared += 1
+    assert compared >= 6

@@ -16,7 +16,7 @@ import torch
 import hopper_attention
 from harness import context_model, machine_code
 from hopper_attention import launch, ops, tuned
-from hopper_attention.integrations import block_gradients, copy_engines, merging, zigzag
+from hopper_attention.integrations import block_gradients, copy_engines, merging, packed_ring, zigzag
 from hopper_attention.integrations import context_parallel as cp
 from hopper_attention.integrations.zigzag import Rows
 from hopper_attention.kernels.contract import Problem
@@ -240,12 +240,52 @@ def test_numbers(ranks: int, tmp_path: Path) -> None:
     passed(ring(ranks, f"[{', '.join(cases)}]", tmp_path))
 
 
-def test_a_compiled_graph_is_whole(tmp_path: Path) -> None:
-    passed(ring(2, "numbers(rank, ranks, True, 2, None, compiled=True)", tmp_path))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_packed_sequences(ranks: int, tmp_path: Path) -> None:
+    """As `test_numbers`, of sequences that each are cut for themselves, one of them empty."""
+    cases = [
+        "packed(rank, ranks, True, 2)",
+        "packed(rank, ranks, False, 1, 0.2)",
+        "packed(rank, ranks, True, 4)",
+    ]
+    passed(ring(ranks, f"[{', '.join(cases)}]", tmp_path))
+
+
+def test_where_packed_chunks_lie() -> None:
+    """Each row once; the first chunks of all sequences, then the second ones."""
+    for lengths, ranks in (((8, 4, 12), 1), ((16, 0, 8), 2), ((12,), 3), ((24, 48), 4)):
+        bounds = [0, *itertools.accumulate(lengths)]
+        cu = torch.tensor(bounds, dtype=torch.int32)
+        everyone = [packed_ring.places(cu, rank, ranks) for rank in range(ranks)]
+        assert sorted(torch.cat(everyone).tolist()) == list(range(bounds[-1]))
+        for rank, rows in enumerate(everyone):
+            packing = packed_ring.Packing(cu, len(rows), ranks)
+            halves = packing.halves(rows)
+            chunk = lambda i: [
+                begin + i * ((end - begin) // (2 * ranks)) + x
+                for begin, end in itertools.pairwise(bounds) for x in range((end - begin) // (2 * ranks))
+            ]  # fmt: skip
+            assert halves.tolist() == [x for i in zigzag.chunks_of(rank, ranks) for x in chunk(i)]
+            assert torch.equal(packing.order(halves), rows)
+
+
+@pytest.mark.parametrize("case", ["numbers(rank, ranks, True, 2, None", "packed(rank, ranks, True, 2"])
+def test_a_compiled_graph_is_whole(case: str, tmp_path: Path) -> None:
+    passed(ring(2, f"{case}, compiled=True)", tmp_path))
 
 
 def test_what_pytorch_sees(tmp_path: Path) -> None:
     passed(ring(2, "seen(rank, ranks)", tmp_path))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_all_gather_gives_the_same(causal: bool, tmp_path: Path) -> None:
+    passed(ring(2, f"gathered(rank, ranks, {causal}, 2)", tmp_path))
+
+
+def test_training_on_two_ranks(tmp_path: Path) -> None:
+    """FSDP2, recomputed layers: the same losses as on one rank."""
+    passed(ring(2, "trains(rank, ranks)", tmp_path))
 
 
 def test_a_wrong_number_is_seen(tmp_path: Path) -> None:
@@ -263,7 +303,9 @@ def test_a_wrong_number_is_seen(tmp_path: Path) -> None:
         ("odd", "on rank 1: a rank holds two chunks of one length, and 31 tokens are not that"),
         ("dtype", "on rank 1: q must be bfloat16 or float16, not float32"),
         ("lengths", "on rank 1: q has 32 tokens and k has 30"),
-        ("packed", "on rank 1: takes no packed sequences"),
+        ("packed", "on rank 1: packed sequences, (total, heads, head_dim), come with their cu_seqlens"),
+        ("lengths of others", "torch.bfloat16, cu_seqlens (3,) torch.int32"),
+        ("lengths of 64 bits", "on rank 0: cu_seqlens_q must be int32, not int64"),
         ("values", "on rank 1: takes values of head_dim 64, not of 32"),
     ],
 )

@@ -1,6 +1,8 @@
 """Context parallelism on two GPUs: the public call with its gradients, by the pass rule."""
 
 import datetime
+import functools
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -12,8 +14,9 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness import reference
+from harness import context_reference, judging, reference
 from hopper_attention import context_parallel_attention, enabled, production
+from hopper_attention.integrations import block_gradients, packed_ring
 from hopper_attention.integrations import context_parallel as cp
 from hopper_attention.integrations.merging import merge
 from hopper_attention.kernels import ladder
@@ -34,6 +37,10 @@ CASES = {  # tokens of a GPU, heads, key heads, head_dim, and what differs
     "fp16": (322, 4, 2, 64, {"dtype": torch.float16, "softmax_scale": 0.2, "dlse": True}),
     "deterministic": (322, 4, 2, 64, {"deterministic": True}),
     "256": (322, 2, 1, 256, {"causal": False}),
+}
+PACKED = {  # whole lengths, heads, key heads, head_dim, causal
+    "packed": ((1024, 4, 0, 260, 2048), 4, 2, 128, True),
+    "packed, full": ((64, 772, 1280), 4, 4, 64, False),
 }
 
 
@@ -69,16 +76,47 @@ def run_case(rank: int, name: str) -> list[str]:
     causal, scale = options["causal"], options.get("softmax_scale")
     name_of = str(dtype).removeprefix("torch.")
     problem = Problem(batch, heads, kv_heads, q.shape[2], q.shape[2], head_dim, causal, name_of)
-    rounding = lambda stage, x: reference.rounding_of(*ladder.load(stage), x, **ladder.load(stage)[0].options)
-    forward = reference.Expected(q, k, v, causal, softmax_scale=scale)
-    backward = reference.Expected(q, k, v, causal, do, softmax_scale=scale, dlse=dlse)
-    verdicts = (
-        forward.judge({x: whole[x] for x in ("o", "lse")}, rounding("k6", problem)),
-        backward.judge(
-            {x: whole[x] for x in ("dq", "dk", "dv")}, rounding("bwd4", problem.with_(direction="bwd"))
-        ),
-    )
-    return [failure for verdict in verdicts for failure in verdict.failures]
+    x = {"q": q, "k": k, "v": v, "do": do} | whole
+    rounded = options.get("deterministic", False) or head_dim not in block_gradients.HEAD_DIMS
+    verdicts = context_reference.whole(x, causal, RANKS, *roundings(problem), scale, dlse, rounded)
+    return [failure for verdict in verdicts.values() for failure in verdict.failures]
+
+
+def run_packed(rank: int, name: str) -> list[str]:
+    """What is wrong with packed sequences, on rank 0, judged one by one."""
+    lengths, heads, kv_heads, head_dim, causal = PACKED[name]
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(7)
+    make = lambda h: torch.randn(sum(lengths), h, head_dim, device="cuda", generator=generator).bfloat16()
+    made = {"q": make(heads), "k": make(kv_heads), "v": make(kv_heads), "do": make(heads)}
+    mine = {key: packed_ring.shard(x, cu, rank, RANKS) for key, x in made.items()}
+    inputs = [mine[x].requires_grad_() for x in "qkv"]
+    o, lse = context_parallel_attention(*inputs, causal=causal, return_lse=True, cu_seqlens=cu)
+    o.backward(mine["do"])
+    found = {"o": o, "lse": lse.T} | {f"d{key}": x.grad for key, x in zip("qkv", inputs)}
+    for key, x in found.items():
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(RANKS)]
+        dist.all_gather(parts, x.detach().contiguous())
+        made[key] = torch.empty_like(torch.cat(parts))
+        for r, part in enumerate(parts):
+            made[key][packed_ring.places(cu, r, RANKS)] = part
+    wrong = []
+    for begin, end in itertools.pairwise(cu.tolist()):
+        if begin == end or rank:
+            continue
+        x = {key: y[begin:end].transpose(0, 1)[None].contiguous() for key, y in made.items()}
+        problem = Problem(1, heads, kv_heads, end - begin, end - begin, head_dim, causal)
+        verdicts = context_reference.whole(x, causal, RANKS, *roundings(problem), block_by_block=True)
+        wrong += [f"{end - begin}: {y}" for verdict in verdicts.values() for y in verdict.failures]
+    return wrong
+
+
+def roundings(problem: Problem) -> list[reference.Rounding]:
+    """Of the forward and of the backward stage."""
+    stages = ("k6", problem), ("bwd4", problem.with_(direction="bwd"))
+    return [
+        reference.rounding_of(*ladder.load(stage), x, **ladder.load(stage)[0].options) for stage, x in stages
+    ]
 
 
 def run_torchs_own(rank: int) -> list[str]:
@@ -110,7 +148,7 @@ def run_torchs_own(rank: int) -> list[str]:
         return []
     wrong = [] if set(calls) == {"forward", "backward"} else [f"called were {calls}"]
     q, k, v, do = made
-    expected = reference.Expected(q, k, v, True, do)
+    expected = judging.Expected(q, k, v, True, do)
     exact = dict(zip(("o", "dq", "dk", "dv"), (expected.forward[0], *expected.gradients)))
     off = {name: float((whole[name].double() - x).norm() / x.norm()) for name, x in exact.items()}
     return wrong + [f"{name} is off by {x:.1e} of its norm" for name, x in off.items() if x > 2.0**-7]
@@ -126,15 +164,19 @@ def rank_main(rank: int, names: list[str], found: dict[str, list[str]]) -> None:
         if rank == 0:
             found[name] = wrong
             print(name, wrong or "passes", flush=True)
-    wrong = run_torchs_own(rank)
-    if rank == 0:
-        found[TORCHS_OWN] = wrong
+    others = {TORCHS_OWN: run_torchs_own} | {x: functools.partial(run_packed, name=x) for x in PACKED}
+    for name, run in others.items():
+        wrong = run(rank)
+        if rank == 0:
+            found[name] = wrong
+            print(name, wrong or "passes", flush=True)
     dist.destroy_process_group()
 
 
 def dies(rank: int, when: str, seconds: float) -> None:
     """Rank 1 is gone at its second call; rank 0 must not wait for it longer than the group's timeout."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29519", "NCCL_NVLS_ENABLE": "0"}
+    port = "29519" if when == "by NCCL" else "29521"
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NCCL_NVLS_ENABLE": "0"}
     device, timeout = torch.device("cuda", rank), datetime.timedelta(seconds=seconds)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", rank=rank, world_size=RANKS, device_id=device, timeout=timeout)
@@ -175,7 +217,7 @@ def found() -> Callable[[], dict[str, list[str]]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*CASES, TORCHS_OWN])
+@pytest.mark.parametrize("name", [*CASES, *PACKED, TORCHS_OWN])
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
 def test_numbers(name: str, found: dict[str, list[str]]) -> None:
     assert found[name] == []

@@ -1,12 +1,8 @@
 """What notes/exercises.md marks as verified: each change is made, and its effect is as told."""
 
-import importlib
-import importlib.machinery
-import importlib.util
+import functools
 import itertools
 import math
-import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,34 +11,19 @@ import numpy as np
 import pytest
 from untraced import kernels
 
-from harness import machine_code, models
+from harness import edits, machine_code, models
 from harness.draw import timelines
-from harness.results import repository
+from harness.results import Results, repository
+from hopper_attention.integrations import zigzag
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.kernels.device.fp8 import TOKEN_ORDER
-
-KERNELS = repository() / "kernels"
-number = itertools.count()
 
 
 @pytest.fixture
 def edited(tmp_path: Path) -> Callable[..., ModuleType]:
-    """A kernel file of a copy of kernels/ with edits (file, old, new), as a package of its own."""
-
-    def edit(stage: str, *edits: tuple[str, str, str]) -> ModuleType:
-        name = f"edited_kernels_{next(number)}"
-        folder = tmp_path / name
-        shutil.copytree(KERNELS, folder)
-        for file, old, new in edits:
-            source = (folder / file).read_text(encoding="utf-8")
-            assert old in source, f"{file} has changed: tell notes/exercises.md"
-            (folder / file).write_text(source.replace(old, new), encoding="utf-8")
-        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        spec.submodule_search_locations = [str(folder)]
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        return importlib.import_module(f"{name}.{stage}")
-
-    return edit
+    """A kernel file of a copy of kernels/ with edits (file, old, new); what it has no more of is to be told
+    notes/exercises.md."""
+    return functools.partial(edits.edited, folder=tmp_path)
 
 
 def opcodes(module: ModuleType, head_dim: int, causal: bool = False, direction: str = "fwd") -> list[str]:
@@ -246,6 +227,36 @@ def test_pieces_weighed_by_their_keys(qkv: list[np.ndarray]) -> None:
         assert np.allclose(merged, attention(scaled, k, v)[0]) == right
 
 
+# Policies, and several GPUs
+
+
+def test_a_backward_pass_without_the_sink(qkv: list[np.ndarray]) -> None:
+    q, k, v = qkv
+    scale, sink = 1 / math.sqrt(q.shape[1]), 2.0
+    do = np.random.default_rng(2).standard_normal(q.shape)
+    plain = attention(q, k, v)[1]
+    lse = np.logaddexp(plain, sink)
+    o = np.exp(scale * q @ k.T - lse[:, None]) @ v
+    right = models.flash_attention_2_backward(q, k, v, o, lse, do)
+    loss = lambda k: (
+        np.exp(scale * q @ k.T - np.logaddexp(attention(q, k, v)[1], sink)[:, None]) @ v * do
+    ).sum()
+    step = np.zeros_like(k)
+    step[3, 5] = 1e-5
+    assert np.isclose((loss(k + step) - loss(k - step)) / 2e-5, right[1][3, 5], rtol=1e-6)
+    wrong = models.flash_attention_2_backward(q, k, v, o, plain, do)
+    assert not any(np.allclose(x, y, rtol=1e-2) for x, y in zip(right, wrong))
+
+
+def test_halves_and_zigzag() -> None:
+    n = 64
+    pairs = np.arange(1, n + 1)  # keys that each query sees
+    chunks = pairs.reshape(4, n // 4).sum(1)
+    assert chunks[:2].sum() / pairs.sum() == pytest.approx(0.25, abs=0.01)
+    held = [chunks[list(zigzag.chunks_of(rank, 2))].sum() for rank in range(2)]
+    assert held[0] == held[1]
+
+
 # The backward pass
 
 
@@ -285,6 +296,16 @@ def test_without_d_only_dv_is_right() -> None:
     ds = ds - p * (do * o).sum(1, keepdims=True)
     assert np.allclose(scale * ds @ k, dq)
     assert np.allclose(scale * ds.T @ q, dk)
+
+
+def test_turns_order_products_and_not_data() -> None:
+    """Rows of a kernel without turns passed their check; how much slower they are is told in a range."""
+    measured = Results.load(repository() / "results" / "h200" / "ablations" / "bwd4.json")
+    rate = lambda label, problem: measured.find(label, problem).tflops
+    problems = {row.problem for row in measured.rows if row.provider == "no turns" and row.seqlen_q == 4096}
+    losses = [1 - rate("no turns", problem) / rate(edits.WHOLE, problem) for problem in problems]
+    assert len(losses) == 4
+    assert (round(100 * min(losses)), round(100 * max(losses))) == (7, 12)
 
 
 def test_dv_early_at_head_dim_64_spills_and_serialises(edited: Callable[..., ModuleType]) -> None:

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from harness import cases, head_dims, policy_cases, reference
+from harness import call_cases, cases, head_dims, judging, needles, policy_cases, reference
 from harness.inputs import random_inputs
 from hopper_attention.kernels.contract import Problem
 
@@ -19,7 +19,7 @@ OFF = [(0.0, True), (5e-6, True), (1.5e-5, False), (3e-5, False), (9e-5, False),
 def test_an_lse_may_be_off_by_round_off(off: float, passes: bool, row: int, sign: int) -> None:
     """In one row of one head, relative to max(1, |lse|); the round-off of fp32 is some 1e-7."""
     q, k, v = random_inputs(Problem.square(2, 3, 203, 64, True), "cpu")
-    expected = reference.Expected(4 * q, k, v, True)  # × 4: an LSE of 1 in some rows, of 15 in others
+    expected = judging.Expected(4 * q, k, v, True)  # × 4: an LSE of 1 in some rows, of 15 in others
     lse = expected.forward[1].clone()
     lse[1, 2, row] += sign * off * max(1.0, lse[1, 2, row].abs().item())
     yard = reference.yardstick(4 * q, k, v, True, rounds_p=True)
@@ -32,11 +32,11 @@ def test_an_lse_may_be_off_by_round_off(off: float, passes: bool, row: int, sign
 @pytest.mark.parametrize(("off", "passes"), OFF)
 def test_needles_have_an_lse_too(off: float, passes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.square(1, 2, 65, 64, True)
-    q, k, v, target = reference.needle_inputs(problem, "cpu")
+    q, k, v, target = needles.needle_inputs(problem, "cpu")
     lse = reference.reference(q, k, v, True)[1]
     lse[0, 1, 40] *= 1 + off
     found = {"o": v[:, :, target], "lse": lse.float()}
-    monkeypatch.setattr(reference, "needle_inputs", lambda problem, device, amplitude: (q, k, v, target))
+    monkeypatch.setattr(needles, "needle_inputs", lambda problem, device, amplitude: (q, k, v, target))
     monkeypatch.setattr(cases, "run_poisoned", lambda *_, **__: found)
     messages = list(cases.needle_in("k6", problem))
     assert (messages == []) == passes
@@ -114,7 +114,7 @@ def test_every_case_is_registered() -> None:
 
     written = {
         function
-        for module in (cases, head_dims, policy_cases)
+        for module in (cases, call_cases, head_dims, policy_cases)
         for function in vars(module).values()
         if is_case(function, module)
     } - {cases.run_cases}

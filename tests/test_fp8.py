@@ -159,6 +159,26 @@ def test_what_quantize_gives() -> None:
         found.v.seqlen = 3
 
 
+def test_keys_less_their_mean() -> None:
+    """A large vector that all keys share takes their digits, unless it is subtracted before. No weight
+    changes by that, and the LSE by what every score of a row loses."""
+    q, k, v = inputs()
+    shared = torch.randn(*k.shape[:2], 1, 64, generator=torch.Generator().manual_seed(2))
+    k = k + 20 * shared.to(k.dtype)
+    mean = k.mean(2, keepdim=True, dtype=torch.float32).to(k.dtype)
+    found = quantize(q, k, v, centred=True)
+    for x, y in zip(found, quantize(q, k - mean, v)):
+        assert all(a.equal(b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(x, y, strict=True))
+    o, lse = attention_fp8(*found, return_lse=True)
+    assert error(o, q, k, v) < 0.06 < 2 * 0.06 < error(attention_fp8(q, k, v), q, k, v)
+    group = q.shape[1] // k.shape[1]
+    lost = (q.float() @ mean.float().repeat_interleave(group, 1).mT)[..., 0] * 64**-0.5
+    exact = reference(q, k, v, False, None, False, None)[1]
+    assert (lse + lost - exact).abs().max() < 0.2 < lost.abs().max()
+    cache = quantize(k=k, v=v, centred=True)
+    assert attention_fp8(q, cache.k, cache.v).equal(o)
+
+
 def test_signs_are_what_they_were() -> None:
     """Of a kept cache, in whatever version of Python."""
     assert production_fp8.signs(64)[:12].tolist() == [-1, 1, -1, -1, 1, 1, -1, -1, -1, -1, -1, 1]
@@ -474,6 +494,14 @@ def test_wrong_parts_and_options(checked: None) -> None:
         with pytest.raises(TypeError, match="seed must be an integer"):
             quantize(q, seed=seed)
     cos = torch.ones(70, 32)
+    with pytest.raises(TypeError, match="centred must be True or False, not 1"):
+        quantize(q, k, v, centred=1)
+    with pytest.raises(ValueError, match="centred is of k, which is missing"):
+        quantize(q, centred=True)
+    with pytest.raises(ValueError, match="centred is of k, and not with rope"):
+        quantize(q, k, v, rope=(cos, cos), centred=True)
+    with pytest.raises(TypeError, match="bfloat16 or float16"):
+        quantize(q, *in_rows()[0][1:], centred=True)
     for rope, kind, words in (
         (cos, TypeError, "rope must be two tensors"),
         ((cos, None), ValueError, "rope is cos and sin: one of them is missing"),

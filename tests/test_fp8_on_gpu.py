@@ -11,7 +11,7 @@ import pytest
 import torch
 from in_fp8 import stood_for
 
-from harness import reference
+from harness import judging, reference
 from harness.inputs import hopper_gpu, random_inputs
 from harness.quantized import codes, of_rows, quantize_reference
 from harness.quantizing import steps_apart
@@ -67,7 +67,7 @@ def failures(
     if exponents is not None:
         options["exponents"] = of_rows(exponents, v)
     yard, yard_lse = reference.yardstick_of(q, k, v, causal, lazy, **options, dtype=o.dtype)
-    return reference.judge(o, exact[0], yard, lse, exact[1], yard_lse=yard_lse).failures
+    return judging.judge(o, exact[0], yard, lse, exact[1], yard_lse=yard_lse).failures
 
 
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:

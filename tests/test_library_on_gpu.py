@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from harness import reference
+from harness import judging, logits, reference
 from harness.inputs import hopper_gpu, random_inputs
 from hopper_attention import attention, attention_backward, enabled, production
 from hopper_attention.checks import problem_of
@@ -39,7 +39,7 @@ def verdicts(q, k, v, do, dlse=None, softmax_scale=None, **mask) -> list[str]:
     outputs, gradients = ((o,), (do,)) if dlse is None else ((o, lse), (do, dlse))
     dq, dk, dv = torch.autograd.grad(outputs, leaves, gradients)
     given = {"causal": mask.get("causal", False), "top_left": mask.get("top_left", False)}
-    what = reference.Expected(q, k, v, do=do, **given, softmax_scale=softmax_scale, dlse=dlse)
+    what = judging.Expected(q, k, v, do=do, **given, softmax_scale=softmax_scale, dlse=dlse)
     shape = problem_of(q, k, v, **given)
     stage_id = production.forward_stage(shape)
     lazy = reference.rounding_of(*ladder.load(stage_id), shape, **production.OPTIONS.get(stage_id, {}))
@@ -51,9 +51,9 @@ def verdicts(q, k, v, do, dlse=None, softmax_scale=None, **mask) -> list[str]:
     options = {"top_left": given["top_left"], "scale": softmax_scale, "dlse": dlse}
     inputs = q, k, v, yard_o, what.saved[1], do, given["causal"], True
     yard = lambda nudge: reference.yardstick_gradients(*inputs, **options, nudge=nudge)
-    floors = reference.cancellation(q, k, v, do, softmax_scale)
+    floors = judging.cancellation(q, k, v, do, softmax_scale)
     grads = {"dq": dq, "dk": dk, "dv": dv}
-    return [*found, *reference.judge_roundings(grads, what.gradients, yard, floors).failures]
+    return [*found, *judging.judge_roundings(grads, what.gradients, yard, floors).failures]
 
 
 @every_mask
@@ -79,7 +79,7 @@ def test_few_tiles_of_keys(mask: dict, head_dim: int, heads: int, monkeypatch: p
     assert verdicts(q, k, v, do, **mask) == []
     assert verdicts(q, k, v, do, torch.randn(q.shape[:3], device="cuda"), 0.1, **mask) == []
     for parts in (Parts(heads, 1), Parts(1, 3), Parts(heads, 5), Parts(max(1, heads // 2), 16)):
-        monkeypatch.setattr(division, "parts_of", lambda problem, sms=0, parts=parts: parts)
+        monkeypatch.setattr(division, "parts_of", lambda problem, *gpu, parts=parts: parts)
         production.plans.clear()
         assert verdicts(q, k, v, do, **mask) == []
     production.plans.clear()
@@ -107,7 +107,7 @@ def test_tiles_of_every_height(
 ) -> None:
     q, k, v, do = random_inputs(problem(head_dim, seqlen_q=seqlen_q))
     for rows in division.TILES[head_dim]:
-        monkeypatch.setattr(division, "rows_of", lambda problem, sms=0, rows=rows: rows)
+        monkeypatch.setattr(division, "rows_of", lambda problem, *gpu, rows=rows: rows)
         production.plans.clear()
         assert verdicts(q, k, v, do, **mask) == []
     production.plans.clear()
@@ -354,53 +354,19 @@ def test_beside_sdpa() -> None:
     assert torch.allclose(attention(q, k, v, causal=True), o, atol=2**-5)
 
 
-POSITIONS = 200
-
-
-@pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT"])
+@pytest.mark.parametrize("name", logits.MODELS)
 def test_hugging_face_models_give_the_same_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """200 positions, in one pass and, with a cache, token by token: as far from float32 as SDPA's are; and
-    where SDPA is sure of the next token, the same token. Steps after the prompt are left to SDPA."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    torch.manual_seed(0)
-    shape = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "vocab_size": 5000}
-    config = {
-        "Llama": transformers.LlamaConfig(**shape, num_key_value_heads=4, num_hidden_layers=4),
-        "GPT-2": transformers.GPT2Config(n_embd=768, n_layer=4, n_head=12, vocab_size=5000),
-        "BERT": transformers.BertConfig(**shape, num_hidden_layers=4),
-    }[name]
-    kind = transformers.AutoModelForMaskedLM if name == "BERT" else transformers.AutoModelForCausalLM
-    model = kind.from_config(config, dtype=torch.bfloat16).cuda().eval()
-    tokens = torch.randint(5000, (2, POSITIONS), device="cuda")
+    where SDPA is sure of the next token, the same token."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
     taken = []
     call = huggingface.attention
     monkeypatch.setattr(huggingface, "attention", lambda *x, **y: taken.append(1) or call(*x, **y))
-    huggingface.register()
-
-    def logits(implementation: str) -> dict[str, torch.Tensor]:
-        model.set_attn_implementation(implementation)
-        with torch.no_grad():
-            found = {"in one pass": model(tokens).logits.float()}
-            if name != "BERT":
-                first, past = model(tokens[:, :8], use_cache=True), None
-                steps, past = [first.logits], first.past_key_values
-                for i in range(8, POSITIONS):
-                    step = model(tokens[:, i : i + 1], past_key_values=past, use_cache=True)
-                    steps, past = [*steps, step.logits], step.past_key_values
-                found["token by token"] = torch.cat(steps, 1).float()
-        return found
-
-    sdpa, ours = logits("sdpa"), logits("hopper_attention")
-    assert len(taken) == (4 if name == "BERT" else 8)  # layers, of the pass and of the prompt
-    model.float()
-    exact = logits("eager")["in one pass"]
-    for way, found in ours.items():
-        spread = (sdpa[way] - exact).abs().max()
-        assert (found - exact).abs().max() <= 1.5 * spread
-        first, second = sdpa[way].topk(2).values.unbind(-1)
-        sure = first - second > spread
-        assert sure.any()
-        assert found.argmax(-1)[sure].equal(sdpa[way].argmax(-1)[sure])
+    rows = logits.measure(name)
+    # By each layer: of the pass, and with either cache of the prompt; steps of transformers' are SDPA's.
+    assert len(taken) == logits.LAYERS * (1 if name == "BERT" else 3)
+    assert len(rows) == (1 if name == "BERT" else 3)
+    assert [x for row in rows for x in logits.failures(row)] == []
 
 
 def test_nothing_is_asked_of_a_gpu_twice() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import host, library, results, suite, suites
+from harness import host, library, logits, results, suite, suites
 from harness.command import Usage
 from harness.host import BOTH, FORWARD, OURS, PLAIN
 from harness.results import repository
@@ -200,7 +200,7 @@ def test_what_is_no_file(text: str, tmp_path: Path) -> None:
 # ---- what measures it -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [host])
+@pytest.mark.parametrize("command", [host, logits])
 def test_without_a_gpu_nothing_is_measured(command, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
@@ -236,6 +236,25 @@ def test_host_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ]
     assert [row["us"] for row in rows[:4]] == [10**6 - 4 - i for i in range(4)]  # of the second round
     assert asked.count(OURS) == 4
+
+
+def test_logits_beside_sdpa() -> None:
+    """Another token counts where SDPA is sure, and only there; so does an error beyond SDPA's."""
+    exact = torch.zeros(1, 4, 3)
+    exact[..., 0] = torch.tensor([1.0, 1.0, 1.0, 0.005])  # at the last position nobody can be sure
+    theirs = exact + 0.01 * torch.tensor([1.0, -1.0, 0.0])
+    row = logits.beside(theirs, theirs.clone(), exact)
+    assert (row["positions"], row["sure"], row["same"]) == (4, 4, 4)
+    theirs[0, 3] = torch.tensor([0.0, 0.005, 0.0])
+    row = {"model": "BERT", "way": "in one pass"} | logits.beside(theirs, exact, exact)
+    assert (row["sure"], row["same"], row["our_error"]) == (3, 3, 0.0)
+    assert logits.failures(row) == []
+    row = row | logits.beside(theirs, exact.roll(1, -1), exact)
+    assert logits.failures(row) == [
+        "BERT, in one pass: error 1, SDPA's 0.01", "BERT, in one pass: 0 of the 3 tokens that SDPA is sure of"
+    ]  # fmt: skip
+    row = row | logits.beside(theirs, torch.full_like(exact, torch.nan), exact)
+    assert logits.failures(row) == ["BERT, in one pass: error nan, SDPA's 0.01"]
 
 
 @pytest.mark.parametrize("name", ["host", "models_fwd", "models_bwd"])

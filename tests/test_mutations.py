@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness import mutations, reference
+from harness import judging, mutations
 from harness.sweep import sweep
 from hopper_attention.kernels import k7
 from hopper_attention.kernels.contract import Problem
@@ -44,17 +44,17 @@ def test_mutations_in_fp8_are_caught(causal: bool) -> None:
 def test_a_blunt_rule_lets_mutations_survive(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: without its relative factors the rule catches little."""
     for factor in ("MAX_FACTOR", "RMS_FACTOR", "BLOCK_RMS_FACTOR", "ROW_RMS_FACTOR"):
-        monkeypatch.setattr(reference, factor, 1e9)
+        monkeypatch.setattr(judging, factor, 1e9)
     missed = mutations.survivors(sweep()[0], "cpu", all_rows=False)
     caught = {"one NaN", "one unwritten row"}
     assert {line.split(":")[0] for line in missed} == set(mutations.MUTATIONS) - caught
-    monkeypatch.setattr(reference, "MAX_FACTOR", 1e-9)
+    monkeypatch.setattr(judging, "MAX_FACTOR", 1e-9)
     assert mutations.survivors(sweep()[0], "cpu", all_rows=False)[0].startswith("None: max error")
 
 
 def test_a_blunt_rule_lets_mutations_of_gradients_survive(monkeypatch: pytest.MonkeyPatch) -> None:
     for factor in ("MAX_FACTOR", "RMS_FACTOR", "BLOCK_RMS_FACTOR", "ROW_RMS_FACTOR"):
-        monkeypatch.setattr(reference, factor, 1e9)
+        monkeypatch.setattr(judging, factor, 1e9)
     missed = {line.split(":")[0] for line in mutations.survivors(sweep("bwd")[0], "cpu", all_rows=False)}
     caught = {f"{fault}, {name}" for fault in ("one NaN", "one unwritten row") for name in ("dq", "dk", "dv")}
     assert missed == set(mutations.GRADIENT_MUTATIONS) - caught
@@ -65,5 +65,5 @@ def test_sampled_rows_are_whole_blocks_with_both_ends(n: int) -> None:
     rows = mutations.sampled_rows(n, "cpu")
     assert rows[0] == 0
     assert rows[-1] == n - 1
-    assert len(rows) == len(rows.unique()) == min(n, 6 * reference.BLOCK_ROWS)
-    assert bool((rows.view(-1, reference.BLOCK_ROWS)[:, 0] % reference.BLOCK_ROWS == 0).all())
+    assert len(rows) == len(rows.unique()) == min(n, 6 * judging.BLOCK_ROWS)
+    assert bool((rows.view(-1, judging.BLOCK_ROWS)[:, 0] % judging.BLOCK_ROWS == 0).all())

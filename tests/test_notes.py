@@ -10,7 +10,7 @@ import pytest
 import torch
 from untraced import kernels
 
-from harness import diff, worth
+from harness import diff, edits, worth
 from harness.hardware import H100_SXM
 from harness.results import Results, repository
 from hopper_attention.kernels.contract import Problem
@@ -66,12 +66,16 @@ def test_formulas_are_what_github_renders(path: Path) -> None:
     assert (glued, escaped) == ([], [])
 
 
-@pytest.mark.parametrize("name", ["k6", "k7", "decode", "bwd4"])
+@pytest.mark.parametrize(
+    "name",
+    ["k6", "k7", "k8", "decode", "bwd4", "context_parallel", "k6_policies", "bwd4_policies", "library"],
+)
 def test_the_first_layer_takes_five_minutes(name: str) -> None:
     text = (ROOT / "notes" / f"{name}.md").read_text(encoding="utf-8")
     first, details = re.sub(r"<!--.*?-->", "", text).split("\n## Details\n")
     assert len([word for word in first.split() if re.search(r"\w", word)]) <= WORDS_IN_FIVE_MINUTES
-    assert re.search(r"!\[[^\]]+\]\(drawings/", first.split("\n## ")[0])  # before the first page of text
+    if name in ("k6", "k7", "decode", "bwd4"):  # before the first page of text
+        assert re.search(r"!\[[^\]]+\]\(drawings/", first.split("\n## ")[0])
     assert details
 
 
@@ -197,28 +201,39 @@ def test_what_a_forward_kernel_takes(stage: str, direction: str, head_dim: int) 
 
 def test_what_is_taken_out_of_a_kernel_is_one_of_its_variants() -> None:
     for file, lacking in worth.LACKING.items():
-        variants = kernels(file).VARIANTS
-        assert {variant for _, _, variant in lacking} <= set(variants)
+        assert {label for _, label, _ in lacking} <= set(edits.labels(file))
 
 
-def test_the_worth_of_an_idea_is_the_ratio_of_two_rows() -> None:
-    results = Results.load(ROOT / "results" / "h200" / "ablations" / "k6.json")
+@pytest.mark.parametrize(
+    ("file", "idea", "label", "whole"),
+    [
+        ("k6", "lazy rescaling (`exact`)", "exact", "192×64, 4 stages"),
+        ("bwd4", "turns", "no turns", edits.WHOLE),
+    ],
+)
+def test_the_worth_of_an_idea_is_the_ratio_of_two_rows(file: str, idea: str, label: str, whole: str) -> None:
+    results = Results.load(ROOT / "results" / "h200" / "ablations" / f"{file}.json")
     rates = {row.provider: row.tflops for row in results.rows
              if (row.head_dim, row.causal, row.seqlen_q) == (128, False, worth.SEQLEN)}  # fmt: skip
-    change = 100 * (rates["exact"] / rates["192×64, 4 stages"] - 1)
-    table = worth.block("k6", {"h200": results})
-    assert f"| lazy rescaling (`exact`) | 128 | {change:+.0f} % ".replace("-", "−") in table
-    assert "| not measured | not measured |" in worth.block("k6", {})
+    change = 100 * (rates[label] / rates[whole] - 1)
+    assert f"| {idea} | {change:+.{int(change > -9.95)}f} % ".replace("-", "−") in worth.block(
+        file, {"": results}
+    )
+    assert "| not measured | not measured |" in worth.block(file, {})
 
 
-def test_the_steps_of_bwd4s_making_are_those_of_its_log() -> None:
-    """No variant of bwd4 lacks one idea, so its table is part of the log's: µs at d = 128 and 64, by row."""
-    texts = [(ROOT / "notes" / name).read_text("utf-8") for name in ("bwd4.md", "bwd4_log.md")]
-    times = [
-        re.findall(r"\| (\d{4}|–) \| (\d{4}) \|$", text.split("\n## Details")[0], re.M) for text in texts
-    ]
-    assert len(times[0]) == 6
-    assert [row for row in times[1] if row in times[0]] == times[0]
+def test_every_idea_is_still_in_its_kernel() -> None:
+    """What an ablation takes out by an edit stands once in the source that it edits."""
+    for file, ideas in edits.LACKING.items():
+        for label, lacking in ideas.items():
+            for place, old, new in lacking.edits:
+                source = (ROOT / "kernels" / place).read_text(encoding="utf-8")
+                assert source.count(old) == 1 and source.replace(old, new) != source, (
+                    file,
+                    label,
+                    place,
+                    old,
+                )
 
 
 # Profiles

@@ -16,7 +16,7 @@ from simulated_gpu import SimulatedGpu
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, flex_attention
 from torch.nn.attention.flex_attention import BlockMask
 
-from harness import cudnn_fp8, fa3, peers, quantized, reference
+from harness import cudnn_fp8, fa3, judging, peers, quantized, reference, trained_peers
 from harness.inputs import random_inputs
 from hopper_attention.kernels import quantize
 from hopper_attention.kernels.contract import Problem
@@ -138,6 +138,7 @@ class Fa3Build:
 class Given:
     """What the stand-ins were given, call by call."""
 
+    true_compile: Callable
     names: list[str] = field(default_factory=list)
     tensors: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
     backends: list[list[SDPBackend]] = field(default_factory=list)
@@ -184,7 +185,7 @@ class Given:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> Given:
-    found = Given()
+    found = Given(torch.compile)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", found.sdpa)
     monkeypatch.setattr(flex_attention, "flex_attention", found.flex)
     monkeypatch.setattr(torch, "compile", found.compile)
@@ -214,7 +215,7 @@ def test_a_peer_computes_the_problem(name: str, direction: str, label: str, give
     inputs = random_inputs(problem, "cpu", seed=7)
     kept = [x.clone() for x in inputs]
     q, k, v, *do = inputs
-    expected = reference.Expected(q, k, v, problem.causal, *do, top_left=problem.top_left)
+    expected = judging.Expected(q, k, v, problem.causal, *do, top_left=problem.top_left)
     exact = expected.gradients if do else expected.forward[:1]
     call = peers.PEERS[name].build(problem, *inputs)
     for _ in range(2):
@@ -320,6 +321,74 @@ def test_fa3_without_a_backward_pass(given: Given, monkeypatch: pytest.MonkeyPat
     problem = PROBLEMS["GQA"].with_(direction="bwd")
     with pytest.raises(RuntimeError, match="has a backward pass"):
         peers.PEERS["fa3"].build(problem, *random_inputs(problem, "cpu"))
+
+
+# In training
+
+
+def gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Causal, (B, N, H, d), as an operator's implementation may compute them: without autograd."""
+    q, k, v, do = (x.transpose(1, 2).float() for x in (q, k, v, do))
+    scale = q.shape[-1] ** -0.5
+    visible = triangle(q.shape[2], k.shape[2], True)
+    p = (q @ k.mT * scale).masked_fill(~visible, -math.inf).softmax(-1)
+    dp = do @ v.mT
+    ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
+    return tuple(x.transpose(1, 2).contiguous() for x in (ds @ k, ds.mT @ q, p.mT @ do))
+
+
+def trained_on(name: str, given: Given, monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """The peer's call in a model, of stand-ins, compiled by the true `torch.compile`."""
+
+    class Build(Fa3Build):
+        def backward(self, dout, q, k, v, out, softmax_lse, dq, dk, dv, causal):
+            for x, gradient in zip((dq, dk, dv), gradients(q, k, v, dout), strict=True):
+                x.copy_(gradient)
+            return (softmax_lse,)
+
+    def fa4_forward(q, k, v, *, causal, return_lse):
+        assert causal
+        assert return_lse
+        return of_rows_first(q, k, v, True), torch.zeros(q.shape[0], q.shape[2], q.shape[1]), None
+
+    interface = SimpleNamespace(
+        _flash_attn_fwd=fa4_forward,
+        _flash_attn_bwd=lambda q, k, v, o, do, lse, *, causal: gradients(q, k, v, do),
+    )
+    sys.modules["flash_attn.cute"].interface = interface
+    monkeypatch.setattr(fa3, "builds", lambda: {"a": Build(given, SimulatedGpu(monkeypatch))})
+    trained_peers.attention.cache_clear()
+    return trained_peers.attention(name)
+
+
+@pytest.mark.parametrize("name", trained_peers.PASSES)
+def test_a_peer_in_training(name: str, given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager, and compiled as one graph: the values and gradients of the definition."""
+    compile = given.true_compile
+    call = trained_on(name, given, monkeypatch)
+    leaves = [torch.randn(2, 3, 40, 64, requires_grad=True) for _ in range(3)]
+    do = torch.randn(2, 3, 40, 64)
+    expected = attention(*leaves, triangle(40, 40, True))
+    exact = torch.autograd.grad(expected, leaves, do)
+
+    def step(q, k, v):
+        return call(1.0 * q, k, v) * 1.0
+
+    for run in (step, compile(step, fullgraph=True, backend="aot_eager")):
+        o = run(*leaves)
+        for x, y in zip((o, *torch.autograd.grad(o, leaves, do)), (expected, *exact), strict=True):
+            assert torch.allclose(x, y, atol=1e-5)
+
+
+def test_fa3_in_training_needs_a_backward_pass(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = Fa3Build(given, SimulatedGpu(monkeypatch))
+    del build.bwd
+    monkeypatch.setattr(fa3, "builds", lambda: {"fa3_fwd": build})
+    trained_peers.attention.cache_clear()
+    with pytest.raises(ImportError, match="has a backward pass"):
+        trained_peers.attention("fa3")
 
 
 # In FP8

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from harness import policy_models, reference
+from harness import judging, policy_models, reference
 from harness.policies import Given, random_given
 from hopper_attention.kernels.contract import LazyMaximum, Problem
 
@@ -153,7 +153,7 @@ def test_far_scores_show_a_maximum_that_stays_at_zero() -> None:
 def test_a_blunt_rule_lets_them_survive(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
     for factor in ("MAX_FACTOR", "RMS_FACTOR", "BLOCK_RMS_FACTOR", "ROW_RMS_FACTOR", "SINK_TOLERANCE"):
-        monkeypatch.setattr(reference, factor, 1e9)
+        monkeypatch.setattr(judging, factor, 1e9)
     missed = {x.split(":")[0] for x in policy_models.survivors(some("bwd", {"window": (7, 0)}, SHAPES[0]))}
     assert missed == set(policy_models.EDGES)
 

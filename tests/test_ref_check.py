@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from harness import mutations, reference
+from harness import judging, mutations, needles, reference
 from harness.cases import NEEDLE_LENGTHS
 from harness.inputs import random_inputs
 from hopper_attention.kernels.contract import LazyMaximum, Problem
@@ -142,7 +142,7 @@ def test_reference_gradients_are_those_of_autograd(
 ) -> None:
     monkeypatch.setattr(reference, "CHUNK_ELEMENTS", chunk)
     q, k, v, do = backward(problem)
-    found = reference.Expected(q, k, v, do=do, **mask_of(problem)).gradients
+    found = judging.Expected(q, k, v, do=do, **mask_of(problem)).gradients
     for x, expected in zip(found, exact_gradients(q, k, v, do, **mask_of(problem))):
         assert x.dtype == torch.float64
         assert x.shape == expected.shape
@@ -155,7 +155,7 @@ def test_reference_gradients_are_those_of_autograd(
 
 def test_gradients_of_some_rows_and_columns() -> None:
     q, k, v, do = backward(GRADIENT_SHAPES["few queries, causal"])
-    expected = reference.Expected(q, k, v, True, do)
+    expected = judging.Expected(q, k, v, True, do)
     rows, columns = torch.tensor([0, 5, 32]), torch.tensor([1, 64, 101, 129])
     some = lambda **selected: reference.gradients_of(
         q, k, v, *expected.forward, do, True, torch.float64, False, **selected
@@ -170,7 +170,7 @@ def test_gradients_of_some_rows_and_columns() -> None:
 def test_gradient_yardstick_passes_its_own_rule(problem: Problem, rounds_p: bool) -> None:
     q, k, v, do = backward(problem)
     mask = mask_of(problem)
-    expected = reference.Expected(q, k, v, do=do, **mask)
+    expected = judging.Expected(q, k, v, do=do, **mask)
     yard = reference.yardstick_gradients(q, k, v, *expected.saved, do, rounds_p=rounds_p, **mask)
     assert {x.dtype for x in yard} == {q.dtype}
     verdict = expected.judge(dict(zip(("dq", "dk", "dv"), yard)), rounds_p)
@@ -181,7 +181,7 @@ def test_gradient_yardstick_passes_its_own_rule(problem: Problem, rounds_p: bool
 
 def test_gradient_yardstick_rounds_as_a_kernel_does() -> None:
     q, k, v, do = backward(SHAPES["causal"])
-    expected = reference.Expected(q, k, v, True, do)
+    expected = judging.Expected(q, k, v, True, do)
     rms = lambda x: x.square().mean().sqrt().item()
     for at in range(3):
         ref = expected.gradients[at]
@@ -201,7 +201,7 @@ def test_rows_that_see_one_key_may_differ_by_cancellation(n: int, causal: bool) 
     for seed in range(20):
         problem = Problem.square(2, 3, n, 128, causal, direction="bwd")
         q, k, v, do = random_inputs(problem, "cpu", seed)
-        expected = reference.Expected(q, k, v, causal, do)
+        expected = judging.Expected(q, k, v, causal, do)
         every = torch.arange(n)
         found = mutations.tiled_gradients(q, k, v, *expected.saved, do, causal, every, every)
         found = dict(zip(("dq", "dk", "dv"), found))
@@ -223,7 +223,7 @@ def test_a_tie_that_goes_the_other_way_is_no_fault(
     q, k, v, do = (x[:, head : head + 1] for x in random_inputs(problem, "cpu", seed))
     draw = torch.randn((1, 16, 520), generator=torch.Generator().manual_seed(seed + 7))
     dlse, scale = draw[:, head : head + 1].clone(), 1.4 / math.sqrt(128)
-    o, lse = reference.Expected(q, k, v, False, softmax_scale=scale).saved
+    o, lse = judging.Expected(q, k, v, False, softmax_scale=scale).saved
     row, out, d_out, column, value = (
         x[0, 0, at].double() for x, at in ((q, query), (o, query), (do, query), (k, key), (v, key))
     )
@@ -233,14 +233,14 @@ def test_a_tie_that_goes_the_other_way_is_no_fault(
     at_tie = dlse[0, 0, query].double() + ((torch.floor(ds / unit) + 0.5) * unit - ds) / p
 
     dlse[0, 0, query] = at_tie - 1e-5 * side
-    expected = reference.Expected(q, k, v, False, do, softmax_scale=scale, dlse=dlse)
+    expected = judging.Expected(q, k, v, False, do, softmax_scale=scale, dlse=dlse)
     beyond = dlse.double()
     beyond[0, 0, query] = at_tie + 1e-5 * side
     ideal = reference.gradients_of(*expected.inputs, False, torch.float64, True, scale=scale, dlse=beyond)
     found = {name: x.half() for name, x in zip(("dq", "dk", "dv"), ideal)}
-    floors = reference.cancellation(q, k, v, do, scale)
+    floors = judging.cancellation(q, k, v, do, scale)
     plain = reference.yardstick_gradients(*expected.inputs, False, True, scale=scale, dlse=dlse)
-    assert not reference.judge_gradients(found, expected.gradients, plain, floors).passed
+    assert not judging.judge_gradients(found, expected.gradients, plain, floors).passed
     verdict = expected.judge(found, True)
     assert verdict.passed
     assert verdict.row_rms_ratio < 1.5
@@ -251,11 +251,11 @@ def test_a_tie_that_goes_the_other_way_is_no_fault(
 
 def test_a_nudge_moves_what_is_near_a_tie_and_nothing_else() -> None:
     q, k, v, do = backward(SHAPES["causal"])
-    expected = reference.Expected(q, k, v, True, do)
+    expected = judging.Expected(q, k, v, True, do)
     by = lambda rounds_p, nudge: reference.yardstick_gradients(*expected.inputs, True, rounds_p, nudge=nudge)
-    assert all(x.equal(y) for x, y in zip(by(False, 0.0), by(False, reference.NUDGE)))
+    assert all(x.equal(y) for x, y in zip(by(False, 0.0), by(False, judging.NUDGE)))
     rms = lambda x, ref: (x - ref).square().mean().sqrt().item()
-    for nudge in (reference.NUDGE, -reference.NUDGE):
+    for nudge in (judging.NUDGE, -judging.NUDGE):
         for x, y, ref in zip(by(True, 0.0), by(True, nudge), expected.gradients):
             assert not x.equal(y)
             assert 0.97 < rms(y, ref) / rms(x, ref) < 1.03
@@ -263,7 +263,7 @@ def test_a_nudge_moves_what_is_near_a_tie_and_nothing_else() -> None:
 
 def test_failures_name_the_gradient() -> None:
     q, k, v, do = backward(SHAPES["grouped, causal"])
-    expected = reference.Expected(q, k, v, True, do)
+    expected = judging.Expected(q, k, v, True, do)
     yard = reference.yardstick_gradients(q, k, v, *expected.saved, do, True, False)
     for at, name in enumerate(("dq", "dk", "dv")):
         found = dict(zip(("dq", "dk", "dv"), (x.clone() for x in yard)))
@@ -279,7 +279,7 @@ def test_faults_that_equal_lengths_and_heads_do_not_show() -> None:
     """A group's gradients from one of its heads only, and a causal mask aligned at the top left."""
     problem = Problem(1, 4, 2, 130, 193, 64, True)
     q, k, v, do = backward(problem)
-    expected = reference.Expected(q, k, v, True, do)
+    expected = judging.Expected(q, k, v, True, do)
     names = ("dq", "dk", "dv")
     honest = dict(zip(names, reference.yardstick_gradients(*expected.inputs, True, False)))
     assert expected.judge(honest, False).passed
@@ -289,7 +289,7 @@ def test_faults_that_equal_lengths_and_heads_do_not_show() -> None:
     for name, x in zip(names[1:], one_head[1:]):
         failures = expected.judge(honest | {name: x}, False).failures
         assert failures[0].startswith(f"{name}: max error")
-    square = reference.Expected(q, k[:, :, :130], v[:, :, :130], True, do)  # what a top-left mask shows
+    square = judging.Expected(q, k[:, :, :130], v[:, :, :130], True, do)  # what a top-left mask shows
     top_left = reference.yardstick_gradients(*square.inputs, True, False)
     for name, x in zip(names, top_left):
         padded = torch.nn.functional.pad(x, (0, 0, 0, honest[name].shape[2] - x.shape[2]))
@@ -300,7 +300,7 @@ def test_faults_that_equal_lengths_and_heads_do_not_show() -> None:
 @pytest.mark.parametrize("top_left", [False, True])
 def test_a_mask_aligned_at_the_other_corner_fails(seqlen_q: int, seqlen_kv: int, top_left: bool) -> None:
     q, k, v, do = backward(Problem(1, 4, 2, seqlen_q, seqlen_kv, 64, True))
-    expected = reference.Expected(q, k, v, True, do, top_left)
+    expected = judging.Expected(q, k, v, True, do, top_left)
     for here in (True, False):
         corner = top_left if here else not top_left
         yard = reference.yardstick(q, k, v, True, True, top_left=corner)
@@ -317,9 +317,9 @@ def test_expected_computes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("reference", "yardstick_of", "reference_gradients", "yardstick_gradients"):
         compute = getattr(reference, name)
         counted = lambda *x, name=name, compute=compute, **y: calls.append(name) or compute(*x, **y)
-        monkeypatch.setattr(reference, name, counted)
+        monkeypatch.setattr(judging, name, counted)
     q, k, v, do = backward(SHAPES["one row"])
-    expected = reference.Expected(q, k, v, True, do)
+    expected = judging.Expected(q, k, v, True, do)
     assert calls == []
     for rounding in (False, True, False):
         assert expected.judge({"o": v, "lse": expected.forward[1]}, rounding).passed
@@ -433,7 +433,7 @@ def test_lse_in_codes_counts_tiles(keys: int) -> None:
     for times, first, size in ((1, 0, 128), (2, 0, 128), (0, 0, 128), (2, keys - 64, 64), (0, keys - 64, 64)):
         counted = torch.ones(keys)
         counted[first : first + size] = times
-        verdict = reference.check(q, k, v, False, *attention_in_codes(q, k, v, counted), IN_CODES)
+        verdict = judging.check(q, k, v, False, *attention_in_codes(q, k, v, counted), IN_CODES)
         assert verdict.passed == (times == 1), (times, first, size)
         assert all("LSE off by" in failure for failure in verdict.failures)
 
@@ -442,17 +442,17 @@ def test_lse_in_codes_is_judged_by_row_and_by_block() -> None:
     problem = Problem.square(1, 2, 1024, 64, False, direction="fp8")
     q, k, v = random_inputs(problem, "cpu")
     o, lse = reference.yardstick_of(q, k, v, False, IN_CODES)
-    passes = lambda lse: reference.check(q, k, v, False, o, lse, IN_CODES).passed
+    passes = lambda lse: judging.check(q, k, v, False, o, lse, IN_CODES).passed
     exact = reference.reference(q, k, v, False)[1]
     assert passes(lse) and passes(exact)
     for error, passed in ((0.9, True), (1.1, False)):  # a row, as one of few keys may be
         off = exact.clone()
-        off[0, 1, 77] += error * 2 * reference.LSE_OF_SUMS * 8  # √64
+        off[0, 1, 77] += error * 2 * judging.LSE_OF_SUMS * 8  # √64
         assert passes(off) == passed
     off = exact.clone()
-    off[0, 1, 64:128] += 2.2 * reference.LSE_OF_SUMS
+    off[0, 1, 64:128] += 2.2 * judging.LSE_OF_SUMS
     assert not passes(off), "a block"
-    assert not reference.check(q, k, v, False, o, lse, True).passed, "of other stages 10⁻⁵"
+    assert not judging.check(q, k, v, False, o, lse, True).passed, "of other stages 10⁻⁵"
     for value in (math.nan, math.inf, -math.inf):
         off = exact.clone()
         off[0, 0, 3] = value
@@ -464,9 +464,9 @@ def test_lse_in_codes_of_rows_that_see_no_key() -> None:
     q, k, v = random_inputs(problem, "cpu")
     o, lse = reference.yardstick_of(q, k, v, True, IN_CODES)
     assert (lse[:, :, :138] == -math.inf).all() and not o[:, :, :138].any()
-    assert reference.check(q, k, v, True, o, lse, IN_CODES).passed
+    assert judging.check(q, k, v, True, o, lse, IN_CODES).passed
     lse[0, 0, 5] = 0.0
-    assert not reference.check(q, k, v, True, o, lse, IN_CODES).passed
+    assert not judging.check(q, k, v, True, o, lse, IN_CODES).passed
 
 
 def test_large_scores_in_codes_lose_what_the_tensor_cores_truncate() -> None:
@@ -520,7 +520,7 @@ def test_yardstick_passes_its_own_rule(problem: Problem, rounds_p: bool) -> None
     mask = mask_of(problem)
     yard = reference.yardstick(q, k, v, rounds_p=rounds_p, **mask)
     _, lse = reference.reference(q, k, v, **mask)
-    verdict = reference.check(q, k, v, o=yard, lse=lse.float(), rounds_p=rounds_p, **mask)
+    verdict = judging.check(q, k, v, o=yard, lse=lse.float(), rounds_p=rounds_p, **mask)
     assert verdict.failures == ()
     assert verdict.passed
     assert verdict.max_ratio in (0.0, 1.0)
@@ -535,7 +535,7 @@ def test_judge_sees_one_element_that_is_not_finite(
     ref, yard, _ = judged
     o = yard.clone()
     o[at] = value
-    verdict = reference.judge(o, ref, yard)
+    verdict = judging.judge(o, ref, yard)
     assert not verdict.passed
     assert f"(b, h, row, x) = {at}" in verdict.failures[0]
     assert f"kernel {value:.6g}, reference {ref[at]:.6g}" in verdict.failures[0]
@@ -543,7 +543,7 @@ def test_judge_sees_one_element_that_is_not_finite(
 
 def test_judge_sees_an_output_of_nan_only(judged: tuple[torch.Tensor, ...]) -> None:
     ref, yard, _ = judged
-    verdict = reference.judge(torch.full_like(yard, math.nan), ref, yard)
+    verdict = judging.judge(torch.full_like(yard, math.nan), ref, yard)
     assert verdict.failures[0].startswith(f"{yard.numel()} elements finite in one and not in the other")
 
 
@@ -553,7 +553,7 @@ def test_judge_names_the_worst_element(at: tuple[int, ...], judged: tuple[torch.
     o = yard.clone()
     o[at] += 0.5
     o[0, 1, 100, 3] += 0.1
-    verdict = reference.judge(o, ref, yard)
+    verdict = judging.judge(o, ref, yard)
     assert not verdict.passed
     here = f"(b, h, row, x) = {at}: kernel {o[at]:.6g}, reference {ref[at]:.6g}, yardstick {yard[at]:.6g}"
     assert verdict.failures[0].startswith("max error")
@@ -567,7 +567,7 @@ def test_each_part_of_the_rule_fails_by_itself(judged: tuple[torch.Tensor, ...])
     error = yard.double() - ref
 
     def failures(o: torch.Tensor, lse: torch.Tensor | None = None) -> list[str]:
-        found = reference.judge(o, ref, yard, lse, judged[2]).failures
+        found = judging.judge(o, ref, yard, lse, judged[2]).failures
         return [re.split(r" [\d.]", text)[0] for text in found]
 
     spike = error.clone()
@@ -579,12 +579,12 @@ def test_each_part_of_the_rule_fails_by_itself(judged: tuple[torch.Tensor, ...])
     block[1, 1, 64:128] *= 1.6  # 1 of 24 blocks: the whole tensor's rms hardly moves
     block.clamp_(-1.9 * error.abs().max(), 1.9 * error.abs().max())
     assert failures(ref + block) == ["rms error"]
-    assert "in rows 64… of (b, h) = (1, 1)" in reference.judge(ref + block, ref, yard).failures[0]
+    assert "in rows 64… of (b, h) = (1, 1)" in judging.judge(ref + block, ref, yard).failures[0]
     row = error.clone()
     row[0, 2, 150] = 3.5 * max(error[0, 2, 150].square().mean(), error[0, 2, 128:192].square().mean()).sqrt()
-    verdict = reference.judge(ref + row, ref, yard)
+    verdict = judging.judge(ref + row, ref, yard)
     assert any("of (b, h, row) = (0, 2, 150)" in text for text in verdict.failures)
-    assert verdict.max_ratio <= reference.MAX_FACTOR
+    assert verdict.max_ratio <= judging.MAX_FACTOR
     assert failures(yard, lse + 1e-4 * lse.abs().clamp(min=1)) == ["LSE off by"]
 
 
@@ -595,9 +595,9 @@ def test_judge_sees_one_wrong_lse(
 ) -> None:
     ref, yard, ref_lse = judged
     lse = ref_lse.float()
-    assert reference.judge(yard, ref, yard, lse, ref_lse).passed
+    assert judging.judge(yard, ref, yard, lse, ref_lse).passed
     lse[at] += wrong
-    verdict = reference.judge(yard, ref, yard, lse, ref_lse)
+    verdict = judging.judge(yard, ref, yard, lse, ref_lse)
     assert len(verdict.failures) == 1
     where = f"at (b, h, row) = {at}: kernel {lse[at]:.6g}, reference {ref_lse[at]:.6g}"
     assert where in verdict.failures[0]
@@ -606,8 +606,8 @@ def test_judge_sees_one_wrong_lse(
 def test_a_result_without_rounding_error_must_be_exact() -> None:
     v = torch.randn(1, 1, 1, 64).bfloat16()
     ref, _ = reference.reference(v, v, v, False)  # one key: its V
-    assert reference.judge(v, ref, v).passed
-    assert not reference.judge(v * (1 + 2**-7), ref, v).passed
+    assert judging.judge(v, ref, v).passed
+    assert not judging.judge(v * (1 + 2**-7), ref, v).passed
 
 
 # The needle
@@ -616,7 +616,7 @@ def test_a_result_without_rounding_error_must_be_exact() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("n", [64, 257, 1024])
 def test_needle(n: int, causal: bool) -> None:
-    q, k, v, target = reference.needle_inputs(Problem.square(1, 2, n, 64, causal), "cpu")
+    q, k, v, target = needles.needle_inputs(Problem.square(1, 2, n, 64, causal), "cpu")
     rows = torch.arange(n)
     assert not causal or bool((target <= rows).all())
 
@@ -634,9 +634,9 @@ def test_needle_at_unequal_lengths(seqlen_q: int, seqlen_kv: int, top_left: bool
     problem = Problem(1, 2, 2, seqlen_q, seqlen_kv, 64, True, top_left=top_left)
     if seqlen_q > seqlen_kv and not top_left:
         with pytest.raises(ValueError, match="the first queries see no key, and have no target"):
-            reference.needle_inputs(problem, "cpu")
+            needles.needle_inputs(problem, "cpu")
         return
-    q, k, v, target = reference.needle_inputs(problem, "cpu")
+    q, k, v, target = needles.needle_inputs(problem, "cpu")
     visible = visible_pairs(seqlen_q, seqlen_kv, **mask_of(problem))
     assert visible[torch.arange(seqlen_q), target].all()
     assert torch.equal(reference.yardstick(q, k, v, rounds_p=False, **mask_of(problem)), v[:, :, target])
@@ -647,7 +647,7 @@ def test_needle_at_unequal_lengths(seqlen_q: int, seqlen_kv: int, top_left: bool
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("n", NEEDLE_LENGTHS)
 def test_needle_has_a_row_for_every_tile(n: int, causal: bool) -> None:
-    *_, target = reference.needle_inputs(Problem.square(1, 1, n, 64, causal), "cpu")
+    *_, target = needles.needle_inputs(Problem.square(1, 1, n, 64, causal), "cpu")
     for tile in (16, 64, 128):
         assert set((target // tile).tolist()) == set(range(math.ceil(n / tile))), f"tiles of {tile}"
 
@@ -655,7 +655,7 @@ def test_needle_has_a_row_for_every_tile(n: int, causal: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("n", [65, 257])
 def test_needle_sees_any_dropped_tile(n: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v, target = reference.needle_inputs(Problem.square(1, 1, n, 64, causal), "cpu")
+    q, k, v, target = needles.needle_inputs(Problem.square(1, 1, n, 64, causal), "cpu")
     for start in range(0, n, 64):
         hide = mutations._drop(lambda _: (start, start + 64))
         monkeypatch.setitem(mutations.SCORE_MUTATIONS, "drop this tile", hide)
@@ -668,12 +668,12 @@ def test_needle_sees_any_dropped_tile(n: int, causal: bool, monkeypatch: pytest.
 def test_gradient_needle(n: int, causal: bool) -> None:
     for head_dim in (64, 128):
         problem = Problem.square(1, 2, n, head_dim, causal, direction="bwd")
-        inputs, exact = reference.needle_gradient_inputs(problem, "cpu")
+        inputs, exact = needles.needle_gradient_inputs(problem, "cpu")
         every = torch.arange(n)
 
         def misses(mutation: str | None) -> set[str]:
             found = mutations.tiled_gradients(*inputs, causal, every, every, mutation)
-            messages = reference.needles_missed(problem, dict(zip(("dq", "dk", "dv"), found)), exact)
+            messages = needles.needles_missed(problem, dict(zip(("dq", "dk", "dv"), found)), exact)
             return {re.search(r"elements of (\w+) are off", message)[1] for message in messages}
 
         assert misses(None) == set()
@@ -686,16 +686,16 @@ def test_gradient_needle(n: int, causal: bool) -> None:
 def test_gradient_needle_sees_any_dropped_tile(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     n = 257
     problem = Problem.square(1, 1, n, 64, causal, direction="bwd")
-    inputs, exact = reference.needle_gradient_inputs(problem, "cpu")
+    inputs, exact = needles.needle_gradient_inputs(problem, "cpu")
     for start in range(0, n, 64):
         hide = mutations._drop(lambda _: (start, start + 64))
         monkeypatch.setitem(mutations.SCORE_MUTATIONS, "drop this tile", hide)
         every = torch.arange(n)
         found = mutations.tiled_gradients(*inputs, causal, every, every, "drop this tile")
-        messages = list(reference.needles_missed(problem, dict(zip(("dq", "dk", "dv"), found)), exact))
+        messages = list(needles.needles_missed(problem, dict(zip(("dq", "dk", "dv"), found)), exact))
         assert len(messages) == 3, f"the tile from key {start} on"
         hidden = lambda scores, rows, columns, *_: scores[:, :, start : start + 64].fill_(-math.inf)
         monkeypatch.setitem(mutations.SCORE_MUTATIONS, "drop these queries", hidden)
         found = mutations.tiled_gradients(*inputs, causal, every, every, "drop these queries")
-        messages = list(reference.needles_missed(problem, dict(zip(("dq", "dk", "dv"), found)), exact))
+        messages = list(needles.needles_missed(problem, dict(zip(("dq", "dk", "dv"), found)), exact))
         assert len(messages) == 3, f"the tile from query {start} on"

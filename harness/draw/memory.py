@@ -188,11 +188,11 @@ def bwd4() -> Canvas:
             "dV += Pᵀ·dO", "dPᵀ = V·dOᵀ, dS = P∘(dPᵀ − D)", "dK += dSᵀ·Q", "dQ = dS·K: 64 columns",
         ]  # fmt: skip
         picture.box(574, y, 210, 190, lines, "c" if c == 0 else "d", 11.5, True)
-        for top in (69, 111, 153, 195):
-            picture.line([(438, top), (506, top)], "grid")
-    picture.line([(506, 69), (506, 360)], "grid")
-    picture.arrow([(506, 100), (574, 100)], "grid")
-    picture.arrow([(506, 360), (574, 360)], "grid")
+    for top in (69, 111, 153, 195, 290):
+        picture.line([(438, top), (506, top)], dash="4 3")
+    picture.line([(506, 69), (506, 360)], dash="4 3")
+    picture.arrow([(506, 100), (574, 100)], dash="4 3")
+    picture.arrow([(506, 360), (574, 360)], dash="4 3")
     picture.text(444, 62, "WGMMA", 11, paint="soft")
     both = f"{tiles.BOTH} threads"
     picture.box(

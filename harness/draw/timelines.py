@@ -211,7 +211,7 @@ def timelines() -> Canvas:
         16, 24, "One SM at head_dim 128, from the schedules: no latencies, loads always there", 14, bold=True
     )
     entries = [(paint, f"consumer {i + 1}") for i, paint in enumerate(PAINTS)]
-    picture.legend(16, 48, [*entries, ("a2", "darker: P·V, exponentials"), ("idle", "waits")])
+    picture.legend(16, 48, [*entries, ("a2", "stronger: P·V, exponentials"), ("idle", "waits")])
     y = 64
     for stage, title in TITLES.items():
         share = simulate(programs_of(stage), WARM_UP + COUNTED).behind_warm_up().tensor_share
@@ -222,6 +222,7 @@ def timelines() -> Canvas:
         y += 17
         picture.text(16, y, drawn, 12, paint="soft")
         y += 7
+        top = y
         for i, doing in enumerate(found.consumers):
             picture.text(LEFT - 8, y + 12, f"consumer {i + 1}", 11, "end")
             for what, start, end in doing:
@@ -248,10 +249,13 @@ def timelines() -> Canvas:
             each = 17 / len(busy)
             for k, i in enumerate(busy):
                 picture.rect(LEFT + start * SCALE, y + k * each, (end - start) * SCALE, each, PAINTS[i] + "2")
-        y += 19 + 7
+        y += 19
+        for cycles in range(0, UNTIL + 1, 1024):
+            picture.line([(LEFT + cycles * SCALE, top), (LEFT + cycles * SCALE, y)], "grid", 1, "2 4")
+        y += 7
     y += 10
+    picture.text(LEFT - 8, y, "cycles", 11, "end", "soft")
     for cycles in range(0, UNTIL + 1, 1024):
-        picture.line([(LEFT + cycles * SCALE, 88), (LEFT + cycles * SCALE, y - 12)], "grid", 1, "2 4")
         anchor = "end" if cycles == UNTIL else "middle"
         picture.text(LEFT + cycles * SCALE, y, f"{cycles}" if cycles else "0", 11, anchor, "soft")
     return picture
@@ -287,7 +291,7 @@ def ring() -> Canvas:
     picture.text(
         16, 45, f"full[s]: 1 arrival of the producer + {kv_bytes} bytes, counted by the TMA", 12, paint="soft"
     )
-    picture.text(430, 45, f"empty[s]: {arrivals} arrivals, a lane of each consumer warp", 12, paint="soft")
+    picture.text(462, 45, f"empty[s]: {arrivals} arrivals, a lane of each consumer warp", 12, paint="soft")
     picture.legend(
         16,
         68,

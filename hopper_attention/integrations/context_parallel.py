@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch.library import register_fake
 from torch.utils.flop_counter import register_flop_formula
 
-from .. import ops, tuned
-from ..checks import check_scale, check_tensor, problem_of
+from .. import ops, ops_policies, tuned
+from ..checks import check_packing, check_scale, check_tensor, general_problem_of
 from ..kernels.contract import BYTES_PER_ELEMENT, Problem
-from . import copy_engines, merging
+from ..policies import as_batch
+from . import copy_engines, merging, packed_ring
 from .block_gradients import (
     WHOLE_ROWS,
     Gradients,
@@ -183,17 +184,19 @@ class MergedRows:
 _agreed: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[object]]" = weakref.WeakKeyDictionary()
 
 
-def check_agreement(q, k, v, group: dist.ProcessGroup, softmax_scale, causal: bool) -> None:
+def check_agreement(
+    q, k, v, group: dist.ProcessGroup, softmax_scale, causal: bool, cu_seqlens: torch.Tensor | None = None
+) -> None:
     """Raise ValueError, the same on every rank, unless all ranks bring problems of one kind that the kernels
     take. Ranks ask each other once for each kind. A rank that does not come is an error after the group's
     timeout."""
     known = _agreed.setdefault(group, set())
-    tensors = (q, k, v)
-    kind = (*((x.shape, x.dtype, x.device) for x in tensors), softmax_scale, causal)
+    tensors = {"q": q, "k": k, "v": v} | ({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})
+    kind = (*((x.shape, x.dtype, x.device) for x in tensors.values()), softmax_scale, causal)
     if kind in known:
         return
-    reason = _reason_against(q, k, v, softmax_scale, causal)
-    shapes = ", ".join(f"{n} {tuple(x.shape)} {x.dtype}" for n, x in zip("qkv", tensors))
+    reason = _reason_against(q, k, v, cu_seqlens, softmax_scale, causal)
+    shapes = ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tensors.items())
     mine = f"{shapes}, softmax_scale {softmax_scale}, causal {causal}", reason
     everyone: list[tuple[str, str | None]] = [mine] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
@@ -206,11 +209,15 @@ def check_agreement(q, k, v, group: dist.ProcessGroup, softmax_scale, causal: bo
     known.add(kind)
 
 
-def _reason_against(q, k, v, softmax_scale, causal: bool) -> str | None:
-    if q.dim() == 3:
-        return "takes no packed sequences: q must be (batch, heads, tokens, head_dim), not (total, heads, …)"
+def _reason_against(q, k, v, cu_seqlens, softmax_scale, causal: bool) -> str | None:
+    """Why a rank's parts are refused, or None."""
+    is_packed = cu_seqlens is not None
+    if q.dim() == 3 and not is_packed:
+        return "packed sequences, (total, heads, head_dim), come with their cu_seqlens"
     try:
-        problem = problem_of(q, k, v, causal)
+        problem = general_problem_of(q, k, v, causal, False, packed=is_packed)
+        if is_packed:
+            check_packing(q, cu_seqlens, cu_seqlens, None, None)
         check_scale(softmax_scale, problem.head_dim)
     except (TypeError, ValueError) as error:
         return str(error)
@@ -219,16 +226,20 @@ def _reason_against(q, k, v, softmax_scale, causal: bool) -> str | None:
         return f"{counts}: a rank's queries and keys are of the same tokens"
     if problem.value_dim is not None:
         return f"takes values of head_dim {problem.head_dim}, not of {problem.value_dim}"
-    if not (problem.batch and problem.heads):
+    if not is_packed and not (problem.batch and problem.heads):
         return f"there is nothing to attend: {problem.batch} batches of {problem.heads} heads"
-    if problem.seqlen_q % 2 or not problem.seqlen_q:
-        return f"a rank holds two chunks of one length, and {problem.seqlen_q} tokens are not that"
+    if problem.seqlen_q % 2 or not problem.seqlen_q or not problem.heads:
+        chunks = "of each sequence" if is_packed else "of one length"
+        return f"a rank holds two chunks {chunks}, and {problem.seqlen_q} tokens are not that"
     return None
 
 
 # ---- the operators and their gradient ---------------------------------------------------------------------
 
-OPTIONS = "str group, float? softmax_scale=None, bool causal=True, bool deterministic=False, int sm_margin=0"
+OPTIONS = (
+    "str group, float? softmax_scale=None, bool causal=True, bool deterministic=False, int sm_margin=0, "
+    "Tensor? cu_seqlens=None"
+)
 ops.library.define(
     f"context_forward(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> (Tensor o, Tensor lse)", tags=ops.TAGS
 )
@@ -249,20 +260,37 @@ def _device_of(x: torch.Tensor) -> contextlib.AbstractContextManager:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
-def run_forward(q, k, v, group, softmax_scale=None, causal=True, deterministic=False, sm_margin=0):
+def run_forward(
+    q, k, v, group, softmax_scale=None, causal=True, deterministic=False, sm_margin=0, cu_seqlens=None
+):
     found = _group_of(group)
-    check_agreement(q, k, v, found, softmax_scale, causal)
+    check_agreement(q, k, v, found, softmax_scale, causal, cu_seqlens)
     with tuned.leaving(sm_margin), _device_of(q):
-        return ring_forward(q, k, v, exchange_for(found, k, v), softmax_scale, causal)
+        if cu_seqlens is None:
+            return ring_forward(q, k, v, exchange_for(found, k, v), softmax_scale, causal)
+        packing = packed_ring.Packing(cu_seqlens, q.shape[0], found.size())
+        q, k, v = (as_batch(packing.halves(x)) for x in (q, k, v))
+        kernels = packing.kernels(Kernels, OURS.merge)
+        o, lse = ring_forward(q, k, v, exchange_for(found, k, v), softmax_scale, causal, kernels)
+        return packing.unpacked(o), packing.unpacked_lse(lse)
 
 
 def run_backward(
-    do, q, k, v, o, lse, dlse, group, softmax_scale=None, causal=True, deterministic=False, sm_margin=0
-):
+    do, q, k, v, o, lse, dlse, group, softmax_scale=None, causal=True, deterministic=False, sm_margin=0,
+    cu_seqlens=None,
+):  # fmt: skip
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    found = _group_of(group)
     with tuned.leaving(sm_margin), _device_of(q):
+        if cu_seqlens is None:
+            inputs = Inputs(do, q, k, v, o, lse, dlse, softmax_scale, deterministic)
+            return ring_backward(inputs, exchange_for(found, k, v), causal)
+        packing = packed_ring.Packing(cu_seqlens, q.shape[0], found.size())
+        do, q, k, v, o = (as_batch(packing.halves(x)) for x in (do, q, k, v, o))
+        lse, dlse = (x if x is None else packing.repacked_lse(x) for x in (lse, dlse))
         inputs = Inputs(do, q, k, v, o, lse, dlse, softmax_scale, deterministic)
-        return ring_backward(inputs, exchange_for(_group_of(group), k, v), causal)
+        kernels = packing.kernels(Kernels, OURS.merge)
+        return tuple(map(packing.unpacked, ring_backward(inputs, exchange_for(found, k, v), causal, kernels)))
 
 
 ops.library.impl("context_forward", run_forward, "CompositeExplicitAutograd")
@@ -270,53 +298,65 @@ ops.library.impl("context_backward", run_backward, "CompositeExplicitAutograd")
 
 
 @register_fake("hopper_attention::context_forward", lib=ops.library)
-def fake_forward(q, k, v, group, softmax_scale=None, causal=True, deterministic=False, sm_margin=0):
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+def fake_forward(q, k, v, *_, **__):
+    shape = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
+    return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
 
 
 @register_fake("hopper_attention::context_backward", lib=ops.library)
-def fake_backward(
-    do, q, k, v, o, lse, dlse, group, softmax_scale=None, causal=True, deterministic=False, sm_margin=0
-):
+def fake_backward(do, q, k, v, *_, **__):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _flops(q_shape, k_shape, group: str, causal: bool, direction: str) -> int:
-    """Of a rank: its part of the whole sequence's."""
-    (batch, heads, tokens, head_dim), kv_heads, ranks = q_shape, k_shape[1], _group_of(group).size()
-    shape = batch, heads, kv_heads, tokens * ranks, tokens * ranks, head_dim
-    return int(Problem(*shape, causal, direction=direction).flops / ranks)
+def _flops(direction: str, q, k, group: str, causal: bool, cu_seqlens: torch.Tensor | None) -> int:
+    """Of a rank: its part of the whole sequences'. Lengths are read here."""
+    ranks = _group_of(group).size()
+    if cu_seqlens is None:
+        (batch, heads, tokens, head_dim), kv_heads = q.shape, k.shape[1]
+        lengths = [tokens * ranks]
+    else:
+        (tokens, heads, head_dim), kv_heads, batch = q.shape, k.shape[1], 1
+        lengths = ops_policies.lengths_of(tokens * ranks, cu_seqlens)
+    flops = (
+        Problem(batch, heads, kv_heads, n, n, head_dim, causal, direction=direction).flops for n in lengths
+    )
+    return int(sum(flops) / ranks)
 
 
-@register_flop_formula(torch.ops.hopper_attention.context_forward)
-def forward_flops(q, k, v, group, softmax_scale=None, causal=True, *_, out_shape=None, **__) -> int:
-    return _flops(q, k, group, causal, "fwd")
+@register_flop_formula(torch.ops.hopper_attention.context_forward, get_raw=True)
+def forward_flops(
+    q, k, v, group, softmax_scale=None, causal=True, deterministic=False, sm_margin=0, cu_seqlens=None, *,
+    out_val=None,
+) -> int:  # fmt: skip
+    return _flops("fwd", q, k, group, causal, cu_seqlens)
 
 
-@register_flop_formula(torch.ops.hopper_attention.context_backward)
+@register_flop_formula(torch.ops.hopper_attention.context_backward, get_raw=True)
 def backward_flops(
-    do, q, k, v, o, lse, dlse, group, softmax_scale=None, causal=True, *_, out_shape=None, **__
-) -> int:
-    return _flops(q, k, group, causal, "bwd")
+    do, q, k, v, o, lse, dlse, group, softmax_scale=None, causal=True, deterministic=False, sm_margin=0,
+    cu_seqlens=None, *, out_val=None,
+) -> int:  # fmt: skip
+    return _flops("bwd", q, k, group, causal, cu_seqlens)
 
 
 class ContextAttention(torch.autograd.Function):
     """Forward by `context_forward`, gradients of o and lse by `context_backward`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, *options):
-        o, lse = context_forward(q, k, v, *options)
+    def forward(ctx, q, k, v, cu_seqlens, *options):
+        o, lse = context_forward(q, k, v, *options, cu_seqlens)
         ctx.options = options
-        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.save_for_backward(q, k, v, o, lse, cu_seqlens)
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlse):
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v, o, lse, cu_seqlens = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
-        return *context_backward(do, q, k, v, o, lse, dlse, *ctx.options), *(None for _ in ctx.options)
+        found = context_backward(do, q, k, v, o, lse, dlse, *ctx.options, cu_seqlens)
+        return *found, None, *(None for _ in ctx.options)
 
 
 def context_parallel_attention(
@@ -330,6 +370,7 @@ def context_parallel_attention(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_lse: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` of a sequence whose tokens lie on the ranks of a process group, by default all.
 
@@ -338,6 +379,11 @@ def context_parallel_attention(
     `return_lse`, the LSE of its rows over all keys, fp32 (batch, heads, tokens). Every rank must call it, and
     every rank must call backward or none. k and v travel without a copy where memory holds them (batch,
     tokens, heads, head_dim), of one batch.
+
+    With `cu_seqlens`, int32 (n + 1,) on the GPU, they are of n sequences packed behind one another, as
+    `packed_ring.shard` cuts them: (tokens, heads, head_dim), with the LSE (heads, tokens). `cu_seqlens` say
+    where each whole sequence begins, and where the last ends; every length is a multiple of 2·ranks, which is
+    not looked at, as nothing is of what they hold.
 
     Kernels leave `sm_margin` SMs to the communicator. Under autocast q, k and v are cast to its type. The
     rest as in `attention`. Raises ValueError before anything is launched: the same on every rank where any
@@ -351,5 +397,5 @@ def context_parallel_attention(
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     options = group.group_name, softmax_scale, causal, deterministic, sm_margin
-    o, lse = ContextAttention.apply(q, k, v, *options)
+    o, lse = ContextAttention.apply(q, k, v, cu_seqlens, *options)
     return (o, lse) if return_lse else o
