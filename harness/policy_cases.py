@@ -11,13 +11,15 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
 from harness import reference
 from harness.inputs import hopper_gpu
 from harness.policies import Given, random_given, starts_of
+from harness.reference import Rounding
 from harness.registry import CASES, case, same
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
@@ -27,6 +29,8 @@ HEAD_DIMS = (64, 128, 256)
 FAR = -1e3  # scores of keys that are seen, so far below zero that nothing of e^score is left
 EDGES = (63, 64, 65, 127, 128, 129)  # of windows, about the ends of tiles
 MANY = 10**5  # sequences
+SPOILT = slice(200, 208)  # queries, or keys: of S's rows 8 to 15 of a warp's 16, or columns of every lane
+BLOCK = 128  # queries, or keys: where these end, all tiles of backward kernels do
 
 
 def plain_of(stage_id: str, head_dim: int = 64, **fields: object) -> Problem:
@@ -170,6 +174,88 @@ def scores_about_the_cap(stage_id, args):
                 given = random_given(plain_of(stage_id, head_dim, batch=1, causal=True, softcap=cap))
                 given.q *= ahead * cap / 4
                 yield from checked(stage_id, given, f"scores up to {ahead} caps")
+
+
+# ---- NaN that some rows do not see -------------------------------------------------------------------------
+
+Run = Callable[[Given], dict[str, torch.Tensor]]  # a kernel's outputs
+
+
+def visible(problem: Problem) -> torch.Tensor:
+    """(query, key): whether the one sees the other, in a dense problem."""
+    queries, keys = torch.arange(problem.seqlen_q)[:, None], torch.arange(problem.seqlen_kv)
+    ahead = keys - queries - (0 if problem.top_left else problem.seqlen_kv - problem.seqlen_q)
+    left, right = problem.window or (-1, 0 if problem.causal else -1)
+    return ((ahead >= -left) | (left < 0)) & ((ahead <= right) | (right < 0))
+
+
+def reached(problem: Problem, spoilt: str) -> dict[str, torch.Tensor]:
+    """By output, which rows NaN in the rows SPOILT of q or k may reach: those that see it. Of gradients, all
+    of a tile in which it is: zeros of a hidden pair are multiplied by it there."""
+    seen = visible(problem)
+    rows, keys = (torch.zeros(n, dtype=torch.bool) for n in seen.shape)
+    if spoilt == "q":
+        rows[SPOILT] = True
+    else:
+        keys[SPOILT] = True
+        rows = seen[:, keys].any(1)
+    if problem.direction != "bwd":
+        return {"o": rows, "lse": rows}
+    whole = lambda x: torch.cat([block.any().expand(len(block)) for block in x.split(BLOCK)])
+    of_queries = whole(rows | seen[:, whole(keys)].any(1))
+    of_keys = whole(keys | seen[whole(rows)].any(0))
+    return {"dq": of_queries, "dk": of_keys, "dv": of_keys}
+
+
+def with_spoilt(given: Given, name: str, value: float) -> Given:
+    """The same with `value` in the rows SPOILT of q or k; of gradients, what the forward pass then saved."""
+    x = getattr(given, name).clone()
+    x[:, :, SPOILT] = value
+    other = replace(given, **{name: x})
+    if given.problem.direction == "bwd":
+        rows = reached(given.problem.with_(direction="fwd"), name)["o"]
+        other.saved = tuple(x.clone() for x in given.saved)
+        for x in other.saved:
+            x[:, :, rows] = math.nan
+    return other
+
+
+def spread_of_nan(given: Given, run: Run, rounding: Rounding) -> Iterator[str]:
+    """What is wrong with rows that do not see a NaN, or with those that do if it does not show there."""
+    plain = run(given)
+    for name, value in (("k", math.nan), ("k", math.inf), ("q", math.nan)):
+        found, mixed = run(with_spoilt(given, name, value)), {}
+        for output, rows in reached(given.problem, name).items():
+            rows = rows.to(found[output].device)
+            if given.problem.direction != "bwd" and not found[output][:, :, rows].isnan().all():
+                yield f"{value} in {name}: {output} of rows that see it is not NaN"
+            mixed[output] = found[output].clone()
+            mixed[output][:, :, rows] = plain[output][:, :, rows]
+        for failure in given.judge(mixed, rounding, poisoned=False):
+            yield f"{value} in {name}, which these rows do not see: {failure}"
+
+
+def far_scores(stage_id: str, head_dim: int, ahead: float, device: str = "cuda") -> Iterator[Given]:
+    """Problems with some rows that do not see the keys SPOILT, and scores up to so many caps."""
+    for fields in ({"causal": True, "softcap": 3.0}, {"window": (40, 0), "softcap": 3.0, "dtype": "float16"}):
+        extents = {"batch": 1, "seqlen_q": 515, "seqlen_kv": 515}
+        given = random_given(plain_of(stage_id, head_dim, **fields, **extents), device=device)
+        given.q *= ahead * given.problem.softcap / 4
+        yield given
+
+
+@case(policies=True)
+def nan_that_some_rows_do_not_see(stage_id, args):
+    """Far scores beside it: what a warp computes them by must not be chosen by a comparison that is false of
+    NaN."""
+    stage, module = ladder.load(stage_id)
+    run = lambda given: given.run(stage_id).outputs
+    for head_dim in HEAD_DIMS:
+        for ahead in (1.0, 5.0) if stage.direction != "bwd" else (5.0,):
+            for given in far_scores(stage_id, head_dim, ahead):
+                rounding = reference.rounding_of(stage, module, given.problem, **stage.options)
+                for failure in spread_of_nan(given, run, rounding):
+                    yield f"{given.problem}, scores up to {ahead} caps: {failure}"
 
 
 # ---- packed sequences --------------------------------------------------------------------------------------

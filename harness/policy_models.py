@@ -3,7 +3,7 @@ must catch: a window's tiles, a cap's slope, a sink at the end of a row, packed 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,10 @@ import torch
 from harness.models import Array
 from harness.policies import Given
 from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.device.softcap import NEAR, OF_NEAR
 
 ROWS = 64  # of a warpgroup, which decides for all of them which tiles of keys it takes
+WARP_ROWS, LANES = 16, 4  # of a warp, which decides how scores are capped; that share a row
 CLASSES = 128  # of sequences in the list of tiles
 
 # What may be wrong: a window's bounds, by how many keys; the rest as it says.
@@ -23,12 +25,14 @@ EDGES = {
     "right edge a key short": (0, -1),
     "right edge a key too far": (0, 1),
 }
+NAN_IS_NEAR = "NaN does not count beyond what the near polynomial of a cap is for"
 FORWARD = (
     *EDGES,
     "skip the first tile that is seen",
     "keep the maximum at 0",
     "cap after the mask",
     "no cap",
+    NAN_IS_NEAR,
     "sink left out of the LSE",
     "sink left out of O",
     "sink of another head",
@@ -93,9 +97,8 @@ def forward(
             row_max[:] = 0.0
         for key in range(begin, end, tile_kv):
             keys = np.arange(key, min(key + tile_kv, len(k)))
-            s = masked(
-                q[rows] @ k[keys].T * np.asarray(of.scale, q.dtype), rows, keys, first, last, of, wrong
-            )
+            s = q[rows] @ k[keys].T * np.asarray(of.scale, q.dtype)
+            s = masked(s, rows, keys, first, last, of, capped_by_votes, wrong)
             new_max = np.maximum(row_max, s.max(1))
             shift = np.where(new_max == -np.inf, 0.0, new_max)
             p, grown = np.exp(s - shift[:, None]), np.exp(row_max - shift)
@@ -117,13 +120,33 @@ def with_sink(acc: Array, row_max: Array, row_sum: Array, sink: float | None, wr
     return o, without if wrong == "sink left out of the LSE" else lse
 
 
+def capped_exactly(s: Array, cap: float, wrong: str | None = None) -> Array:
+    return cap * np.tanh(s / cap)
+
+
+def capped_by_votes(s: Array, cap: float, wrong: str | None = None) -> Array:
+    """A warp's rows by a polynomial where all of its lanes say that their scores are near zero. A lane has
+    two of the rows, 8 apart, and two of each 8 keys."""
+    found, y = capped_exactly(s, cap), s / cap
+    near = s * np.polynomial.polynomial.polyval(y * y, OF_NEAR)
+    for warp in range(0, len(s), WARP_ROWS):
+        own = y[warp : warp + WARP_ROWS] ** 2
+        behind = [(0, -n % whole) for n, whole in zip(own.shape, (WARP_ROWS, 2 * LANES))]
+        # (row half, row, 8 keys, lane of the row, key); NaN is the largest
+        largest = np.pad(own, behind).reshape(2, WARP_ROWS // 2, -1, LANES, 2).max((0, 2, 4))
+        if not (largest > NEAR**2).any() if wrong == NAN_IS_NEAR else (largest <= NEAR**2).all():
+            found[warp : warp + WARP_ROWS] = near[warp : warp + WARP_ROWS]
+    return found
+
+
 def masked(
-    s: Array, rows: Array, keys: Array, first: int, last: int, of: Of, wrong: str | None = None
-) -> Array:
+    s: Array, rows: Array, keys: Array, first: int, last: int, of: Of,
+    capped: Callable[[Array, float, str | None], Array] = capped_exactly, wrong: str | None = None,
+) -> Array:  # fmt: skip
     """Scaled scores, capped, −∞ where they are hidden."""
     ahead = keys[None] - rows[:, None]
     hidden = (ahead < first) | (ahead > last)
-    cap = lambda x: of.softcap * np.tanh(x / of.softcap) if of.softcap and wrong != "no cap" else x
+    cap = lambda x: capped(x, of.softcap, wrong) if of.softcap and wrong != "no cap" else x
     if wrong == "cap after the mask":
         return cap(np.where(hidden, -np.inf, s)).astype(s.dtype)
     return np.where(hidden, -np.inf, cap(s)).astype(s.dtype)
@@ -186,6 +209,7 @@ def tile_list(
 # ---- being wrong -------------------------------------------------------------------------------------------
 
 
+@np.errstate(invalid="ignore")  # NaN and Inf among the inputs
 def outputs(given: Given, wrong: str | None = None) -> dict[str, torch.Tensor]:
     """A kernel's outputs for the problem, computed by the models in fp32 from what it reads."""
     problem = given.problem
@@ -241,6 +265,8 @@ def applies(wrong: str, problem: Problem) -> bool:
         side = 0 if wrong.startswith("left") else 1
         bounds = problem.window or (-1, 0 if problem.causal else -1)
         return bounds[side] >= 0
+    if wrong == NAN_IS_NEAR:
+        return False  # inputs have no NaN here: `policy_cases.spread_of_nan`
     if "cap" in wrong:
         hides = problem.window is not None or problem.causal
         return bool(problem.softcap) and (hides or wrong != "cap after the mask")

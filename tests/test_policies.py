@@ -1,13 +1,14 @@
 """Windows, soft caps, sinks and packed sequences: the reference against the formulas written out, the tensors
 of a problem, and that the rule sees what is wrong."""
 
+import functools
 import itertools
 import math
 
 import pytest
 import torch
 
-from harness import judging, policy_models, reference
+from harness import judging, policy_cases, policy_models, reference
 from harness.policies import Given, random_given
 from hopper_attention.kernels.contract import LazyMaximum, Problem
 
@@ -148,6 +149,18 @@ def test_far_scores_show_a_maximum_that_stays_at_zero() -> None:
     given.q[..., 0], given.k[..., 0] = -64.0, 64.0  # q·k = −4096 and a little
     assert given.judge(policy_models.outputs(given), False) == []
     assert given.judge(policy_models.outputs(given, "keep the maximum at 0"), False)
+
+
+@pytest.mark.parametrize("stage_id", ["k6", "bwd4"])
+@pytest.mark.parametrize("ahead", [1.0, 5.0])
+def test_nan_that_some_rows_do_not_see(ahead: float, stage_id: str) -> None:
+    """They are right, whatever the scores; not where a vote takes NaN for a score near zero."""
+    for given in policy_cases.far_scores(stage_id, 64, ahead, device="cpu"):
+        for wrong in (None, policy_models.NAN_IS_NEAR):
+            run = functools.partial(policy_models.outputs, wrong=wrong)
+            spread = {x.partition(",")[0] for x in policy_cases.spread_of_nan(given, run, False)}
+            shows = wrong is not None and stage_id == "k6"  # gradients are not made by votes
+            assert spread == ({"nan in k", "inf in k", "nan in q"} if shows else set())
 
 
 def test_a_blunt_rule_lets_them_survive(monkeypatch: pytest.MonkeyPatch) -> None:
