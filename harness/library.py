@@ -20,7 +20,7 @@ from matplotlib.patches import Patch
 
 from harness import choices, context_tables, plots, suite
 from harness.host import BOTH, FORWARD, OURS, PLAIN
-from harness.markdown import table
+from harness.markdown import NOTHING, table
 from harness.results import DIRECTION_WORDS, PEER_LABELS, PUBLIC_CALLS, Results
 from harness.rotation import plot_rotation
 from harness.sweep import SEQLENS
@@ -34,7 +34,6 @@ HOPPER, SDPA = "hopper_attention", "sdpa"
 TRAINED_WITH = {HOPPER: HOPPER, SDPA: "SDPA"} | {x: PEER_LABELS[x] for x in ("cudnn", "fa2", "fa3", "fa4")}
 HOW = {"eager": "eager", "model compiled": "torch.compile", "blocks compiled": "torch.compile, by layer"}
 HOW |= {"graphs compiled": "torch.compile, CUDA graphs"}
-NOTHING = "Nothing is measured yet."
 
 
 def load(folder: Path, name: str, zeros: bool = False) -> Rows:

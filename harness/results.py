@@ -64,6 +64,12 @@ PUBLIC_CALLS = {
 }
 
 
+def peer_order(peer: str) -> tuple[int, str]:
+    """As PEER_LABELS has them, others behind, by name."""
+    order = list(PEER_LABELS)
+    return (order.index(peer) if peer in order else len(order), peer)
+
+
 @dataclass
 class Row:
     """One provider (a stage, a public call or a peer) on one problem: its time, or in `error` the reason
