@@ -233,13 +233,13 @@ class Decode:
         # While the launch before ends: where the slice is if that leaves the lengths as they are, and the way
         # to its first keys. Lengths and pages may be anything yet: what they lead to is fetched, if it is
         # there, and not looked at.
-        seen = None
+        seen, guessed = None, None
         if const_expr(self.guesses):
-            seen = self.list.lanes_lengths(mLengths, batch_size, True)
+            seen, guessed = self.list.lanes_lengths(mLengths, batch_size, True), Boolean(False)
         mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(
             mLengths, flat, batch_size, sizes, seen
         )
-        first, page = Int32(-1), Int32(0)
+        first, page, length, kv_head = Int32(-1), Int32(0), Int32(0), Int32(0)
         if const_expr(self.pdl):
             if (at < end) & (batch < batch_size):
                 length = Int32(seqlen_kv)
@@ -250,15 +250,34 @@ class Decode:
                 page = self.loads.table_window(mTable, batch, self.loads.page_of(first, per_page), True)
                 kv_head, block = divmod(columns * together.divisor + mine, blocks)
                 self.loads.find_first(mK, mV, page, batch, kv_head, first, per_page)
+                if const_expr(self.guesses):
+                    inside = self.loads.inside(mK, page, first, self.loads.boxes_of(length, first))
+                    guessed = (count > 0) & (batch_size <= WARP) & inside
         if const_expr(self.guesses):
+            # Now what is read counts. The first chunk is loaded from where the slice began a moment ago,
+            # without waiting for lengths and pages to be read again; if one is another, it is dropped.
             self.wait_for_inputs()
+            now, page_now = self.list.lanes_lengths(mLengths, batch_size, False), Int32(0)
+            first_page = self.loads.page_of(first, per_page)
             if first >= 0:
-                page = self.loads.table_window(mTable, batch, self.loads.page_of(first, per_page))
-            if not self.list.still(mLengths, batch_size, seen):
+                page_now = self.loads.table_window(mTable, batch, first_page)
+            if guessed:
+                parts = self.loads.parts(load_K, tmaK, sK, load_V, tmaV, sV, batch, kv_head)
+                self.loads.chunk_to(
+                    Int32(0), load_K, tmaK, sK, load_V, tmaV, sV, rings, parts, kv_head, first, length,
+                    per_page, page, first_page, False, None,
+                )  # fmt: skip
+            same = self.list.still(batch_size, seen, now)
+            if not same:
                 mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(
                     mLengths, flat, batch_size, sizes
                 )
                 first = Int32(-1)
+            if guessed:
+                guessed = same & cute.arch.vote_all_sync(page_now == page)
+                if not guessed:
+                    self.loads.drop(rings)
+            page = page_now
 
         done, turn = Int32(0), Int32(0)  # chunks that went through the ring; sequences, whose Q did
         while at < end:
@@ -273,7 +292,7 @@ class Decode:
                 self.loads.chunks(
                     load_K, tmaK, sK, load_V, tmaV, sV, mQ, sQ, mTable, rings, batch, kv_head, block, group,
                     first, count, length, done, turn, per_page, page, (Barrier.OTHERS_MADE, 2 * WARP),
-                    self.pdl and not self.list.lengths,
+                    self.pdl and not self.list.lengths, guessed,
                 )  # fmt: skip
                 done += count
                 turn += 1
@@ -326,7 +345,9 @@ class Decode:
         )
         self.wait_for_inputs()
         if const_expr(self.guesses):
-            if not self.list.still(mLengths, batch_size, seen):
+            if not self.list.still(
+                batch_size, seen, self.list.lanes_lengths(mLengths, batch_size, False)
+            ):
                 mine, share, at, end, batch, columns, entry, entries = self.list.own_slice(
                     mLengths, flat, batch_size, sizes
                 )
