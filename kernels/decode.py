@@ -117,6 +117,12 @@ class Decode:
         return self.pdl and self.list.lengths
 
     @property
+    def loads_on_guess(self) -> bool:
+        """Whether it also loads its first keys and values before it knows. Twice the TMA instructions of rows
+        of 512 bytes are more than there are uniform registers for, and spill."""
+        return self.guesses and self.head_dim <= 128
+
+    @property
     def stage_bytes(self) -> int:
         return 2 * self.chunk * self.head_dim * self.kv_bytes
 
@@ -235,7 +241,9 @@ class Decode:
         # there, and not looked at.
         seen, guessed = None, None
         if const_expr(self.guesses):
-            seen, guessed = self.list.lanes_lengths(mLengths, batch_size, True), Boolean(False)
+            seen = self.list.lanes_lengths(mLengths, batch_size, True)
+        if const_expr(self.loads_on_guess):
+            guessed = Boolean(False)
         mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(
             mLengths, flat, batch_size, sizes, seen
         )
@@ -250,7 +258,7 @@ class Decode:
                 page = self.loads.table_window(mTable, batch, self.loads.page_of(first, per_page), True)
                 kv_head, block = divmod(columns * together.divisor + mine, blocks)
                 self.loads.find_first(mK, mV, page, batch, kv_head, first, per_page)
-                if const_expr(self.guesses):
+                if const_expr(self.loads_on_guess):
                     inside = self.loads.inside(mK, page, first, self.loads.boxes_of(length, first))
                     guessed = (count > 0) & (batch_size <= WARP) & inside
         if const_expr(self.guesses):
@@ -261,22 +269,24 @@ class Decode:
             first_page = self.loads.page_of(first, per_page)
             if first >= 0:
                 page_now = self.loads.table_window(mTable, batch, first_page)
-            if guessed:
-                parts = self.loads.parts(load_K, tmaK, sK, load_V, tmaV, sV, batch, kv_head)
-                self.loads.chunk_to(
-                    Int32(0), load_K, tmaK, sK, load_V, tmaV, sV, rings, parts, kv_head, first, length,
-                    per_page, page, first_page, False, None,
-                )  # fmt: skip
+            if const_expr(self.loads_on_guess):
+                if guessed:
+                    parts = self.loads.parts(load_K, tmaK, sK, load_V, tmaV, sV, batch, kv_head)
+                    self.loads.chunk_to(
+                        Int32(0), load_K, tmaK, sK, load_V, tmaV, sV, rings, parts, kv_head, first, length,
+                        per_page, page, first_page, False, None, True,
+                    )  # fmt: skip
             same = self.list.still(batch_size, seen, now)
             if not same:
                 mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(
                     mLengths, flat, batch_size, sizes
                 )
                 first = Int32(-1)
-            if guessed:
-                guessed = same & cute.arch.vote_all_sync(page_now == page)
-                if not guessed:
-                    self.loads.drop(rings)
+            if const_expr(self.loads_on_guess):
+                if guessed:
+                    guessed = same & cute.arch.vote_all_sync(page_now == page)
+                    if not guessed:
+                        self.loads.drop(rings)
             page = page_now
 
         done, turn = Int32(0), Int32(0)  # chunks that went through the ring; sequences, whose Q did

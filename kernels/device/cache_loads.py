@@ -121,9 +121,11 @@ class CacheLoads:
     @cute.jit
     def chunk_to(
         self, stage, load_K, mK, sK, load_V, mV, sV, rings, parts, kv_head, chunk, length, per_page, page,
-        known, waits: cutlass.Constexpr, begins,
+        known, waits: cutlass.Constexpr, begins, early: cutlass.Constexpr = False,
     ):  # fmt: skip
-        """K and V of one chunk. `page` is of each lane an entry of the page table, from `known` on."""
+        """K and V of one chunk. `page` is of each lane an entry of the page table, from `known` on. `early`:
+        in a place of its own in the code, which is short: both unrolled want more uniform registers than
+        there are, and spill."""
         full_k, full_v = rings[:2]
         box_bytes = self.box * self.head_dim * self.kv_bytes
         if const_expr(not self.paged):
@@ -142,17 +144,27 @@ class CacheLoads:
             boxes = self.boxes_of(length, chunk)
             expect(full_k + stage, boxes * box_bytes)
             expect(full_v + stage, boxes * box_bytes)
-            places = [
-                cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, at + b - known))
-                for b in range(self.boxes)
-            ]
-            for b in range_constexpr(self.boxes):
-                if b < boxes:
-                    from_k, to_k = partition_tma(load_K, mK[None, None, kv_head, places[b]], sK)
-                    from_v, to_v = partition_tma(load_V, mV[None, None, kv_head, places[b]], sV)
-                    to = stage * self.boxes + b
-                    load_once(load_K, from_k[None, inside], to_k[None, to], full_k + stage)
-                    load_once(load_V, from_v[None, inside], to_v[None, to], full_v + stage)
+            whole = load_K, mK, sK, load_V, mV, sV, rings, stage, kv_head, inside
+            if const_expr(early):
+                for b in range(boxes, unroll=1):
+                    self.box_to(b, *whole, cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, b)))
+            else:
+                places = [
+                    cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, at + b - known))
+                    for b in range(self.boxes)
+                ]
+                for b in range_constexpr(self.boxes):
+                    if b < boxes:
+                        self.box_to(b, *whole, places[b])
+
+    @cute.jit
+    def box_to(self, b, load_K, mK, sK, load_V, mV, sV, rings, stage, kv_head, inside, place):
+        """One box of a chunk, of a page."""
+        from_k, to_k = partition_tma(load_K, mK[None, None, kv_head, place], sK)
+        from_v, to_v = partition_tma(load_V, mV[None, None, kv_head, place], sV)
+        to = stage * self.boxes + b
+        load_once(load_K, from_k[None, inside], to_k[None, to], rings[0] + stage)
+        load_once(load_V, from_v[None, inside], to_v[None, to], rings[1] + stage)
 
     @cute.jit
     def chunks(
