@@ -261,21 +261,21 @@ class Decode:
                 if const_expr(self.loads_on_guess):
                     inside = self.loads.inside(mK, page, first, self.loads.boxes_of(length, first))
                     guessed = (count > 0) & (batch_size <= WARP) & inside
+        # The launch before ends, and what is read counts. The first chunk is loaded from where the slice began
+        # a moment ago, without waiting for lengths and pages to be read again; if one is another, it is
+        # dropped.
+        if const_expr(self.loads_on_guess):
+            if guessed:
+                parts = self.loads.parts(load_K, tmaK, sK, load_V, tmaV, sV, batch, kv_head)
+                self.loads.chunk_to(
+                    Int32(0), load_K, tmaK, sK, load_V, tmaV, sV, rings, parts, kv_head, first, length,
+                    per_page, page, self.loads.page_of(first, per_page), False, None, True,
+                )  # fmt: skip
         if const_expr(self.guesses):
-            # Now what is read counts. The first chunk is loaded from where the slice began a moment ago,
-            # without waiting for lengths and pages to be read again; if one is another, it is dropped.
             self.wait_for_inputs()
             now, page_now = self.list.lanes_lengths(mLengths, batch_size, False), Int32(0)
-            first_page = self.loads.page_of(first, per_page)
             if first >= 0:
-                page_now = self.loads.table_window(mTable, batch, first_page)
-            if const_expr(self.loads_on_guess):
-                if guessed:
-                    parts = self.loads.parts(load_K, tmaK, sK, load_V, tmaV, sV, batch, kv_head)
-                    self.loads.chunk_to(
-                        Int32(0), load_K, tmaK, sK, load_V, tmaV, sV, rings, parts, kv_head, first, length,
-                        per_page, page, first_page, False, None, True,
-                    )  # fmt: skip
+                page_now = self.loads.table_window(mTable, batch, self.loads.page_of(first, per_page))
             same = self.list.still(batch_size, seen, now)
             if not same:
                 mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(

@@ -106,6 +106,8 @@ class CacheLoads:
 
     def boxes_of(self, length, chunk):
         """Of a chunk with keys, those that are loaded of it."""
+        if self.boxes == 1:
+            return Int32(1)
         return cutlass.min(self.boxes, cute.ceil_div(length - chunk * self.chunk, self.box))
 
     @cute.jit
@@ -124,15 +126,17 @@ class CacheLoads:
         known, waits: cutlass.Constexpr, begins, early: cutlass.Constexpr = False,
     ):  # fmt: skip
         """K and V of one chunk. `page` is of each lane an entry of the page table, from `known` on. `early`:
-        in a place of its own in the code, which is short: both unrolled want more uniform registers than
-        there are, and spill."""
+        on a guess, when the launch before has ended, from `page` on. This is other code than that of the main
+        loop, and not unrolled: both want more uniform registers than there are, and spill."""
         full_k, full_v = rings[:2]
         box_bytes = self.box * self.head_dim * self.kv_bytes
         if const_expr(not self.paged):
             tKgK, tKsK, tVgV, tVsV = parts
             expect(full_k + stage, box_bytes)
             expect(full_v + stage, box_bytes)
-            if const_expr(waits):
+            if const_expr(early):
+                cute.arch.griddepcontrol_wait()
+            elif const_expr(waits):
                 if begins:
                     cute.arch.griddepcontrol_wait()
             load_once(load_K, tKgK[None, chunk], tKsK[None, stage], full_k + stage)
@@ -146,8 +150,11 @@ class CacheLoads:
             expect(full_v + stage, boxes * box_bytes)
             whole = load_K, mK, sK, load_V, mV, sV, rings, stage, kv_head, inside
             if const_expr(early):
+                place = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, 0))
+                cute.arch.griddepcontrol_wait()
                 for b in range(boxes, unroll=1):
-                    self.box_to(b, *whole, cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, b)))
+                    self.box_to(b, *whole, place)
+                    place = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, b + 1))
             else:
                 places = [
                     cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, at + b - known))
