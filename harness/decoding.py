@@ -18,7 +18,7 @@ from hopper_attention.checks import E4M3
 from . import decoding_model as model
 from . import decoding_records, results, timing
 from .decoding_cases import ROWS, Case, Row, cases
-from .decoding_stress import STRESS, stress, waits_for_the_launch_before
+from .decoding_stress import STRESS, drops_wrong_guesses, stress, waits_for_the_launch_before
 from .decoding_timing import Pool, time_row
 from .judging import LSE_TOLERANCE, MAX_FACTOR, RMS_FACTOR
 
@@ -162,6 +162,10 @@ def run(save: Path | None = None, console: Console | None = None) -> bool:
     waits = waits_for_the_launch_before(pool)
     console.print(f"what the launch before wrote is {'seen' if waits else 'FAIL: not always seen'}")
     passed &= waits
+    drops = drops_wrong_guesses(pool)
+    found = "seen" if drops else "FAIL: not always seen"
+    console.print(f"what is written when a launch has begun is {found}")
+    passed &= drops
     folder = save / results.gpu_folder(environment["gpu"]) if save and passed else None
     if folder:
         record, path = folder / "checks" / "decode.json", folder / "decode" / "bench.json"

@@ -261,9 +261,8 @@ class Decode:
                 if const_expr(self.loads_on_guess):
                     inside = self.loads.inside(mK, page, first, self.loads.boxes_of(length, first))
                     guessed = (count > 0) & (batch_size <= WARP) & inside
-        # The launch before ends, and what is read counts. The first chunk is loaded from where the slice began
-        # a moment ago, without waiting for lengths and pages to be read again; if one is another, it is
-        # dropped.
+        # The launch before ends, and what is read counts. The first chunk is loaded from where the slice was
+        # before, without waiting for lengths and pages to be read again; if one has changed, it is dropped.
         if const_expr(self.loads_on_guess):
             if guessed:
                 parts = self.loads.parts(load_K, tmaK, sK, load_V, tmaV, sV, batch, kv_head)
@@ -355,9 +354,7 @@ class Decode:
         )
         self.wait_for_inputs()
         if const_expr(self.guesses):
-            if not self.list.still(
-                batch_size, seen, self.list.lanes_lengths(mLengths, batch_size, False)
-            ):
+            if not self.list.still(batch_size, seen, self.list.lanes_lengths(mLengths, batch_size, False)):
                 mine, share, at, end, batch, columns, entry, entries = self.list.own_slice(
                     mLengths, flat, batch_size, sizes
                 )

@@ -39,15 +39,15 @@ class Barrier:
 class Cta:
     """`chunks` of one sequence after another go through `stages` stages to `warps` warps."""
 
-    def __init__(self, chunks: list[int], guess: str | None, defect: str | None, stages: int = 3, warps: int = 2):
+    def __init__(self, chunks: list[int], guess: str | None, defect: str | None, stages: int):
         self.chunks, self.guess, self.defect = chunks, guess, defect
-        self.stages, self.warps = stages, warps
+        self.stages, self.warps = stages, 2
         self.full = [[Barrier(1) for _ in range(stages)] for _ in "kv"]
-        self.empty = [Barrier(warps) for _ in range(stages)]
-        self.q_full, self.q_empty = Barrier(1), Barrier(warps)
+        self.empty = [Barrier(self.warps) for _ in range(stages)]
+        self.q_full, self.q_empty = Barrier(1), Barrier(self.warps)
         self.place: list[list[object]] = [[None] * stages for _ in "kv"]
         self.under_way: list[tuple[int, int, object]] = []
-        self.taken: list[list[object]] = [[] for _ in range(warps)]
+        self.taken: list[list[object]] = [[] for _ in range(self.warps)]
 
     def load(self, stage: int, what: object) -> None:
         for x in range(2):
@@ -98,11 +98,10 @@ class Cta:
                     turn += 1
 
     def warp(self, own: int) -> Iterator[None]:
-        done, turn = 0, 0
-        for count in filter(None, self.chunks):
+        done = 0
+        for turn, count in enumerate(filter(None, self.chunks)):
             yield from self.q_full.wait(turn & 1)
             self.q_empty.arrive()
-            turn += 1
             for _ in range(count):
                 stage, parity = done % self.stages, done // self.stages & 1
                 for x in range(2):

@@ -62,7 +62,10 @@ class CacheLoads:
         page = Int32(0)
         if const_expr(self.paged):
             at = known + cute.arch.lane_idx()
-            if at < mTable.shape[1]:
+            inside = at < mTable.shape[1]
+            if const_expr(early):
+                inside = inside & (at >= 0)  # what is not a length may lead anywhere
+            if inside:
                 if const_expr(early):
                     page = unkept(mTable.iterator + cute.crd2idx((batch, at), mTable.layout))
                 else:
