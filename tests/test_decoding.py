@@ -196,6 +196,8 @@ REFUSED = [
     ({"softmax_scale": -1.0}, ValueError, "softmax_scale must be positive and finite"),
     ({"window_size": (5, 3)}, NotImplementedError, "window_size = (5, 3)"),
     ({"softcap": 30.0}, NotImplementedError, "softcap = 30.0"),
+    ({"rotary_cos": new(9, 64)}, NotImplementedError, "does not take rotary_cos = 'a tensor'"),
+    ({"cache_leftpad": lengths_of}, NotImplementedError, "does not take cache_leftpad = 'a tensor'"),
     ({}, ValueError, "must be on a CUDA device, not cpu"),
     ({"page": 16}, ValueError, "must be on a CUDA device, not cpu"),
     ({"cache": E4M3, "k_descale": 1.0, "v_descale": torch.ones(2)}, ValueError, "must be on a CUDA device"),
