@@ -176,7 +176,7 @@ def run(save: Path | None = None, console: Console | None = None) -> bool:
     data |= {"same_bits_100000_times": [str(row) for row in STRESS], "rows": rows}
     for row in ROWS:
         rows.append(time_row(row, pool))
-        console.print(line_of(row, rows[-1]["us"]), soft_wrap=True, highlight=False)
+        console.print(line_of(row, rows[-1]["us"], rows[-1].get("reads_us")), soft_wrap=True, highlight=False)
         if folder:
             write_atomically(path, json.dumps(data, indent=1).encode())
     return passed
@@ -197,12 +197,13 @@ def judge_all(console: Console) -> bool:
     return failures == 0
 
 
-def line_of(row: Row, us: dict[str, float]) -> str:
+def line_of(row: Row, us: dict[str, float], reads: float | None = None) -> str:
     own = us.get("hopper_attention")
     best = min((x for name, x in us.items() if name != "hopper_attention"), default=None)
     text = f"{row!s:48} " + "  ".join(f"{name} {x:.1f}" for name, x in us.items())
     if own:
         text += f"   {row.bytes / own / 1e6:.2f} TB/s" + (f"  {best / own:.2f} ×" if best else "")
+        text += f"  {reads / own:.3f} of reading alone" if reads else ""
     return text
 
 

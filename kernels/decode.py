@@ -527,7 +527,11 @@ def supports(problem: Problem) -> str | None:
 def compile_kernel(problem: Problem, **options: object) -> object:
     """Needs no tensors and no GPU. Of the problem head_dim, mask and dtype are compiled in; `options` are
     Decode's, of which `calls_decode.options_of` makes those of a call."""
-    kernel = Decode(problem.head_dim, problem.dtype, causal=problem.causal, **options)
+    return compile_decode(Decode(problem.head_dim, problem.dtype, causal=problem.causal, **options))
+
+
+def compile_decode(kernel: Decode) -> object:
+    """The kernel with tensors of any extents."""
     d, element, of_kv = kernel.head_dim, kernel.dtype, kernel.kv_dtype
     batch, heads, kv_heads, seqlen_q, added, pieces = (cute.sym_int() for _ in range(6))
 

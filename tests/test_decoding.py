@@ -11,6 +11,7 @@ import bench
 from harness import decoding as decoding_on_gpu
 from harness import decoding_model as model
 from harness.machine_code import disassemble
+from harness.read_only import compile_read_only
 from hopper_attention import decoding, flash_attn_with_kvcache, ops, production
 from hopper_attention.kernels import calls_decode, ladder
 from hopper_attention.kernels.contract import Problem
@@ -327,6 +328,11 @@ def test_a_launch_waits_for_the_one_before_if_it_may_begin_earlier(pdl: bool) ->
     code = disassemble(compile_kernel("decode", problem, **options, pdl=pdl).__cubin__)
     counts = [sum(x.count(name) for x in code) for name in ("PREEXIT", "ACQBULK")]
     assert counts == ([1, 3] if pdl else [0, 0])
+
+
+def test_the_yardstick_reads_what_decode_reads_and_computes_nothing() -> None:
+    [code] = disassemble(compile_read_only(128, "bfloat16").__cubin__)
+    assert [code.count(name) for name in ("UTMALDG", "HMMA", "LDSM", "STG")] == [4, 0, 0, 0]
 
 
 @pytest.mark.parametrize("head_dim, rows, more", KERNELS, ids=str)
