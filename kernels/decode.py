@@ -76,11 +76,13 @@ class Decode:
         self, head_dim: int, dtype: str, rows: int, causal: bool = False, lengths: bool = True,
         box: int = 0, eight_bits: bool = False, window: bool = False, appends: bool = False, unit: int = 0,
         chunk: int = 0, sms: int = SMS, stages: int = 0, pdl: bool = True, cluster: int = 1,
+        early_load: bool = True,
     ):  # fmt: skip
         """`box`: keys that one TMA loads, all of one page; 0 where K and V have no pages. `unit`: chunks that
         are a piece of a sequence, whatever else is in the batch; 0 for as many as a CTA's slice has. `pdl`:
         the launch begins while the one before it in the stream ends, and waits for it before it reads.
-        `cluster`: CTAs that share a slice of the list, and so every sequence of it."""
+        `cluster`: CTAs that share a slice of the list, and so every sequence of it. `early_load`: of a cache
+        with lengths the first keys and values are loaded before it is known that they are the first."""
         assert rows in ROWS, "rows that a kernel is made for"
         self.head_dim, self.dtype, self.rows, self.causal = head_dim, ELEMENTS[dtype], rows, causal
         self.eight_bits, self.paged, self.appends, self.window = eight_bits, box > 0, appends, window
@@ -91,7 +93,7 @@ class Decode:
         self.box = min(box or self.chunk, self.chunk)
         self.boxes = self.chunk // self.box
         self.unit, self.sms, self.pdl = unit, sms, pdl
-        self.cluster = cluster
+        self.cluster, self.early_load = cluster, early_load
         self.list = FlatList(self.chunk, unit, lengths or self.paged, appends, window, cluster)
         self.tiles = max(1, rows // TILE_Q)  # of 16 rows
         self.halves = 1 if rows < TILE_Q else HALVES  # rows of a thread that count
@@ -120,7 +122,7 @@ class Decode:
     def loads_on_guess(self) -> bool:
         """Whether it also loads its first keys and values before it knows. Twice the TMA instructions of rows
         of 512 bytes are more than there are uniform registers for, and spill."""
-        return self.guesses and self.head_dim <= 128
+        return self.guesses and self.early_load and self.head_dim <= 128
 
     @property
     def stage_bytes(self) -> int:
