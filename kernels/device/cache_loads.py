@@ -93,8 +93,8 @@ class CacheLoads:
         cache, whatever led there."""
         if not self.paged:
             return first * self.chunk < mK.shape[2]
-        wrong = (cute.arch.lane_idx() < boxes) & ((page < 0) | (page >= mK.shape[0]))
-        return cute.arch.vote_any_sync(wrong) == 0
+        there = (page >= 0) & (page < mK.shape[0])
+        return cute.arch.vote_all_sync(there | (cute.arch.lane_idx() >= boxes))
 
     @cute.jit
     def drop(self, rings):
