@@ -371,6 +371,13 @@ def decode_table(rows: Rows) -> str:
         f"without a remark: {min(ratios)[0]:.3f} to {max(ratios)[0]:.3f} × the best peer, geometric mean "
         f"{geometric_mean(ratio for ratio, _ in ratios):.3f}; below 1.000: {'; '.join(behind) or 'none'}."
     )
+    reading = [
+        f"{row['reads_us'] / row['us'][HOPPER]:.3f} ({line[0]})"
+        for row, line in zip(rows, lines)
+        if "reads_us" in row
+    ]
+    if reading:
+        sentence += f" Its loads alone, with nothing computed, take of that {', '.join(reading)}."
     return f"{table(header, lines, 'llrrrrrrrr')}\n\n{sentence}"
 
 
