@@ -171,16 +171,23 @@ def class_of(length: int) -> int:
 
 
 def tile_list(
-    lengths: tuple[tuple[int, int], ...], rows: int, of_keys: bool = False
+    lengths: tuple[tuple[int, int], ...], rows: int, of_keys: bool = False, shared_keys: int = 0
 ) -> list[tuple[int, int, int]]:
     """(sequence, first tile of it, tiles of it) for each tile: sequences by the class of the loop over the
-    other side, longest first, then as they come; a sequence's tiles together."""
+    other side, longest first, then as they come; a sequence's tiles together. With `shared_keys` those of up
+    to 64 queries and so many keys, whose heads share tiles, come last, as they come."""
     own, other = (1, 0) if of_keys else (0, 1)
     tiles: list[tuple[int, int, int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: class_of(lengths[i][other])):
+    shared = lambda i: shared_keys > 0 and is_shared(lengths[i], shared_keys)
+    for i in sorted(range(len(lengths)), key=lambda i: CLASSES if shared(i) else class_of(lengths[i][other])):
         blocks = -(-lengths[i][own] // rows)
         tiles += [(i, len(tiles), blocks)] * blocks
     return tiles
+
+
+def is_shared(lengths: tuple[int, int], shared_keys: int) -> bool:
+    """Whether heads share tiles of a sequence of so many queries and keys."""
+    return lengths[0] <= ROWS and lengths[1] <= shared_keys
 
 
 # ---- being wrong -------------------------------------------------------------------------------------------
