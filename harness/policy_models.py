@@ -34,7 +34,10 @@ FORWARD = (
     "sink of another head",
     "a neighbour's key seen",
     "a row written behind the end",
+    "keys of the first head of a shared tile",
+    "a head of a shared tile left out",
 )
+SHARED_HEADS, SHARED_KEYS = 3, 64  # of a tile that heads of a short sequence share, at head_dim 128
 BACKWARD = (
     *EDGES,
     "slope of the cap left out",
@@ -211,6 +214,11 @@ def outputs(given: Given, wrong: str | None = None) -> dict[str, torch.Tensor]:
         for head in range(problem.heads):
             of = Of(scale, problem.causal, problem.top_left, problem.window, problem.softcap, sinks[head])
             at_q, at_kv = (b, head, rows), (b, head // group, keys)
+            if is_shared((rows.stop - rows.start, keys.stop - keys.start), SHARED_KEYS):
+                if wrong == "keys of the first head of a shared tile":
+                    at_kv = b, (head - head % SHARED_HEADS) // group, keys
+                if wrong == "a head of a shared tile left out" and head % SHARED_HEADS:
+                    continue
             q, k, v = array(given.q[at_q]), array(given.k[at_kv]), array(given.v[at_kv])
             if not backward:
                 found = forward(q, k, v, of, wrong=wrong)
@@ -255,6 +263,11 @@ def applies(wrong: str, problem: Problem) -> bool:
         return problem.sink and (problem.lse_grad or wrong != "dsink without dLSE")
     if "neighbour" in wrong or "behind" in wrong:
         return problem.sequences is not None
+    if "shared tile" in wrong:
+        short = [n for n in problem.sequences or () if n[0] and is_shared(n, SHARED_KEYS)]
+        group = problem.heads // max(1, problem.kv_heads)
+        seen = any(keys > 0 for _, keys in short) and SHARED_HEADS > group < problem.heads
+        return bool(short) and (problem.heads > 1 if "left out" in wrong else seen)
     return wrong != "skip the first tile that is seen" or problem.seqlen_kv > 0
 
 
