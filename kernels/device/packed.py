@@ -142,13 +142,13 @@ def rows_of_sequence(mX: cute.Tensor, head, start, length) -> cute.Tensor:
     return cute.domain_offset((FAR - length, 0), mX[None, None, head, (start + length, FAR)])
 
 
-def locate_listed(tile, heads, mList, locate, row=None):
+def locate_listed(tile, heads, mList, locate):
     """What the list says of the tile-th tile: (block, head, start_q, seqlen_q, start_kv, seqlen_kv).
 
     Tiles of one sequence and all its heads follow each other; which comes when among them, `locate(inside,
-    blocks, heads, seqlen_kv)` says. `row` is the list's, by default that of a tile of one head.
+    blocks, heads, seqlen_kv)` says.
     """
-    row = cutlass.min(1 + (tile // heads if row is None else row), mList.shape[0] - 1)  # behind the last tile nobody reads what it says
+    row = cutlass.min(1 + tile // heads, mList.shape[0] - 1)  # behind the last tile nobody reads what it says
     record = [mList[row, i] for i in range(LISTED)]
     first, blocks, start_q, seqlen_q, start_kv, seqlen_kv = record[1:7]
     block, head = one_of_final(tile, heads, blocks, *locate(tile - first * heads, blocks, heads, seqlen_kv))

@@ -86,16 +86,16 @@ class SharedTiles(Packed):
 
     @cute.jit
     def locate_listed(self, tile, alone, heads, kv_heads, mList, locate):
-        row, inside = tile // heads, tile - alone * heads  # among the shared ones
-        together = cute.ceil_div(heads, self.consumers)
+        # Of a tile that nobody shares the list is read without waiting for what `alone` is.
+        block, head, start_q, seqlen_q, start_kv, seqlen_kv = locate_listed(tile, heads, mList, locate)
+        sharing, inside = Int32(0), tile - alone * heads  # among the shared ones
         if inside >= 0:
-            row = alone + inside // together
-        place = locate_listed(tile, heads, mList, locate, row)
-        block, head, sharing = place[0], place[1], Int32(0)
-        if inside >= 0:
+            together = cute.ceil_div(heads, self.consumers)
+            row = cutlass.min(1 + alone + inside // together, mList.shape[0] - 1)
             block, head = Int32(0), inside % together * self.consumers
+            start_q, seqlen_q, start_kv, seqlen_kv = [mList[row, i] for i in range(3, 7)]
             sharing = self.sharing(head, heads, heads // kv_heads)
-        return block, head, *place[2:], sharing
+        return block, head, start_q, seqlen_q, start_kv, seqlen_kv, sharing
 
     def sharing(self, head, heads, group):
         """The number `sharing` of a tile with the heads from `head` on, of which `group` have a key head."""
