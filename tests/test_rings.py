@@ -84,7 +84,9 @@ class Cta:
         q_block, lengths, *heads = tile or (k6.NOWHERE, (0, 0))
         sharing = [int(self.kernel.batch.sharing(*heads[0]) if heads else 0)] * self.kernel.batch.shares
         head = heads[0][0] if heads else 0
-        return (q_block, head, 0, lengths[0], 0, lengths[1], *sharing) if self.kernel.packed else (q_block, 0, 0)
+        return (
+            (q_block, head, 0, lengths[0], 0, lengths[1], *sharing) if self.kernel.packed else (q_block, 0, 0)
+        )
 
     def span(self, tile: Tile | None, index: int) -> tuple[int, ...]:
         """Of a consumer: whether its rows lie past the end; the CTA's tiles of keys end; its own end; how
@@ -98,11 +100,11 @@ class Cta:
 
     def producer(self) -> Iterator[None]:
         place = 0
-        for tile, (q_block, lengths, *heads) in enumerate(self.tiles):
+        for tile, (q_block, lengths, *_) in enumerate(self.tiles):
             yield from self.message.put(tile, self.tiles[tile])
             told = self.place(self.tiles[tile])
             first = int(self.kernel.first_of_tile(q_block, *lengths))
-            at = lambda block: (tile, *map(int, self.kernel.batch.keys_at(told, block)[1:]))  # noqa: B023
+            at = lambda block: (tile, *map(int, self.kernel.batch.keys_at(told, block)[1:]))
             for consumer, q in enumerate(self.q):
                 yield from q.put(tile, tile)
                 if consumer == 0:
@@ -266,11 +268,11 @@ def test_nobody_waits_forever_of_tiles_that_heads_share(head_dim: int, rows: int
         def some_tile() -> Tile:
             if choose.random() < 0.3:  # of one head
                 lengths = choose.randint(1, 700), choose.randint(0, 700)
-                return choose.randrange(-(-lengths[0] // kernel.tile_q)), lengths  # noqa: B023
+                return choose.randrange(-(-lengths[0] // kernel.tile_q)), lengths
             group = choose.choice((1, 1, 2, 3, 4, 5, 8))
             heads = group * choose.randint(1, 5)
-            head = choose.randrange(0, heads, kernel.consumers)  # noqa: B023
-            lengths = choose.randint(1, ROWS), choose.randint(0, kernel.tile_kv)  # noqa: B023
+            head = choose.randrange(0, heads, kernel.consumers)
+            lengths = choose.randint(1, ROWS), choose.randint(0, kernel.tile_kv)
             return 0, lengths, (head, heads, group)
 
         for seed in range(12):

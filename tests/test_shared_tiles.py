@@ -12,7 +12,8 @@ from harness import policy_models
 from hopper_attention.kernels.contract import Problem
 
 k6, SHORT = kernels("k6"), kernels("k6_rows").SHORT
-CLASSES, FAR, SHARED_QUERIES = (getattr(kernels("device.packed"), x) for x in ("CLASSES", "FAR", "SHARED_QUERIES"))
+packed = kernels("device.packed")
+CLASSES, FAR, SHARED_QUERIES = packed.CLASSES, packed.FAR, packed.SHARED_QUERIES
 ROWS = kernels("device.query_tiles").ROWS
 packed_tiles = kernels("device.shared_tiles").packed_tiles
 
@@ -24,7 +25,7 @@ LENGTHS = (
 
 
 class List:
-    """What `packed.ListTiles` writes, by the model of it; NaN-like numbers where it writes nothing."""
+    """What `packed.ListTiles` writes, by the model of it; numbers of no tile where it writes nothing."""
 
     def __init__(self, lengths: tuple[tuple[int, int], ...], kernel: k6.FlashAttentionForward):
         shared_keys = kernel.tile_kv if kernel.batch.shares else 0
@@ -102,15 +103,14 @@ def test_every_row_of_every_head_is_some_consumers(
     assert shared_tiles == (short * -(-heads // kernel.consumers) if kernel.batch.shares else 0)
 
 
-
-
 @pytest.mark.parametrize("window", [(0, 0), (5, 0), (63, 2), (-1, 3), (70, -1), (9, 70)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_consumers_rows_see_what_they_would_see_alone(head_dim: int, window: tuple[int, int]) -> None:
     """Masks, moved by 64·c queries: of each row its first and last key."""
     kernel = kernel_of(head_dim, False, window=window)
     sharing = int(kernel.batch.sharing(0, 100, 1))
-    for queries, keys in itertools.product((1, 2, 33, 63, 64), (0, 1, 31, kernel.tile_kv - 1, kernel.tile_kv)):
+    most = kernel.tile_kv
+    for queries, keys in itertools.product((1, 2, 33, 63, 64), (0, 1, 31, most - 1, most)):
         place = (0, 0, 1000, queries, 2000, keys, sharing)
         (_, *alone), begin = kernel.begin(kernel.span(0, 0, queries, keys), 0, queries, keys)
         for consumer in range(kernel.consumers):

@@ -185,7 +185,12 @@ class ListTiles:
     """
 
     def __init__(
-        self, rows: int, of_keys: bool = False, padded: int = 1, mask: Mask | None = None, shared_keys: int = 0
+        self,
+        rows: int,
+        of_keys: bool = False,
+        padded: int = 1,
+        mask: Mask | None = None,
+        shared_keys: int = 0,
     ):
         self.rows, self.of_keys, self.padded, self.mask = rows, of_keys, padded, mask
         self.shared_keys = shared_keys

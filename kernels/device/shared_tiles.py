@@ -101,7 +101,7 @@ class SharedTiles(Packed):
         """The number `sharing` of a tile with the heads from `head` on, of which `group` have a key head."""
         last = cutlass.min(self.consumers, heads - head) - 1
         rest, before = head % group, [0]
-        for c in range(1, self.consumers):
+        for _ in range(1, self.consumers):
             rest += 1
             before.append(before[-1] + chosen(rest == group, 1, 0))
             rest = chosen(rest == group, 0, rest)
