@@ -300,6 +300,30 @@ def packed_sequences(stage_id, args):
 
 
 @case(policies=True)
+def short_sequences_of_many_heads(stage_id, args):
+    """Heads of a sequence of up to 64 queries share tiles: as many as a tile has, and fewer; key heads with
+    one query head, with as many as a tile has, and with more; among sequences that share with nobody."""
+    short = [(n, n) for n in (64, 1, 63, 0, 17, 64, 33)] + [
+        (5, 0),
+        (0, 9),
+        (3, 64),
+        (64, 2),
+        (64, 65),
+        (65, 3),
+    ]
+    for heads, kv_heads in ((1, 1), (2, 2), (5, 5), (16, 16), (6, 3), (8, 2), (7, 1), (20, 5)):
+        for head_dim in HEAD_DIMS:
+            for mask in MASKED:
+                sequences = [*short, (700, 700), *short] if heads < 16 else short * 5
+                fields = {"heads": heads, "kv_heads": kv_heads} | mask
+                problem = packed_of(stage_id, sequences, head_dim, behind=70, **fields)
+                yield from checked(stage_id, random_given(problem, outside=math.nan))
+    for softcap in (0.0, 5.0):
+        fields = {"heads": 16, "kv_heads": 4, "causal": True, "sink": True, "softcap": softcap}
+        yield from checked(stage_id, random_given(packed_of(stage_id, short * 9, 128, **fields)))
+
+
+@case(policies=True)
 def padding_between_sequences(stage_id, args):
     """`seqused`: rows between sequences hold NaN or Inf, and stay as they are."""
     for outside in (math.nan, math.inf):

@@ -38,7 +38,10 @@ FORWARD = (
     "sink of another head",
     "a neighbour's key seen",
     "a row written behind the end",
+    "keys of the first head of a shared tile",
+    "a head of a shared tile left out",
 )
+SHARED_HEADS, SHARED_KEYS = 3, 64  # of a tile that heads of a short sequence share, at head_dim 128
 BACKWARD = (
     *EDGES,
     "slope of the cap left out",
@@ -194,16 +197,23 @@ def class_of(length: int) -> int:
 
 
 def tile_list(
-    lengths: tuple[tuple[int, int], ...], rows: int, of_keys: bool = False
+    lengths: tuple[tuple[int, int], ...], rows: int, of_keys: bool = False, shared_keys: int = 0
 ) -> list[tuple[int, int, int]]:
     """(sequence, first tile of it, tiles of it) for each tile: sequences by the class of the loop over the
-    other side, longest first, then as they come; a sequence's tiles together."""
+    other side, longest first, then as they come; a sequence's tiles together. With `shared_keys` those of up
+    to 64 queries and so many keys, whose heads share tiles, come last, as they come."""
     own, other = (1, 0) if of_keys else (0, 1)
     tiles: list[tuple[int, int, int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: class_of(lengths[i][other])):
+    shared = lambda i: shared_keys > 0 and is_shared(lengths[i], shared_keys)
+    for i in sorted(range(len(lengths)), key=lambda i: CLASSES if shared(i) else class_of(lengths[i][other])):
         blocks = -(-lengths[i][own] // rows)
         tiles += [(i, len(tiles), blocks)] * blocks
     return tiles
+
+
+def is_shared(lengths: tuple[int, int], shared_keys: int) -> bool:
+    """Whether heads share tiles of a sequence of so many queries and keys."""
+    return lengths[0] <= ROWS and lengths[1] <= shared_keys
 
 
 # ---- being wrong -------------------------------------------------------------------------------------------
@@ -228,6 +238,11 @@ def outputs(given: Given, wrong: str | None = None) -> dict[str, torch.Tensor]:
         for head in range(problem.heads):
             of = Of(scale, problem.causal, problem.top_left, problem.window, problem.softcap, sinks[head])
             at_q, at_kv = (b, head, rows), (b, head // group, keys)
+            if is_shared((rows.stop - rows.start, keys.stop - keys.start), SHARED_KEYS):
+                if wrong == "keys of the first head of a shared tile":
+                    at_kv = b, (head - head % SHARED_HEADS) // group, keys
+                if wrong == "a head of a shared tile left out" and head % SHARED_HEADS:
+                    continue
             q, k, v = array(given.q[at_q]), array(given.k[at_kv]), array(given.v[at_kv])
             if not backward:
                 found = forward(q, k, v, of, wrong=wrong)
@@ -274,6 +289,11 @@ def applies(wrong: str, problem: Problem) -> bool:
         return problem.sink and (problem.lse_grad or wrong != "dsink without dLSE")
     if "neighbour" in wrong or "behind" in wrong:
         return problem.sequences is not None
+    if "shared tile" in wrong:
+        short = [n for n in problem.sequences or () if n[0] and is_shared(n, SHARED_KEYS)]
+        group = problem.heads // max(1, problem.kv_heads)
+        seen = any(keys > 0 for _, keys in short) and SHARED_HEADS > group < problem.heads
+        return bool(short) and (problem.heads > 1 if "left out" in wrong else seen)
     return wrong != "skip the first tile that is seen" or problem.seqlen_kv > 0
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .calls import UNDIVIDED, Parts
 from .contract import Problem
 from .device.constants import SMS
-from .device.limits import COLUMN_BYTES, FINAL_SECTIONS, SECTION_BYTES, TILE_KV, tile_dim
+from .device.limits import BLOCK, COLUMN_BYTES, FINAL_SECTIONS, SECTION_BYTES, TILE_KV, tile_dim
 
 # ---- forward: queries of a tile ----------------------------------------------------------------------------
 
@@ -59,13 +59,26 @@ MANY_TILES = 10  # for each SM: from there on the mean load and half of a tile a
 def rows_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> int:
     """Of how many queries a tile of the forward pass has, the number with the least time. Packed sequences
     count as equally long: of their lengths nobody but the GPU knows more."""
-    if problem.sequences is not None:
+    packed, columns = problem.sequences is not None, tile_dim(problem)
+    if packed:
         count = max(1, len(problem.sequences))
         mean = {"seqlen_q": -(-problem.seqlen_q // count), "seqlen_kv": -(-problem.seqlen_kv // count)}
         problem = problem.with_(sequences=None, batch=count, **mean)
-    us = {rows: forward_us(problem, rows, sms, tiles) for rows in tiles[tile_dim(problem)]}
+    us = {}
+    for rows, tile in tiles[columns].items():
+        one = _in_shared_tiles(problem, rows, tile.keys) if packed else problem
+        us[rows] = forward_us(one, rows, sms, tiles)
     own, best = next(iter(us)), min(us, key=us.get)
     return best if us[best] < CLEARLY * us[own] else own
+
+
+def _in_shared_tiles(problem: Problem, rows: int, keys: int) -> Problem:
+    """The problem with as many heads as have a tile of `rows` queries each, where heads of short sequences
+    share them (`device.shared_tiles`)."""
+    if problem.seqlen_q > BLOCK or problem.seqlen_kv > keys:
+        return problem
+    heads = math.ceil(problem.heads / (rows // BLOCK))
+    return problem.with_(heads=heads, kv_heads=heads)
 
 
 def forward_us(problem: Problem, rows: int, sms: int = SMS, tiles: Tiles = TILES) -> float:

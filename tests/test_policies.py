@@ -181,6 +181,9 @@ def test_the_list_of_tiles() -> None:
         assert all(tiles[first : first + n] == [(i, first, n)] * n for i, first, n in tiles)
         loops = [policy_models.class_of(lengths[i][other]) for i, _, _ in tiles]
         assert loops == sorted(loops)
+    short = (*lengths, (7, 7), (64, 64), (1, 0), (65, 9))
+    tiles = [i for i, _, _ in policy_models.tile_list(short, 192, shared_keys=64)]
+    assert tiles == [2, 4, 5, 5, 0, 9, 3, 6, 7, 8], "those that heads share are not the last"
     for shorter, longer in ((0, 2), (7, 8), (100, 126), (4096, 5000)):
         assert policy_models.class_of(shorter) >= policy_models.class_of(longer)
 
