@@ -78,11 +78,10 @@ def drops_wrong_guesses(pool: Pool, replays: int = 50) -> bool:
         k, v = pool.caches(row)[0]
         pages, page = row.batch * row.keys // row.page if row.page else 0, row.page
         place = torch.empty(row.batch + pages, dtype=torch.int32, device="cuda")
-        lengths, table = place[: row.batch], place[row.batch :].view(row.batch, -1)
-        options = {"cache_seqlens": lengths}
+        options = {"cache_seqlens": place[: row.batch]}
         if page:
             k, v = (x.view(-1, page, row.kv_heads, row.head_dim) for x in (k, v))
-            options["block_table"] = table
+            options["block_table"] = place[row.batch :].view(row.batch, -1)
 
         def values(row: Row = row, pages: int = pages) -> torch.Tensor:
             found = torch.randint(0, row.keys + 1, (row.batch,), device="cuda", dtype=torch.int32)
