@@ -280,6 +280,24 @@ def test_nobody_waits_forever_of_tiles_that_heads_share(head_dim: int, rows: int
             assert Cta(kernel, tiles).run(seed), f"{window} {tiles}: they wait for each other"
 
 
+@pytest.mark.parametrize("wrong", ["before", "behind"])
+def test_a_consumer_that_takes_another_heads_keys_is_seen(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    kernel = k6.kernel_for(Problem.square(1, 1, 1, 128, True).with_(sequences=((1, 1),)))
+    tiles = [(0, (30, 40), (head, 16, 1)) for head in range(0, 16, kernel.consumers)]
+    assert Cta(kernel, tiles).run(0)
+    right = getattr(kernel.batch, wrong)
+    # The producer, which asks the first consumer's `behind`, goes on loading them.
+    short = lambda self, place, consumer: right(place, consumer) if consumer == 0 else 0
+    monkeypatch.setattr(type(kernel.batch), wrong, short)
+    try:
+        ended = Cta(kernel, tiles).run(0)
+    except AssertionError:  # of what it found in a place
+        ended = False
+    assert not ended
+
+
 def test_a_wait_that_has_no_end_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = k6.FlashAttentionForward(128, Causal(), "bfloat16")
     monkeypatch.setattr(kernel, "stages", 2)  # too few for the keys that only others see
