@@ -123,14 +123,11 @@ STEP_Q = {64: 128, 96: 64, 128: 64, 192: 64, 256: 64}  # queries of a step on a 
 
 # What `parts_of` reckons with, in steps of bwd4's main loop: a tile of queries on a tile of keys. Fitted to
 # the measured times of notes/bwd4_parts.md, "How to divide".
-TILE_STEPS = 4.5  # of a tile of keys beside its steps
-OF_ALL = 0.47  # how much longer a step takes while every SM is busy, which share L2, memory and power
-UNEVEN = 0.107  # of a mask's longest tile: what SMs that are all busy end later than the list has it
-ADDING_STEPS = 0.5  # of adding parts, beside their bytes
-BYTES_PER_STEP = 1.24e7  # of parts, most of which stay in L2
-UNDIVIDED_CAUSAL = 1.126  # how much longer a step takes under a mask where a group of heads is not divided
-TOGETHER = 0.012  # by how much more for each doubling of the heads that a part of a group has
-QUERIES_DIVIDED = 1.01  # the same where queries are
+TILE_STEPS = 3.7  # of a tile of keys beside its steps
+ADDING_STEPS = 1.8  # of adding parts, beside their bytes
+BYTES_PER_STEP = 7.93e6  # of parts, most of which stay in L2
+UNDIVIDED_CAUSAL = 1.152  # how much longer a step takes under a mask where a group of heads is not divided
+QUERIES_DIVIDED = 1.0094  # the same where queries are
 FEW_TILES = 8  # for each SM: with more of them dividing gains nothing, but of LONG sequences
 LONG = 32768
 QUERY_PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -175,27 +172,15 @@ def divisions(problem: Problem, sms: int = SMS) -> list[Parts]:
 
 
 def steps_of(problem: Problem, parts: Parts, sms: int = SMS) -> float:
-    """The time of a backward pass, in steps of the main loop of an SM that has the GPU to itself."""
-    loads = loads_of(problem, parts, sms)
-    busiest, mean = max(loads), sum(loads) / sms
-    time = busiest + OF_ALL * mean
-    if problem.causal and tile_dim(problem) <= 128:
-        time += UNEVEN * _longest(problem, parts) * mean / busiest
+    """The time of a backward pass, in steps of its main loop."""
+    busiest = max(loads_of(problem, parts, sms))
     if parts == UNDIVIDED:
-        return time * (UNDIVIDED_CAUSAL if _is_grouped(problem) else 1.0)
-    if _is_grouped(problem):
-        time *= 1 + TOGETHER * math.log2(problem.heads // problem.kv_heads // parts.heads)
+        return busiest * (UNDIVIDED_CAUSAL if _is_grouped(problem) else 1.0)
     keys = problem.batch * problem.kv_heads * parts.count * problem.seqlen_kv
     part_bytes = 2 * keys * tile_dim(problem) * 4  # of dK and dV, which are written, and read again
     if parts.queries > 1:
-        time *= QUERIES_DIVIDED
-    return time + ADDING_STEPS + 2 * part_bytes / BYTES_PER_STEP
-
-
-def _longest(problem: Problem, parts: Parts) -> int:
-    """Steps of a tile of keys that all queries see, or of a part of it."""
-    q_tiles = math.ceil(problem.seqlen_q / STEP_Q[tile_dim(problem)])
-    return problem.heads // problem.kv_heads // parts.heads * math.ceil(q_tiles / parts.queries)
+        busiest *= QUERIES_DIVIDED
+    return busiest + ADDING_STEPS + 2 * part_bytes / BYTES_PER_STEP
 
 
 def loads_of(problem: Problem, parts: Parts, sms: int = SMS) -> list[float]:
