@@ -126,7 +126,8 @@ STEP_Q = {64: 128, 96: 64, 128: 64, 192: 64, 256: 64}  # queries of a step on a 
 TILE_STEPS = 3.7  # of a tile of keys beside its steps
 ADDING_STEPS = 1.8  # of adding parts, beside their bytes
 BYTES_PER_STEP = 7.93e6  # of parts, most of which stay in L2
-UNDIVIDED_CAUSAL = 1.152  # how much longer a step takes under a mask where a group of heads is not divided
+UNDIVIDED_CAUSAL = 1.12  # how much longer a step takes under a mask where a group of heads is not divided
+TOGETHER = 0.02  # and for each head more of a group that stays together, divided or not
 QUERIES_DIVIDED = 1.0094  # the same where queries are
 FEW_TILES = 8  # for each SM: with more of them dividing gains nothing, but of LONG sequences
 LONG = 32768
@@ -174,6 +175,8 @@ def divisions(problem: Problem, sms: int = SMS) -> list[Parts]:
 def steps_of(problem: Problem, parts: Parts, sms: int = SMS) -> float:
     """The time of a backward pass, in steps of its main loop."""
     busiest = max(loads_of(problem, parts, sms))
+    if _is_grouped(problem):
+        busiest *= 1 + TOGETHER * (problem.heads // problem.kv_heads // parts.heads - 1)
     if parts == UNDIVIDED:
         return busiest * (UNDIVIDED_CAUSAL if _is_grouped(problem) else 1.0)
     keys = problem.batch * problem.kv_heads * parts.count * problem.seqlen_kv
