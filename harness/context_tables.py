@@ -12,10 +12,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from harness import context_model, plots
-from harness.markdown import table
+from harness.markdown import NOTHING, table
 
 Rows = list[dict[str, Any]]
-NOTHING = "Nothing is measured yet."
 DIRECTIONS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 COMMUNICATOR = "communicator"  # messages by NCCL; "…, margin m": with kernels that leave it m SMs
 CALLS = {  # of harness.context_parallel, and how the table's columns call them

@@ -18,7 +18,7 @@ from hopper_attention.checks import E4M3
 from . import decoding_model as model
 from . import decoding_records, results, timing
 from .decoding_cases import ROWS, Case, Row, cases
-from .decoding_stress import STRESS, stress, waits_for_the_launch_before
+from .decoding_stress import STRESS, drops_wrong_guesses, stress, waits_for_the_launch_before
 from .decoding_timing import Pool, time_row
 from .judging import LSE_TOLERANCE, MAX_FACTOR, RMS_FACTOR
 
@@ -162,6 +162,10 @@ def run(save: Path | None = None, console: Console | None = None) -> bool:
     waits = waits_for_the_launch_before(pool)
     console.print(f"what the launch before wrote is {'seen' if waits else 'FAIL: not always seen'}")
     passed &= waits
+    drops = drops_wrong_guesses(pool)
+    found = "seen" if drops else "FAIL: not always seen"
+    console.print(f"what is written when a launch has begun is {found}")
+    passed &= drops
     folder = save / results.gpu_folder(environment["gpu"]) if save and passed else None
     if folder:
         record, path = folder / "checks" / "decode.json", folder / "decode" / "bench.json"
@@ -172,7 +176,7 @@ def run(save: Path | None = None, console: Console | None = None) -> bool:
     data |= {"same_bits_100000_times": [str(row) for row in STRESS], "rows": rows}
     for row in ROWS:
         rows.append(time_row(row, pool))
-        console.print(line_of(row, rows[-1]["us"]), soft_wrap=True, highlight=False)
+        console.print(line_of(row, rows[-1]["us"], rows[-1].get("reads_us")), soft_wrap=True, highlight=False)
         if folder:
             write_atomically(path, json.dumps(data, indent=1).encode())
     return passed
@@ -193,12 +197,13 @@ def judge_all(console: Console) -> bool:
     return failures == 0
 
 
-def line_of(row: Row, us: dict[str, float]) -> str:
+def line_of(row: Row, us: dict[str, float], reads: float | None = None) -> str:
     own = us.get("hopper_attention")
     best = min((x for name, x in us.items() if name != "hopper_attention"), default=None)
     text = f"{row!s:48} " + "  ".join(f"{name} {x:.1f}" for name, x in us.items())
     if own:
         text += f"   {row.bytes / own / 1e6:.2f} TB/s" + (f"  {best / own:.2f} ×" if best else "")
+        text += f"  {reads / own:.3f} of reading alone" if reads else ""
     return text
 
 

@@ -20,6 +20,7 @@ from hopper_attention.kernels.contract import Problem
 
 from . import decoding_records, fa3
 from .decoding_cases import Row, kernel_of
+from .read_only import compile_read_only
 
 ROTATION_BYTES = 1.05e9  # of caches that calls go through: 20 times L2
 CALLS = 40  # of a graph, at least
@@ -69,7 +70,21 @@ def ours(row: Row, q: torch.Tensor, caches) -> list[Call]:
 def plain_launches(row: Row, q: torch.Tensor, caches) -> list[Call]:
     """The same kernel, launched when the one before it has ended: without programmatic dependent launch."""
     least, options = kernel_of(row)
-    kernel = decoding_records.compiled(least, options | {"pdl": False})
+    return launches(decoding_records.compiled(least, options | {"pdl": False}), row, q, caches)
+
+
+def reads(row: Row, q: torch.Tensor, caches) -> list[Call]:
+    """The loads of the same kernel, without what is computed of them."""
+    _, options = kernel_of(row)
+    if row.head_dim != 128 or options["rows"] != 8 or options["lengths"] or row.eight_bits:
+        raise NotImplementedError("is made for whole caches in 16 bits and few rows")
+    return launches(compile_read_only(row.head_dim, "bfloat16"), row, q, caches, cluster=1)
+
+
+def launches(kernel: Callable[..., None], row: Row, q: torch.Tensor, caches, **changes: int) -> list[Call]:
+    """A kernel compiled with these `changes` of a row's options, or with more that a launch does not see."""
+    least, options = kernel_of(row)
+    options |= changes
     problem = Problem(
         row.batch, row.heads, row.kv_heads, row.queries, row.keys, row.head_dim, least.causal,
         direction="decode",
@@ -188,18 +203,22 @@ def _elapsed(run: Call) -> float:
 
 
 def time_row(row: Row, pool: Pool) -> dict[str, object]:
-    """One row of the results: µs of each provider, in a graph and, of ours, called one by one."""
+    """One row of the results: µs of each provider, in a graph and, of ours, called one by one; of
+    some `reads_us`, what the loads take alone."""
     caches = pool.caches(row)
     q = torch.randn(row.batch, row.queries, row.heads, row.head_dim, device="cuda", dtype=torch.bfloat16)
     found: dict[str, object] = dataclasses.asdict(row) | {"bytes": row.bytes, "us": {}, "errors": {}}
     found["cubin_sha256"] = decoding_records.identity_of(row)
     graphs = {}
-    for name, make in (PROVIDERS | {"without_pdl": plain_launches}).items():
+    for name, make in (PROVIDERS | {"without_pdl": plain_launches, "reads": reads}).items():
         try:
             graphs[name] = captured(make(row, q, caches))
         except Exception as error:  # a peer that does not take a row must not end the run
             found["errors"][name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
     found["us"] = in_turns(graphs)
     found["without_pdl_us"] = found["us"].pop("without_pdl", None)
+    if "reads" in found["us"]:
+        found["reads_us"] = found["us"].pop("reads")
+    found["errors"].pop("reads", None)
     found["single_us"] = round(single(ours(row, q, caches)), 2)
     return found

@@ -20,7 +20,7 @@ from matplotlib.patches import Patch
 
 from harness import choices, context_tables, plots, suite
 from harness.host import BOTH, FORWARD, OURS, PLAIN
-from harness.markdown import table
+from harness.markdown import NOTHING, table
 from harness.results import DIRECTION_WORDS, PEER_LABELS, PUBLIC_CALLS, Results
 from harness.rotation import plot_rotation
 from harness.sweep import SEQLENS
@@ -34,7 +34,6 @@ HOPPER, SDPA = "hopper_attention", "sdpa"
 TRAINED_WITH = {HOPPER: HOPPER, SDPA: "SDPA"} | {x: PEER_LABELS[x] for x in ("cudnn", "fa2", "fa3", "fa4")}
 HOW = {"eager": "eager", "model compiled": "torch.compile", "blocks compiled": "torch.compile, by layer"}
 HOW |= {"graphs compiled": "torch.compile, CUDA graphs"}
-NOTHING = "Nothing is measured yet."
 
 
 def load(folder: Path, name: str, zeros: bool = False) -> Rows:
@@ -372,6 +371,13 @@ def decode_table(rows: Rows) -> str:
         f"without a remark: {min(ratios)[0]:.3f} to {max(ratios)[0]:.3f} × the best peer, geometric mean "
         f"{geometric_mean(ratio for ratio, _ in ratios):.3f}; below 1.000: {'; '.join(behind) or 'none'}."
     )
+    reading = [
+        f"{row['reads_us'] / row['us'][HOPPER]:.3f} ({line[0]})"
+        for row, line in zip(rows, lines)
+        if "reads_us" in row
+    ]
+    if reading:
+        sentence += f" Its loads alone, with nothing computed, take of that {', '.join(reading)}."
     return f"{table(header, lines, 'llrrrrrrrr')}\n\n{sentence}"
 
 

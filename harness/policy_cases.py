@@ -11,13 +11,15 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
 from harness import reference
 from harness.inputs import hopper_gpu
 from harness.policies import Given, random_given, starts_of
+from harness.reference import Rounding
 from harness.registry import CASES, case, same
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
@@ -27,6 +29,8 @@ HEAD_DIMS = (64, 128, 256)
 FAR = -1e3  # scores of keys that are seen, so far below zero that nothing of e^score is left
 EDGES = (63, 64, 65, 127, 128, 129)  # of windows, about the ends of tiles
 MANY = 10**5  # sequences
+SPOILT = slice(200, 208)  # queries, or keys: of S's rows 8 to 15 of a warp's 16, or columns of every lane
+BLOCK = 128  # queries, or keys: where these end, all tiles of backward kernels do
 
 
 def plain_of(stage_id: str, head_dim: int = 64, **fields: object) -> Problem:
@@ -172,6 +176,96 @@ def scores_about_the_cap(stage_id, args):
                 yield from checked(stage_id, given, f"scores up to {ahead} caps")
 
 
+# ---- NaN that some rows do not see -------------------------------------------------------------------------
+
+Run = Callable[[Given], dict[str, torch.Tensor]]  # a kernel's outputs
+
+
+def visible(problem: Problem) -> torch.Tensor:
+    """(query, key): whether the one sees the other, in a dense problem."""
+    queries, keys = torch.arange(problem.seqlen_q)[:, None], torch.arange(problem.seqlen_kv)
+    ahead = keys - queries - (0 if problem.top_left else problem.seqlen_kv - problem.seqlen_q)
+    left, right = problem.window or (-1, 0 if problem.causal else -1)
+    return ((ahead >= -left) | (left < 0)) & ((ahead <= right) | (right < 0))
+
+
+def reached(problem: Problem, spoilt: str) -> dict[str, torch.Tensor]:
+    """By output, which rows NaN in the rows SPOILT of q or k may reach: those that see it. Of gradients, all
+    of a tile in which it is: zeros of a hidden pair are multiplied by it there."""
+    seen = visible(problem)
+    rows, keys = (torch.zeros(n, dtype=torch.bool) for n in seen.shape)
+    if spoilt == "q":
+        rows[SPOILT] = True
+    else:
+        keys[SPOILT] = True
+        rows = seen[:, keys].any(1)
+    if problem.direction != "bwd":
+        return {"o": rows, "lse": rows}
+    whole = lambda x: torch.cat([block.any().expand(len(block)) for block in x.split(BLOCK)])
+    of_queries = whole(rows | seen[:, whole(keys)].any(1))
+    of_keys = whole(keys | seen[whole(rows)].any(0))
+    return {"dq": of_queries, "dk": of_keys, "dv": of_keys}
+
+
+def with_spoilt(given: Given, name: str, value: float) -> Given:
+    """The same with `value` in the rows SPOILT of q or k; of gradients, what the forward pass then saved."""
+    x = getattr(given, name).clone()
+    x[:, :, SPOILT] = value
+    other = replace(given, **{name: x})
+    if given.problem.direction == "bwd":
+        rows = reached(given.problem.with_(direction="fwd"), name)["o"]
+        other.saved = tuple(x.clone() for x in given.saved)
+        for x in other.saved:
+            x[:, :, rows] = math.nan
+    return other
+
+
+def spread_of_nan(given: Given, run: Run, rounding: Rounding) -> Iterator[str]:
+    """What is wrong with rows that do not see a NaN, or with those that do if it does not show there."""
+    plain = run(given)
+    for name, value in (("k", math.nan), ("k", math.inf), ("q", math.nan)):
+        found, mixed = run(with_spoilt(given, name, value)), {}
+        for output, rows in reached(given.problem, name).items():
+            rows = rows.to(found[output].device)
+            if given.problem.direction != "bwd" and not found[output][:, :, rows].isnan().all():
+                yield f"{value} in {name}: {output} of rows that see it is not NaN"
+            mixed[output] = found[output].clone()
+            mixed[output][:, :, rows] = plain[output][:, :, rows]
+        for failure in given.judge(mixed, rounding, poisoned=False):
+            yield f"{value} in {name}, which these rows do not see: {failure}"
+
+
+HIDING = (  # kernels of `alone` in which some rows do not see all keys, and plain ones
+    {"causal": True, "softcap": 3.0},
+    {"window": (40, 0), "softcap": 3.0, "dtype": "float16"},
+    {"causal": True},
+    {"window": (40, 0)},
+)
+
+
+def far_scores(stage_id: str, head_dim: int, size: float, device: str = "cuda") -> Iterator[Given]:
+    """Problems with some rows that do not see the keys SPOILT, and scores up to about `size`."""
+    for fields in HIDING:
+        extents = {"batch": 1, "seqlen_q": 515, "seqlen_kv": 515}
+        given = random_given(plain_of(stage_id, head_dim, **fields, **extents), device=device)
+        given.q *= size / 4  # deviations that the largest of some thousand is away
+        yield given
+
+
+@case(policies=True)
+def nan_that_some_rows_do_not_see(stage_id, args):
+    """Beside far scores: by what way a warp computes, and whether it rescales, must not be chosen by a
+    comparison that is false of NaN. Scores about the cap, and far beyond it."""
+    stage, module = ladder.load(stage_id)
+    run = lambda given: given.run(stage_id).outputs
+    for head_dim in HEAD_DIMS:
+        for size in (3.0, 15.0) if stage.direction != "bwd" else (15.0,):
+            for given in far_scores(stage_id, head_dim, size):
+                rounding = reference.rounding_of(stage, module, given.problem, **stage.options)
+                for failure in spread_of_nan(given, run, rounding):
+                    yield f"{given.problem}, scores up to {size}: {failure}"
+
+
 # ---- packed sequences --------------------------------------------------------------------------------------
 
 PACKED = {
@@ -203,6 +297,30 @@ def packed(stage_id: str) -> Iterator[tuple[str, Problem]]:
 def packed_sequences(stage_id, args):
     for name, problem in packed(stage_id):
         yield from checked(stage_id, random_given(problem, outside=math.inf), name)
+
+
+@case(policies=True)
+def short_sequences_of_many_heads(stage_id, args):
+    """Heads of a sequence of up to 64 queries share tiles: as many as a tile has, and fewer; key heads with
+    one query head, with as many as a tile has, and with more; among sequences that share with nobody."""
+    short = [(n, n) for n in (64, 1, 63, 0, 17, 64, 33)] + [
+        (5, 0),
+        (0, 9),
+        (3, 64),
+        (64, 2),
+        (64, 65),
+        (65, 3),
+    ]
+    for heads, kv_heads in ((1, 1), (2, 2), (5, 5), (16, 16), (6, 3), (8, 2), (7, 1), (20, 5)):
+        for head_dim in HEAD_DIMS:
+            for mask in MASKED:
+                sequences = [*short, (700, 700), *short] if heads < 16 else short * 5
+                fields = {"heads": heads, "kv_heads": kv_heads} | mask
+                problem = packed_of(stage_id, sequences, head_dim, behind=70, **fields)
+                yield from checked(stage_id, random_given(problem, outside=math.nan))
+    for softcap in (0.0, 5.0):
+        fields = {"heads": 16, "kv_heads": 4, "causal": True, "sink": True, "softcap": softcap}
+        yield from checked(stage_id, random_given(packed_of(stage_id, short * 9, 128, **fields)))
 
 
 @case(policies=True)

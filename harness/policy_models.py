@@ -3,7 +3,7 @@ must catch: a window's tiles, a cap's slope, a sink at the end of a row, packed 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,10 @@ import torch
 from harness.models import Array
 from harness.policies import Given
 from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.device.softcap import NEAR, OF_NEAR
 
 ROWS = 64  # of a warpgroup, which decides for all of them which tiles of keys it takes
+WARP_ROWS, LANES = 16, 4  # of a warp, which decides how scores are capped; that share a row
 CLASSES = 128  # of sequences in the list of tiles
 
 # What may be wrong: a window's bounds, by how many keys; the rest as it says.
@@ -23,18 +25,23 @@ EDGES = {
     "right edge a key short": (0, -1),
     "right edge a key too far": (0, 1),
 }
+NAN_IS_NEAR = "NaN does not count beyond what the near polynomial of a cap is for"
 FORWARD = (
     *EDGES,
     "skip the first tile that is seen",
     "keep the maximum at 0",
     "cap after the mask",
     "no cap",
+    NAN_IS_NEAR,
     "sink left out of the LSE",
     "sink left out of O",
     "sink of another head",
     "a neighbour's key seen",
     "a row written behind the end",
+    "keys of the first head of a shared tile",
+    "a head of a shared tile left out",
 )
+SHARED_HEADS, SHARED_KEYS = 3, 64  # of a tile that heads of a short sequence share, at head_dim 128
 BACKWARD = (
     *EDGES,
     "slope of the cap left out",
@@ -93,9 +100,8 @@ def forward(
             row_max[:] = 0.0
         for key in range(begin, end, tile_kv):
             keys = np.arange(key, min(key + tile_kv, len(k)))
-            s = masked(
-                q[rows] @ k[keys].T * np.asarray(of.scale, q.dtype), rows, keys, first, last, of, wrong
-            )
+            s = q[rows] @ k[keys].T * np.asarray(of.scale, q.dtype)
+            s = masked(s, rows, keys, first, last, of, capped_by_votes, wrong)
             new_max = np.maximum(row_max, s.max(1))
             shift = np.where(new_max == -np.inf, 0.0, new_max)
             p, grown = np.exp(s - shift[:, None]), np.exp(row_max - shift)
@@ -117,13 +123,33 @@ def with_sink(acc: Array, row_max: Array, row_sum: Array, sink: float | None, wr
     return o, without if wrong == "sink left out of the LSE" else lse
 
 
+def capped_exactly(s: Array, cap: float, wrong: str | None = None) -> Array:
+    return cap * np.tanh(s / cap)
+
+
+def capped_by_votes(s: Array, cap: float, wrong: str | None = None) -> Array:
+    """A warp's rows by a polynomial where all of its lanes say that their scores are near zero. A lane has
+    two of the rows, 8 apart, and two of each 8 keys."""
+    found, y = capped_exactly(s, cap), s / cap
+    near = s * np.polynomial.polynomial.polyval(y * y, OF_NEAR)
+    for warp in range(0, len(s), WARP_ROWS):
+        own = y[warp : warp + WARP_ROWS] ** 2
+        behind = [(0, -n % whole) for n, whole in zip(own.shape, (WARP_ROWS, 2 * LANES))]
+        # (row half, row, 8 keys, lane of the row, key); NaN is the largest
+        largest = np.pad(own, behind).reshape(2, WARP_ROWS // 2, -1, LANES, 2).max((0, 2, 4))
+        if not (largest > NEAR**2).any() if wrong == NAN_IS_NEAR else (largest <= NEAR**2).all():
+            found[warp : warp + WARP_ROWS] = near[warp : warp + WARP_ROWS]
+    return found
+
+
 def masked(
-    s: Array, rows: Array, keys: Array, first: int, last: int, of: Of, wrong: str | None = None
-) -> Array:
+    s: Array, rows: Array, keys: Array, first: int, last: int, of: Of,
+    capped: Callable[[Array, float, str | None], Array] = capped_exactly, wrong: str | None = None,
+) -> Array:  # fmt: skip
     """Scaled scores, capped, −∞ where they are hidden."""
     ahead = keys[None] - rows[:, None]
     hidden = (ahead < first) | (ahead > last)
-    cap = lambda x: of.softcap * np.tanh(x / of.softcap) if of.softcap and wrong != "no cap" else x
+    cap = lambda x: capped(x, of.softcap, wrong) if of.softcap and wrong != "no cap" else x
     if wrong == "cap after the mask":
         return cap(np.where(hidden, -np.inf, s)).astype(s.dtype)
     return np.where(hidden, -np.inf, cap(s)).astype(s.dtype)
@@ -171,21 +197,29 @@ def class_of(length: int) -> int:
 
 
 def tile_list(
-    lengths: tuple[tuple[int, int], ...], rows: int, of_keys: bool = False
+    lengths: tuple[tuple[int, int], ...], rows: int, of_keys: bool = False, shared_keys: int = 0
 ) -> list[tuple[int, int, int]]:
     """(sequence, first tile of it, tiles of it) for each tile: sequences by the class of the loop over the
-    other side, longest first, then as they come; a sequence's tiles together."""
+    other side, longest first, then as they come; a sequence's tiles together. With `shared_keys` those of up
+    to 64 queries and so many keys, whose heads share tiles, come last, as they come."""
     own, other = (1, 0) if of_keys else (0, 1)
     tiles: list[tuple[int, int, int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: class_of(lengths[i][other])):
+    shared = lambda i: shared_keys > 0 and is_shared(lengths[i], shared_keys)
+    for i in sorted(range(len(lengths)), key=lambda i: CLASSES if shared(i) else class_of(lengths[i][other])):
         blocks = -(-lengths[i][own] // rows)
         tiles += [(i, len(tiles), blocks)] * blocks
     return tiles
 
 
+def is_shared(lengths: tuple[int, int], shared_keys: int) -> bool:
+    """Whether heads share tiles of a sequence of so many queries and keys."""
+    return lengths[0] <= ROWS and lengths[1] <= shared_keys
+
+
 # ---- being wrong -------------------------------------------------------------------------------------------
 
 
+@np.errstate(invalid="ignore")  # NaN and Inf among the inputs
 def outputs(given: Given, wrong: str | None = None) -> dict[str, torch.Tensor]:
     """A kernel's outputs for the problem, computed by the models in fp32 from what it reads."""
     problem = given.problem
@@ -204,6 +238,11 @@ def outputs(given: Given, wrong: str | None = None) -> dict[str, torch.Tensor]:
         for head in range(problem.heads):
             of = Of(scale, problem.causal, problem.top_left, problem.window, problem.softcap, sinks[head])
             at_q, at_kv = (b, head, rows), (b, head // group, keys)
+            if is_shared((rows.stop - rows.start, keys.stop - keys.start), SHARED_KEYS):
+                if wrong == "keys of the first head of a shared tile":
+                    at_kv = b, (head - head % SHARED_HEADS) // group, keys
+                if wrong == "a head of a shared tile left out" and head % SHARED_HEADS:
+                    continue
             q, k, v = array(given.q[at_q]), array(given.k[at_kv]), array(given.v[at_kv])
             if not backward:
                 found = forward(q, k, v, of, wrong=wrong)
@@ -241,6 +280,8 @@ def applies(wrong: str, problem: Problem) -> bool:
         side = 0 if wrong.startswith("left") else 1
         bounds = problem.window or (-1, 0 if problem.causal else -1)
         return bounds[side] >= 0
+    if wrong == NAN_IS_NEAR:
+        return False  # inputs have no NaN here: `policy_cases.spread_of_nan`
     if "cap" in wrong:
         hides = problem.window is not None or problem.causal
         return bool(problem.softcap) and (hides or wrong != "cap after the mask")
@@ -248,6 +289,11 @@ def applies(wrong: str, problem: Problem) -> bool:
         return problem.sink and (problem.lse_grad or wrong != "dsink without dLSE")
     if "neighbour" in wrong or "behind" in wrong:
         return problem.sequences is not None
+    if "shared tile" in wrong:
+        short = [n for n in problem.sequences or () if n[0] and is_shared(n, SHARED_KEYS)]
+        group = problem.heads // max(1, problem.kv_heads)
+        seen = any(keys > 0 for _, keys in short) and SHARED_HEADS > group < problem.heads
+        return bool(short) and (problem.heads > 1 if "left out" in wrong else seen)
     return wrong != "skip the first tile that is seen" or problem.seqlen_kv > 0
 
 

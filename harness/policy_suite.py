@@ -356,7 +356,9 @@ def run(
     for stage_id in stage_ids:
         direction = DIRECTIONS[stage_id]
         try:
-            kept = results.library_rows(folder, direction, environment, place=suite) if folder else []
+            kept, joined = [], environment
+            if folder:
+                kept, joined = results.library_rows(folder, direction, environment, place=suite)
         except ValueError as error:
             raise Usage(str(error)) from None
         rows = {key_of(row["name"], row["problem"]): row for row in kept}
@@ -375,7 +377,7 @@ def run(
             if folder:
                 every = [key_of(x.name, x.problem.with_(direction=direction)) for x in SUITES[suite]]
                 in_order = [rows[x] for x in every if x in rows]
-                results.save_library(direction, in_order, environment, folder, place=suite)
+                results.save_library(direction, in_order, joined, folder, place=suite)
     return passed
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from harness.markdown import table
+from harness.markdown import NOT_MEASURED, table
 from harness.plots import format_rate
 from harness.results import DIRECTION_WORDS, Results
 from harness.sweep import SEQLENS, sweep_problem
@@ -41,6 +41,6 @@ def block(measured: Mapping[str, Results]) -> str:
     header = ["head_dim", *map(str, SEQLENS)]
     words = (
         "In a cell, TFLOP/s: FlashAttention-3 as its paper has it (H100 SXM5, 2024), "
-        f"FlashAttention-3 here, our stage here ({gpus or 'not measured'}), these two in one run."
+        f"FlashAttention-3 here, our stage here ({gpus or NOT_MEASURED}), these two in one run."
     )
     return f"{table(header, lines, 'l' + 'r' * len(SEQLENS))}\n\n{words}"

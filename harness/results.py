@@ -9,7 +9,7 @@ import json
 import math
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
@@ -62,6 +62,12 @@ PUBLIC_CALLS = {
     "bwd4": "attention_backward",
     "bwd4_det": "attention_backward, deterministic",
 }
+
+
+def peer_order(peer: str) -> tuple[int, str]:
+    """As PEER_LABELS has them, others behind, by name."""
+    order = list(PEER_LABELS)
+    return (order.index(peer) if peer in order else len(order), peer)
 
 
 @dataclass
@@ -229,22 +235,29 @@ def merge(old: Results, new: Results) -> Results:
         if row.key not in rows or row.error is None or rows[row.key].ms_median is None:
             rows[row.key] = row
 
-    before, after = old.environment.get("peers", {}), new.environment.get("peers", {})
     kept = {row.provider for row in old.rows if rows[row.key] is row and row.ms_median is not None}
-    pairs = [(key, old.environment.get(key), new.environment.get(key)) for key in ENVIRONMENT_IDENTITY]
-    in_both = sorted(kept & before.keys() & after.keys())
-    pairs += [(f"peers.{peer}", before[peer], after[peer]) for peer in in_both]
-    differing = [f"{key} was {was!r} and is {now!r}" for key, was, now in pairs if was != now]
-    if differing:
+    if differing := _differing(old.environment, new.environment, kept):
         raise ValueError(
-            f"the results of {old.stage} were measured in another environment: {'; '.join(differing)}. "
-            f"Go back to that one, or remove the old file and measure the whole sweep again"
+            f"the results of {old.stage} were measured in another environment: {differing}. Go back to that "
+            f"one, or remove the old file and measure the whole sweep again"
         )
-    environment = old.environment | new.environment
-    for key in ("peers", "host_us"):
-        if key in environment:
-            environment[key] = old.environment.get(key, {}) | new.environment.get(key, {})
-    return Results(old.stage, environment, list(rows.values()))
+    return Results(old.stage, _joined(old.environment, new.environment), list(rows.values()))
+
+
+def _differing(old: dict[str, Any], new: dict[str, Any], kept: Iterable[str]) -> str:
+    """What keeps rows of two environments from standing in one table, "" if nothing does: a version of a peer
+    only if rows of it are `kept`, and both have it."""
+    before, after = old.get("peers", {}), new.get("peers", {})
+    pairs = [(key, old.get(key), new.get(key)) for key in ENVIRONMENT_IDENTITY]
+    in_both = sorted({*kept} & before.keys() & after.keys())
+    pairs += [(f"peers.{peer}", before[peer], after[peer]) for peer in in_both]
+    return "; ".join(f"{key} was {was!r} and is {now!r}" for key, was, now in pairs if was != now)
+
+
+def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The environment of rows of both."""
+    of_each = {key: old.get(key, {}) | new.get(key, {}) for key in ("peers", "host_us") if key in old | new}
+    return old | new | of_each
 
 
 def stale_rows(results: Results, sha_of: Callable[[Row], str]) -> list[str]:
@@ -321,21 +334,21 @@ def save_library(
 
 def library_rows(
     folder: Path | None, name: str, environment: dict[str, Any], place: str = "library"
-) -> list[dict[str, Any]]:
-    """The rows that `save_library` wrote there, which new ones may join. Raises ValueError where they were
-    measured in another environment."""
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows that `save_library` wrote there, which new ones may join, and the environment of both. Raises
+    ValueError where they were measured in another one, or beside a peer that new ones would lack."""
     path = _library_path(folder, name, environment, place)
     if not path.exists():
-        return []
+        return [], environment
     data = json.loads(path.read_text(encoding="utf-8"))
-    was = data["environment"]
-    pairs = [(key, was.get(key), environment.get(key)) for key in (*ENVIRONMENT_IDENTITY, "peers")]
-    if differing := [f"{key} was {old!r} and is {new!r}" for key, old, new in pairs if old != new]:
+    was, peers = data["environment"], environment.get("peers", {})
+    lacking = [f"{peer} is not there" for peer in was.get("peers", {}) if peer not in peers]
+    if differing := "; ".join(filter(None, (_differing(was, environment, peers), *lacking))):
         raise ValueError(
-            f"{path} was measured in another environment: {'; '.join(differing)}. Go back to that one, or "
-            f"remove the file and measure the whole suite again"
+            f"{path} was measured in another environment: {differing}. Go back to that one, or remove the "
+            f"file and measure the whole suite again"
         )
-    return data["rows"]
+    return data["rows"], _joined(was, environment)
 
 
 def _library_path(folder: Path | None, name: str, environment: dict[str, Any], place: str) -> Path:

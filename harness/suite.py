@@ -164,11 +164,11 @@ def run(
     models = {model.problem: model for model in SUITES[suite] if wanted(model.problem)}
     if not models:
         raise Usage(f"no problem of the suite {suite!r} is of these lengths, head dims and masks")
-    kept = {}
+    kept, environments = {}, {}
     for stage_id in stage_ids if folder else ():
         direction = DIRECTIONS[stage_id]
         try:
-            rows = results.library_rows(folder, f"{suite}_{direction}", environment)
+            rows, environments[stage_id] = results.library_rows(folder, f"{suite}_{direction}", environment)
         except ValueError as error:
             raise Usage(str(error)) from None
         kept[stage_id] = {problem_of(row, direction): row for row in rows}
@@ -191,7 +191,7 @@ def run(
             if folder:
                 every = (model.problem.with_(direction=direction) for model in SUITES[suite])
                 in_order = [rows[problem] for problem in every if problem in rows]
-                results.save_library(f"{suite}_{direction}", in_order, environment, folder)
+                results.save_library(f"{suite}_{direction}", in_order, environments[stage_id], folder)
     return passed
 
 

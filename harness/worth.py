@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from harness import edits
-from harness.markdown import table
+from harness.markdown import NOT_MEASURED, table
 from harness.results import Results
 
 SEQLEN = 4096
@@ -41,7 +41,7 @@ def block(file: str, ablations: Mapping[str, Results]) -> str:
         for idea, label, head_dims in LACKING[file]
     ]
     header = ["without", *(f"d = {d}, {'causal' if causal else 'full'}" for d, causal in columns)]
-    gpu = results.gpu if results else "not measured"
+    gpu = results.gpu if results else NOT_MEASURED
     where = f"The kernel without one of its ideas against the whole of it, N = {SEQLEN}, {gpu}."
     return f"{table(header, lines, 'lrrrr')}\n\n{where}"
 
@@ -49,7 +49,7 @@ def block(file: str, ablations: Mapping[str, Results]) -> str:
 def _change(results: Results | None, label: str, head_dim: int, causal: bool) -> str:
     """Of a variant's rate against that of the whole, in per cent; nothing where there is no such variant."""
     if results is None:
-        return "not measured"
+        return NOT_MEASURED
     rows = [
         row
         for row in results.rows
@@ -58,7 +58,7 @@ def _change(results: Results | None, label: str, head_dim: int, causal: bool) ->
     rates = {row.provider: row.tflops for row in rows}
     whole = next((x for x in edits.labels(results.stage) if x in rates), None)
     if whole is None:
-        return "not measured"
+        return NOT_MEASURED
     if label not in rates:  # an idea about one mask
         return ""
     change = 100 * (rates[label] / rates[whole] - 1)

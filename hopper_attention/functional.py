@@ -288,12 +288,18 @@ def flash_attn_with_kvcache(
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     *,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
     cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int | None, int | None] = (-1, -1),
     softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0,
     k_descale: float | torch.Tensor | None = None,
     v_descale: float | torch.Tensor | None = None,
@@ -319,14 +325,22 @@ def flash_attn_with_kvcache(
     and −∞ for a query that sees no key. Keys are split among all SMs in any case: `num_splits` is taken and
     ignored. With `batch_invariant` a sequence's bits do not depend on the other sequences; they never depend
     on the run. From 64 to 128 queries on, by the number of keys, `attention` is faster (notes/decode.md).
-    There is no gradient. Raises TypeError, ValueError or, with the argument's name, NotImplementedError
-    before anything is launched.
+    There is no gradient. Keys and queries are not rotated: with `rotary_cos`, as with batch indices, padding
+    on the left and slopes, it raises NotImplementedError with the argument's name, as TypeError and
+    ValueError before anything is launched.
     """
+    refuse_by_name(
+        "flash_attn_with_kvcache",
+        ("rotary_cos", "a tensor", rotary_cos is not None),
+        ("rotary_sin", "a tensor", rotary_sin is not None),
+        ("cache_batch_idx", "a tensor", cache_batch_idx is not None),
+        ("cache_leftpad", "a tensor", cache_leftpad is not None),
+        ("alibi_slopes", "a tensor", alibi_slopes is not None),
+        ("softcap", softcap, softcap != 0.0),
+    )
     left, right = (-1 if x is None else x for x in window_size)
     if right not in (-1, 0) or left < -1:
         raise NotImplementedError(f"flash_attn_with_kvcache does not take window_size = {(left, right)!r}")
-    if softcap != 0.0:
-        raise NotImplementedError(f"flash_attn_with_kvcache does not take softcap = {softcap!r}")
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, x)
     if torch.is_grad_enabled() and any(

@@ -303,10 +303,10 @@ def backward_stage(
 ) -> tuple[str, Parts | None]:
     """The stage that computes the gradients of a problem that BACKWARD takes, and its parts, if it has any:
     by default those that `division` chooses."""
-    # Where a query's gradient comes from one tile of keys, nobody waits for a turn, and no zeros are needed.
-    columns = tile_dim(problem)
-    alone = problem.sequences is None and problem.seqlen_kv <= TILE_KV[columns]
-    deterministic |= columns <= 128 and alone
+    # Where a query's gradient comes from one tile of keys nobody waits for a turn, and no zeros are needed:
+    # of packed sequences where it would if they were equally long.
+    columns, count = tile_dim(problem), len(problem.sequences or (None,))
+    deterministic |= columns <= 128 and problem.seqlen_kv <= count * TILE_KV[columns]
     if problem.policies:  # which the stages in parts do not take
         parts = UNDIVIDED
     if parts is None:

@@ -76,11 +76,13 @@ class Decode:
         self, head_dim: int, dtype: str, rows: int, causal: bool = False, lengths: bool = True,
         box: int = 0, eight_bits: bool = False, window: bool = False, appends: bool = False, unit: int = 0,
         chunk: int = 0, sms: int = SMS, stages: int = 0, pdl: bool = True, cluster: int = 1,
+        early_load: bool = True,
     ):  # fmt: skip
         """`box`: keys that one TMA loads, all of one page; 0 where K and V have no pages. `unit`: chunks that
         are a piece of a sequence, whatever else is in the batch; 0 for as many as a CTA's slice has. `pdl`:
         the launch begins while the one before it in the stream ends, and waits for it before it reads.
-        `cluster`: CTAs that share a slice of the list, and so every sequence of it."""
+        `cluster`: CTAs that share a slice of the list, and so every sequence of it. `early_load`: of a cache
+        with lengths the first keys and values are loaded before it is known that they are the first."""
         assert rows in ROWS, "rows that a kernel is made for"
         self.head_dim, self.dtype, self.rows, self.causal = head_dim, ELEMENTS[dtype], rows, causal
         self.eight_bits, self.paged, self.appends, self.window = eight_bits, box > 0, appends, window
@@ -91,7 +93,7 @@ class Decode:
         self.box = min(box or self.chunk, self.chunk)
         self.boxes = self.chunk // self.box
         self.unit, self.sms, self.pdl = unit, sms, pdl
-        self.cluster = cluster
+        self.cluster, self.early_load = cluster, early_load
         self.list = FlatList(self.chunk, unit, lengths or self.paged, appends, window, cluster)
         self.tiles = max(1, rows // TILE_Q)  # of 16 rows
         self.halves = 1 if rows < TILE_Q else HALVES  # rows of a thread that count
@@ -115,6 +117,12 @@ class Decode:
         """Whether a CTA looks at the lengths before the launch before has ended, and then whether they are
         still the same."""
         return self.pdl and self.list.lengths
+
+    @property
+    def loads_on_guess(self) -> bool:
+        """Whether it also loads its first keys and values before it knows. Twice the TMA instructions of rows
+        of 512 bytes are more than there are uniform registers for, and spill."""
+        return self.guesses and self.early_load and self.head_dim <= 128
 
     @property
     def stage_bytes(self) -> int:
@@ -233,13 +241,15 @@ class Decode:
         # While the launch before ends: where the slice is if that leaves the lengths as they are, and the way
         # to its first keys. Lengths and pages may be anything yet: what they lead to is fetched, if it is
         # there, and not looked at.
-        seen = None
+        seen, guessed = None, None
         if const_expr(self.guesses):
             seen = self.list.lanes_lengths(mLengths, batch_size, True)
+        if const_expr(self.loads_on_guess):
+            guessed = Boolean(False)
         mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(
             mLengths, flat, batch_size, sizes, seen
         )
-        first, page = Int32(-1), Int32(0)
+        first, page, length, kv_head = Int32(-1), Int32(0), Int32(0), Int32(0)
         if const_expr(self.pdl):
             if (at < end) & (batch < batch_size):
                 length = Int32(seqlen_kv)
@@ -250,15 +260,35 @@ class Decode:
                 page = self.loads.table_window(mTable, batch, self.loads.page_of(first, per_page), True)
                 kv_head, block = divmod(columns * together.divisor + mine, blocks)
                 self.loads.find_first(mK, mV, page, batch, kv_head, first, per_page)
+                if const_expr(self.loads_on_guess):
+                    inside = self.loads.inside(mK, page, first, self.loads.boxes_of(length, first))
+                    guessed = (count > 0) & (batch_size <= WARP) & inside
+        # The launch before ends, and what is read counts. The first chunk is loaded from where the slice was
+        # before, without waiting for lengths and pages to be read again; if one has changed, it is dropped.
+        if const_expr(self.loads_on_guess):
+            if guessed:
+                parts = self.loads.parts(load_K, tmaK, sK, load_V, tmaV, sV, batch, kv_head)
+                self.loads.chunk_to(
+                    Int32(0), load_K, tmaK, sK, load_V, tmaV, sV, rings, parts, kv_head, first, length,
+                    per_page, page, self.loads.page_of(first, per_page), False, None, True,
+                )  # fmt: skip
         if const_expr(self.guesses):
             self.wait_for_inputs()
+            now, page_now = self.list.lanes_lengths(mLengths, batch_size, False), Int32(0)
             if first >= 0:
-                page = self.loads.table_window(mTable, batch, self.loads.page_of(first, per_page))
-            if not self.list.still(mLengths, batch_size, seen):
+                page_now = self.loads.table_window(mTable, batch, self.loads.page_of(first, per_page))
+            same = self.list.still(batch_size, seen, now)
+            if not same:
                 mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(
                     mLengths, flat, batch_size, sizes
                 )
                 first = Int32(-1)
+            if const_expr(self.loads_on_guess):
+                if guessed:
+                    guessed = same & cute.arch.vote_all_sync(page_now == page)
+                    if not guessed:
+                        self.loads.drop(rings)
+            page = page_now
 
         done, turn = Int32(0), Int32(0)  # chunks that went through the ring; sequences, whose Q did
         while at < end:
@@ -273,7 +303,7 @@ class Decode:
                 self.loads.chunks(
                     load_K, tmaK, sK, load_V, tmaV, sV, mQ, sQ, mTable, rings, batch, kv_head, block, group,
                     first, count, length, done, turn, per_page, page, (Barrier.OTHERS_MADE, 2 * WARP),
-                    self.pdl and not self.list.lengths,
+                    self.pdl and not self.list.lengths, guessed,
                 )  # fmt: skip
                 done += count
                 turn += 1
@@ -326,7 +356,7 @@ class Decode:
         )
         self.wait_for_inputs()
         if const_expr(self.guesses):
-            if not self.list.still(mLengths, batch_size, seen):
+            if not self.list.still(batch_size, seen, self.list.lanes_lengths(mLengths, batch_size, False)):
                 mine, share, at, end, batch, columns, entry, entries = self.list.own_slice(
                     mLengths, flat, batch_size, sizes
                 )
@@ -499,7 +529,11 @@ def supports(problem: Problem) -> str | None:
 def compile_kernel(problem: Problem, **options: object) -> object:
     """Needs no tensors and no GPU. Of the problem head_dim, mask and dtype are compiled in; `options` are
     Decode's, of which `calls_decode.options_of` makes those of a call."""
-    kernel = Decode(problem.head_dim, problem.dtype, causal=problem.causal, **options)
+    return compile_decode(Decode(problem.head_dim, problem.dtype, causal=problem.causal, **options))
+
+
+def compile_decode(kernel: Decode) -> object:
+    """The kernel with tensors of any extents."""
     d, element, of_kv = kernel.head_dim, kernel.dtype, kernel.kv_dtype
     batch, heads, kv_heads, seqlen_q, added, pieces = (cute.sym_int() for _ in range(6))
 

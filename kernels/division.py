@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .calls import UNDIVIDED, Parts
 from .contract import Problem
 from .device.constants import SMS
-from .device.limits import COLUMN_BYTES, FINAL_SECTIONS, SECTION_BYTES, TILE_KV, tile_dim
+from .device.limits import BLOCK, COLUMN_BYTES, FINAL_SECTIONS, SECTION_BYTES, TILE_KV, tile_dim
 
 # ---- forward: queries of a tile ----------------------------------------------------------------------------
 
@@ -59,13 +59,26 @@ MANY_TILES = 10  # for each SM: from there on the mean load and half of a tile a
 def rows_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> int:
     """Of how many queries a tile of the forward pass has, the number with the least time. Packed sequences
     count as equally long: of their lengths nobody but the GPU knows more."""
-    if problem.sequences is not None:
+    packed, columns = problem.sequences is not None, tile_dim(problem)
+    if packed:
         count = max(1, len(problem.sequences))
         mean = {"seqlen_q": -(-problem.seqlen_q // count), "seqlen_kv": -(-problem.seqlen_kv // count)}
         problem = problem.with_(sequences=None, batch=count, **mean)
-    us = {rows: forward_us(problem, rows, sms, tiles) for rows in tiles[tile_dim(problem)]}
+    us = {}
+    for rows, tile in tiles[columns].items():
+        one = _in_shared_tiles(problem, rows, tile.keys) if packed else problem
+        us[rows] = forward_us(one, rows, sms, tiles)
     own, best = next(iter(us)), min(us, key=us.get)
     return best if us[best] < CLEARLY * us[own] else own
+
+
+def _in_shared_tiles(problem: Problem, rows: int, keys: int) -> Problem:
+    """The problem with as many heads as have a tile of `rows` queries each, where heads of short sequences
+    share them (`device.shared_tiles`)."""
+    if problem.seqlen_q > BLOCK or problem.seqlen_kv > keys:
+        return problem
+    heads = math.ceil(problem.heads / (rows // BLOCK))
+    return problem.with_(heads=heads, kv_heads=heads)
 
 
 def forward_us(problem: Problem, rows: int, sms: int = SMS, tiles: Tiles = TILES) -> float:
@@ -113,7 +126,8 @@ STEP_Q = {64: 128, 96: 64, 128: 64, 192: 64, 256: 64}  # queries of a step on a 
 TILE_STEPS = 3.7  # of a tile of keys beside its steps
 ADDING_STEPS = 1.8  # of adding parts, beside their bytes
 BYTES_PER_STEP = 7.93e6  # of parts, most of which stay in L2
-UNDIVIDED_CAUSAL = 1.152  # how much longer a step takes under a mask where a group of heads is not divided
+UNDIVIDED_CAUSAL = 1.12  # how much longer a step takes under a mask where a group of heads is not divided
+TOGETHER = 0.02  # and for each head more of a group that stays together, divided or not
 QUERIES_DIVIDED = 1.0094  # the same where queries are
 FEW_TILES = 8  # for each SM: with more of them dividing gains nothing, but of LONG sequences
 LONG = 32768
@@ -161,6 +175,8 @@ def divisions(problem: Problem, sms: int = SMS) -> list[Parts]:
 def steps_of(problem: Problem, parts: Parts, sms: int = SMS) -> float:
     """The time of a backward pass, in steps of its main loop."""
     busiest = max(loads_of(problem, parts, sms))
+    if _is_grouped(problem):
+        busiest *= 1 + TOGETHER * (problem.heads // problem.kv_heads // parts.heads - 1)
     if parts == UNDIVIDED:
         return busiest * (UNDIVIDED_CAUSAL if _is_grouped(problem) else 1.0)
     keys = problem.batch * problem.kv_heads * parts.count * problem.seqlen_kv

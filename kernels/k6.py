@@ -35,7 +35,7 @@ from .device.given import fake_given, fake_list, take_apart
 from .device.lazy import exponentiate, first_room, first_softmax, follow_maximum, raise_maximum, subtract
 from .device.limits import has_own_kernel, tile_dims
 from .device.masks import Mask, mask_of
-from .device.packed import DENSE, Packed
+from .device.packed import DENSE
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
 from .device.query_tiles import ROWS, Config, QueryTiles, work_on_query_tiles
 from .device.rings import (
@@ -50,8 +50,9 @@ from .device.rings import (
     tma_rings,
 )
 from .device.rows import OWN_ROWS, sum_of_row, with_sink
+from .device.shared_tiles import packed_tiles
 from .device.stores import WARP_ROWS, WARPS, WarpStores, await_stores, rounded, store_of_rows, store_warp_rows
-from .device.tile_order import fetch, hear_place, message_ring, tell
+from .device.tile_order import fetch, message_ring, tell
 from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
 from .device.wgmma import exchanged, round_fragment
 
@@ -108,7 +109,7 @@ class FlashAttentionForward(QueryTiles):
         config = config or CONFIGS[head_dim]
         self.has, self.cap_way, self.cap = has, cap, None
         self.has_policies = bool({*has} - {"scale"})
-        batch = Packed() if "sequences" in has else DENSE
+        batch = packed_tiles(config.consumers) if "sequences" in has else DENSE
         super().__init__(head_dim, mask, ROWS * config.consumers, config.tile_kv, batch)
         self.dtype, self.config, self.sms = ELEMENTS[dtype], config, sms
         self.consumers, self.stages = config.consumers, config.stages
@@ -119,7 +120,7 @@ class FlashAttentionForward(QueryTiles):
         self.q_and_o = max(n for n in (1, 2, 3) if self.tile_bytes(n) <= SMEM_MAX // config.ctas - 1024)
         self.q_stages, self.o_over_q = min(self.q_and_o, 2), self.q_and_o < 3
         # The tiles that only other consumers see must fit beside one stage of V: see `leave_hidden`.
-        assert math.ceil((self.tile_q - ROWS) / self.tile_kv) < self.stages
+        assert self.consumers <= self.stages and self.tile_kv >= ROWS
         self.plain = not (self.packed or self.mask.hides_first)  # a CTA has a tile, and begins at key 0
         self.message = 1 + self.batch.words  # how a tile is announced, and its place
         self.nowhere = [0 if self.plain else NOWHERE] + [0] * (self.batch.words - 1)  # a place without rows
@@ -209,8 +210,8 @@ class FlashAttentionForward(QueryTiles):
                     for atom in (load_Q, load_K, load_V):
                         cpasync.prefetch_descriptor(atom)
                     cute.arch.griddepcontrol_wait()  # for the list
-                    tiles = mList[0, 0] * mQ.shape[2]
-                    listed = self.locate_listed(tile, mQ, mList)
+                    tiles, alone = self.batch.listed_tiles(mList, mQ.shape[2])
+                    listed = self.locate_listed(tile, alone, mQ, mK, mList)
                 while tile < tiles:
                     place = listed if const_expr(self.packed) else self.locate(tile, mQ, mK)
                     tell(tile_ring, tile_put, sTile, (announced, *place))
@@ -218,30 +219,30 @@ class FlashAttentionForward(QueryTiles):
                     q_block, head = place[0], place[1]
                     kv_head = head // (mQ.shape[2] // mK.shape[2])
                     # (TMA, block of rows) in global memory, (TMA, place or stage) in shared
-                    tQgQ, tQsQ = partition_tma(load_Q, self.batch.queries(mQ, head, place), sQ)
-                    tKgK, tKsK = partition_tma(load_K, self.batch.keys(mK, kv_head, place), sK)
-                    tVgV, tVsV = partition_tma(load_V, self.batch.keys(mV, kv_head, place), sV)
+                    tQgQ, tQsQ = partition_tma(load_Q, self.batch.queries_from(mQ, head, place), sQ)
+                    tKgK, tKsK = partition_tma(load_K, self.batch.keys_from(mK, kv_head, place), sK)
+                    tVgV, tVsV = partition_tma(load_V, self.batch.keys_from(mV, kv_head, place), sV)
                     lengths = self.batch.lengths(place, extents)
                     first = self.first_of_tile(q_block, *lengths)
                     for i in range_constexpr(self.consumers):
-                        put(q_ring, q_put, load_Q, tQgQ[None, q_block * self.consumers + i], tQsQ)
+                        put(q_ring, q_put, load_Q, tQgQ[self.queries_at(place, i)], tQsQ)
                         q_put.advance()
                         if const_expr(i == 0):
-                            put(k_ring, kv_put, load_K, tKgK[None, first], tKsK)
-                    put(v_ring, kv_put, load_V, tVgV[None, first], tVsV)
+                            put(k_ring, kv_put, load_K, tKgK[self.batch.keys_at(place, first)], tKsK)
+                    put(v_ring, kv_put, load_V, tVgV[self.batch.keys_at(place, first)], tVsV)
                     kv_put.advance()
-                    kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, *lengths)
+                    kv_blocks = self.tiles_loaded(place, lengths)
                     last = cutlass.max(first + 1, kv_blocks - 1) if const_expr(self.packed) else kv_blocks
                     kv = k_ring, load_K, tKgK, tKsK, v_ring, load_V, tVgV, tVsV
                     for block in range(first + 1, last, unroll=1):
-                        put_both(*kv, kv_put, block)
+                        put_both(*kv, kv_put, self.batch.keys_at(place, block))
                         kv_put.advance()
                     tile = fetch(mCounter, tiles)
                     if const_expr(self.packed):
                         # What the list says of the next tile comes while the last stage is waited for.
-                        listed = self.locate_listed(tile, mQ, mList)
+                        listed = self.locate_listed(tile, alone, mQ, mK, mList)
                         for block in range(last, kv_blocks, unroll=1):
-                            put_both(*kv, kv_put, block)
+                            put_both(*kv, kv_put, self.batch.keys_at(place, block))
                             kv_put.advance()
                     announced = Int32(FOLLOWS)
                 tell(tile_ring, tile_put, sTile, (END, *self.nowhere))
@@ -267,7 +268,7 @@ class FlashAttentionForward(QueryTiles):
             room.fill(self.growth)
             o_stores = WarpStores(mma_pv, sO, store_O, mO, thread, warp_idx, consumer_warps)
 
-            announced, place = hear_place(tile_ring, tile_get, sTile)
+            announced, place = self.hear(tile_ring, tile_get, sTile, consumer)
             tile_get.advance()
             if const_expr(self.plain):
                 q_ring.consumer_wait(q_get)
@@ -282,7 +283,7 @@ class FlashAttentionForward(QueryTiles):
                 # The first S is there, waited for above or at the loop's end. K runs one tile ahead of V now.
                 k_ring.consumer_release(k_get)
                 k_get.advance()
-                if const_expr(self.mask.hides_first):
+                if const_expr(self.mask.hides_first or self.batch.shares):
                     # Not before the last tile's Q is released: the producer puts this one's before V.
                     v_get = skip(v_ring, v_get, begin[0])
                 row_max.fill(-Float32.inf)
@@ -326,7 +327,7 @@ class FlashAttentionForward(QueryTiles):
                     v_get.advance()
                 hidden, past_the_end = kv_blocks - own_blocks, first_row >= lengths[0]
                 hidden, k_get, v_get = leave_hidden(
-                    hidden, past_the_end, k_ring, v_ring, k_get, v_get, self.mask.hides
+                    hidden, past_the_end, k_ring, v_ring, k_get, v_get, self.mask.hides or self.batch.shares
                 )
                 if const_expr(not self.o_over_q):
                     q_ring.consumer_release(q_get)
@@ -344,13 +345,13 @@ class FlashAttentionForward(QueryTiles):
                         total, row_max[r], factor = with_sink(total, row_max[r], mSink[place[1]])
                     inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total) * factor
                     lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
-                announced, place = hear_place(tile_ring, tile_get, sTile)
+                announced, place = self.hear(tile_ring, tile_get, sTile, consumer)
                 tile_get.advance()
                 q_get.advance()
-                ahead = hidden  # tiles of keys until this consumer's next one
+                ahead = hidden + self.batch.before(place, consumer)  # tiles of keys until its next one
                 if const_expr(self.mask.hides_first):
                     first_row, kv_blocks, own_blocks, visible, begin = self.span_of(place, consumer, extents)
-                    ahead += begin[0]
+                    ahead = hidden + begin[0]
                 if const_expr(self.q_stages == 2):
                     k_get = await_next(q_ring, k_ring, q_get, k_get, ahead, announced != END)
                     # Without a next tile, of what lies there; nobody looks at it.

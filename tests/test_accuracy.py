@@ -153,7 +153,12 @@ def test_table_of_decoding() -> None:
     plain = {"batch": 1, "heads": 32, "kv_heads": 8, "queries": 1, "keys": 2048, "head_dim": 128, "page": 0}
     plain |= {"eight_bits": False, "ragged": False, "bytes": 8_388_608, "errors": {}, "single_us": 26.7}
     rows = [
-        plain | {"us": {"hopper_attention": 7.0, "cudnn": 8.4, "fa3": 14.0}, "without_pdl_us": 7.5},
+        plain
+        | {
+            "us": {"hopper_attention": 7.0, "cudnn": 8.4, "fa3": 14.0},
+            "without_pdl_us": 7.5,
+            "reads_us": 6.3,
+        },
         plain | {"us": {"hopper_attention": 8.0, "fa2": 6.0}, "keys": 4096},
         plain | {"us": {"hopper_attention": 10.0}, "page": 16, "eight_bits": True, "errors": {"fa3": "no"}},
     ]
@@ -162,6 +167,7 @@ def test_table_of_decoding() -> None:
     assert "| 1, 32:8, 1, 2048 | e4m3, pages of 16 | 8 MB | **10.0** |  |  |  |  |  | 0.84 |" in text
     assert "The 2 rows without a remark: 0.750 to 1.200" in text
     assert "below 1.000: 1, 32:8, 1, 4096 (0.750)" in text
+    assert text.endswith("with nothing computed, take of that 0.900 (1, 32:8, 1, 2048).")
     assert decode_table([]) == NOTHING
 
 

@@ -15,7 +15,7 @@ import torch
 from of_codes import read as read_back
 from torch.overrides import TorchFunctionMode
 
-from harness import case_runs, cases, head_dims, needles, quantized, reference, stages
+from harness import case_runs, cases, head_dims, judging, needles, quantized, reference, stages
 from harness.inputs import random_inputs
 from hopper_attention import ops, production_fp8
 from hopper_attention.kernels import ladder
@@ -388,3 +388,25 @@ def test_the_sweep_of_a_stage_is_of_its_direction(stand_ins: dict[str, Kernel]) 
             assert problem.direction == stage.direction
             inputs = case_runs.inputs_for(problem)
             assert len(inputs) == (6 if stage.direction == "bwd" else 3)
+
+
+def test_ready_gives_a_stage_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("prepare", "prepare_backward"):
+        monkeypatch.setattr(case_runs, name, lambda *inputs, **options: (inputs, options))
+    q, k, v, do = random_inputs(Problem.square(1, 2, 33, 64, True, direction="bwd"), "cpu")
+    forward = judging.Expected(q, k, v, True).inputs
+    mask = {"causal": True, "top_left": False}
+    assert case_runs.ready("k2", forward, True) == ((q, k, v), {**mask, "stage": "k2"})
+    expected = judging.Expected(q, k, v, True, do)
+    (got_do, *inputs, o, lse), options = case_runs.ready("bwd1", expected.inputs, True)
+    assert got_do is do
+    assert all(x is y for x, y in zip(inputs, (q, k, v), strict=True))
+    assert options == {**mask, "stage": "bwd1"}
+    assert case_runs.ready("k6", forward, True, True)[1] == {
+        "causal": True,
+        "top_left": True,
+        "stage": "k6",
+    }
+    assert (o.dtype, lse.dtype) == (q.dtype, torch.float32)
+    assert torch.equal(o, expected.forward[0].to(q.dtype))
+    assert torch.equal(lse, expected.forward[1].float())

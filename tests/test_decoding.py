@@ -11,6 +11,7 @@ import bench
 from harness import decoding as decoding_on_gpu
 from harness import decoding_model as model
 from harness.machine_code import disassemble
+from harness.read_only import compile_read_only
 from hopper_attention import decoding, flash_attn_with_kvcache, ops, production
 from hopper_attention.kernels import calls_decode, ladder
 from hopper_attention.kernels.contract import Problem
@@ -196,6 +197,8 @@ REFUSED = [
     ({"softmax_scale": -1.0}, ValueError, "softmax_scale must be positive and finite"),
     ({"window_size": (5, 3)}, NotImplementedError, "window_size = (5, 3)"),
     ({"softcap": 30.0}, NotImplementedError, "softcap = 30.0"),
+    ({"rotary_cos": new(9, 64)}, NotImplementedError, "does not take rotary_cos = 'a tensor'"),
+    ({"cache_leftpad": lengths_of}, NotImplementedError, "does not take cache_leftpad = 'a tensor'"),
     ({}, ValueError, "must be on a CUDA device, not cpu"),
     ({"page": 16}, ValueError, "must be on a CUDA device, not cpu"),
     ({"cache": E4M3, "k_descale": 1.0, "v_descale": torch.ones(2)}, ValueError, "must be on a CUDA device"),
@@ -319,12 +322,17 @@ KERNELS = [
 
 @pytest.mark.parametrize("pdl", [True, False])
 def test_a_launch_waits_for_the_one_before_if_it_may_begin_earlier(pdl: bool) -> None:
-    """In the producer and in the warps that compute, whatever either reads first."""
+    """In the producer, on a guess or without, and in the warps that compute, whatever they read first."""
     problem = Problem(1, 1, 1, 1, 1, 128, False, direction="decode")
     options = calls_decode.options_of(problem, True, 16, False, False, True, False)
     code = disassemble(compile_kernel("decode", problem, **options, pdl=pdl).__cubin__)
     counts = [sum(x.count(name) for x in code) for name in ("PREEXIT", "ACQBULK")]
-    assert counts == ([1, 2] if pdl else [0, 0])
+    assert counts == ([1, 3] if pdl else [0, 0])
+
+
+def test_the_yardstick_reads_what_decode_reads_and_computes_nothing() -> None:
+    [code] = disassemble(compile_read_only(128, "bfloat16").__cubin__)
+    assert [code.count(name) for name in ("UTMALDG", "HMMA", "LDSM", "STG")] == [4, 0, 0, 0]
 
 
 @pytest.mark.parametrize("head_dim, rows, more", KERNELS, ids=str)

@@ -275,13 +275,22 @@ def test_rows_of_another_environment_are_neither_mixed_nor_lost(tmp_path: Path) 
         "cutlass_dsl": "4",
         "peers": {"fa4": "1"},
     }
-    assert results.library_rows(tmp_path, "models_fwd", environment) == []
+    assert results.library_rows(tmp_path, "models_fwd", environment) == ([], environment)
     path = results.save_library("models_fwd", [{"us": {"k6": 1.0}}], environment, tmp_path)
-    assert results.library_rows(tmp_path, "models_fwd", environment) == [{"us": {"k6": 1.0}}]
+    rows = [{"us": {"k6": 1.0}}]
+    assert results.library_rows(tmp_path, "models_fwd", environment) == (rows, environment)
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"another environment: peers was .*fa4.* and is \{\}"):
-        results.library_rows(tmp_path, "models_fwd", environment | {"peers": {}})
+    others = {
+        "driver was '1' and is '2'": {"driver": "2"},
+        "peers.fa4 was '1' and is '2'": {"peers": {"fa4": "2"}},
+        "fa4 is not there": {"peers": {"flex": "3"}},
+    }
+    for said, other in others.items():
+        with pytest.raises(ValueError, match=f"another environment: {said}"):
+            results.library_rows(tmp_path, "models_fwd", environment | other)
     assert path.read_bytes() == before
+    more = environment | {"peers": {"fa4": "1", "flex": "3"}}
+    assert results.library_rows(tmp_path, "models_fwd", more) == (rows, more)
 
 
 @pytest.fixture

@@ -152,6 +152,14 @@ def test_k6_in_every_form(head_dim: int, causal: bool, dtype: str) -> None:
         assert all(opcode.endswith("F32.BF16" if kind == "BF16" else "F32") for opcode in products)
 
 
+def test_a_cap_counts_nan_as_far() -> None:
+    """Not one comparison of a lane's largest score with what a polynomial is for is false of NaN: two votes
+    at each of three places, a row's first tile, tiles seen whole and tiles with hidden keys."""
+    compiled = compile_stage("k6", problem_at("k6", 128, True).with_(softcap=50.0))
+    (code,) = machine_code.disassemble(cubin_of(compiled))
+    assert code.count(r"FSETP\.GTU\.AND") == 6
+
+
 def test_the_number_of_sms_is_the_hosts_matter() -> None:
     """Of k6 only the launch knows it."""
     problem = problem_at("k6", 64, False)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import matplotlib
 import pytest
 
-from harness import plots, report
+from harness import claims, markdown, plots, report, stage_tables
 from harness.hardware import H100_SXM, peak_of
 from harness.results import PUBLIC_CALLS, Results, Row, bound_gpu, gpu_folder, load_all, merge
 from hopper_attention.kernels import ladder
@@ -299,7 +299,7 @@ def test_ladder_table() -> None:
     results = sample()
     results.rows = [row for row in results.rows if not row.causal]
     results.rows.append(make_row("k2", None, sweep_problem(causal=True), error="OOM: needs 9 GB"))
-    table = report.ladder_table(STAGES, {"k2": results}, ladder.LADDER)
+    table = stage_tables.ladder_table(STAGES, {"k2": results}, ladder.LADDER)
     assert [line.split("`")[1] for line in table.splitlines() if line.startswith("| [")] == list(
         ladder.LADDER
     )
@@ -318,7 +318,7 @@ def test_ladder_table() -> None:
     ]
     assert cells(table, "[`k1`]")[2:] == ["not measured", "", "", ""] * 2
     assert "N = 4096 on NVIDIA H100 80GB HBM3" in table
-    assert "](k2.md)" in report.ladder_table(STAGES, {}, ladder.LADDER, notes="")
+    assert "](k2.md)" in stage_tables.ladder_table(STAGES, {}, ladder.LADDER, notes="")
 
 
 def test_ladder_table_compares_with_the_stage_before() -> None:
@@ -334,7 +334,7 @@ def test_ladder_table_compares_with_the_stage_before() -> None:
         "k5": make_results("k5", make_row("k5", None, error="OOM: 3 GB"), make_row("k5", 46.2, causal)),
         "k6": make_results("k6", make_row("k6", 400.0), make_row("k6", 231.0, causal, dtype="float16")),
     }
-    table = report.ladder_table(stages, measured, {stage.id: stage.id for stage in stages})
+    table = stage_tables.ladder_table(stages, measured, {stage.id: stage.id for stage in stages})
     assert [cell for cell in cells(table, "forward") if "before" in cell] == [
         "full: × before",
         "causal: × before",
@@ -359,7 +359,7 @@ def test_ablation_table() -> None:
         make_row("a", None, causal, error="OOM: 3 GB"),
         make_row("b", 70.0, causal),
     )
-    full, masked = report.ablation_table(results, ["a", "b"]).split("\n\n")
+    full, masked = stage_tables.ablation_table(results, ["a", "b"]).split("\n\n")
     assert cells(full, "a") == ["a", "100 (1.00×)", "not measured"]
     assert cells(full, "b") == ["b", "125 (1.25×)", "60"]
     assert cells(masked, "a") == ["a", "OOM: 3 GB"]
@@ -379,7 +379,7 @@ def test_backward_stages_have_a_table_of_their_own() -> None:
     stages = [Stage("k2", "", "forward things", None), Stage("bwd1", "", "backward things", None, "bwd")]
     files = {"k2": "k2", "bwd1": "bwd1"}
     measured = {"k2": sample(), "bwd1": backward_sample()}
-    table = report.ladder_table(stages, measured, files)
+    table = stage_tables.ladder_table(stages, measured, files)
     forward, backward, caption = table.split("\n\n")
     assert cells(forward, "forward")[1] == cells(backward, "backward")[1] == "adds"
     assert cells(forward, "[`k2`]")[5] == "0.016× cuDNN"
@@ -395,8 +395,8 @@ def test_backward_stages_have_a_table_of_their_own() -> None:
         "",
     ]
     assert caption.startswith("Measured at head_dim 128")
-    assert "head_dim, bwd" in report.stage_table(measured["bwd1"])
-    sustained = report.sustained_table(measured)
+    assert "head_dim, bwd" in stage_tables.stage_table(measured["bwd1"])
+    sustained = stage_tables.sustained_table(measured)
     assert "Attention backward at N = 16384" in sustained
     assert cells(sustained, "bwd1")[3] == "4.00 → 3.60 (−10%)"
 
@@ -415,7 +415,7 @@ def test_stage_table() -> None:
     results = sample()
     grouped = Problem(1, 32, 8, 777, 777, 128, True)
     results.rows.append(make_row("k2", 7.0, grouped))
-    table = report.stage_table(results)
+    table = stage_tables.stage_table(results)
     assert cells(table, "head_dim, fwd") == ["head_dim, fwd", "512", "4096"]
     assert cells(table, "**128**, causal")[2].split("<br>")[::2] == ["**8.00**", "0.016× cuDNN (500)"]
     assert cells(table, str(grouped))[1].endswith("<br>no peer")
@@ -425,7 +425,7 @@ def test_stage_table() -> None:
 
 def test_bound_is_left_out_for_an_unknown_gpu() -> None:
     results = make_results("k2", make_row("k2", 8.0), gpu="NVIDIA X1")
-    table = report.stage_table(results)
+    table = stage_tables.stage_table(results)
     assert "**8.00**<br>–<br>no peer" in table
     assert "bound is left out" in table
 
@@ -433,7 +433,7 @@ def test_bound_is_left_out_for_an_unknown_gpu() -> None:
 def test_environment_line() -> None:
     other = sample("k1")
     other.environment["driver"] = "4.5"
-    line = report.environment_line({"k1": other, "k2": sample()})
+    line = stage_tables.environment_line({"k1": other, "k2": sample()})
     assert "\n" not in line
     for part in (
         "power cap 700 W",
@@ -443,7 +443,7 @@ def test_environment_line() -> None:
         "cuDNN 9.1",
     ):
         assert part in line
-    assert report.environment_line({}) == "Nothing is measured yet."
+    assert stage_tables.environment_line({}) == "Nothing is measured yet."
 
 
 def test_sustained_table() -> None:
@@ -455,16 +455,16 @@ def test_sustained_table() -> None:
         make_row("math", None, long, error="OOM: needs 2 GB"),
         make_row("cudnn", 500.0, sweep_problem(8192), tflops_sustained=499.0),
     )
-    table = report.sustained_table({"k2": results})
+    table = stage_tables.sustained_table({"k2": results})
     assert cells(table, "k2") == ["k2", "not measured", "not measured", "10.0 → 9.00 (−10%)", "not measured"]
     assert cells(table, "cuDNN")[3] == "600 → 540 (−10%)"
     assert "forward at N = 16384" in table
-    assert report.sustained_table({"k2": sample()}) == "No sustained rate is measured yet."
+    assert stage_tables.sustained_table({"k2": sample()}) == "No sustained rate is measured yet."
 
 
 def test_error_text_stays_in_its_cell() -> None:
     results = make_results("k2", make_row("k2", None, error="unsupported: a|b\nc"))
-    assert r"unsupported: a\|b c" in report.stage_table(results)
+    assert r"unsupported: a\|b c" in stage_tables.stage_table(results)
 
 
 @pytest.mark.parametrize(
@@ -479,15 +479,15 @@ def test_error_text_stays_in_its_cell() -> None:
 )
 def test_markers_must_pair_up(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        report.replace_blocks(text, {"a": "A", "b": "B"}, "notes/x.md")
+        markdown.replace_blocks(text, {"a": "A", "b": "B"}, "notes/x.md")
 
 
 def test_replace_blocks_touches_only_the_blocks() -> None:
     text = f"one\n{block('a')}two `<!-- results:begin x -->`\n{block('b')}"
-    once = report.replace_blocks(text, {"a": "A", "b": "B"}, "x.md")
+    once = markdown.replace_blocks(text, {"a": "A", "b": "B"}, "x.md")
     assert once.startswith("one\n<!-- results:begin a -->\n\nA\n\n<!-- results:end a -->\ntwo `<!--")
-    assert report.replace_blocks(once, {"a": "A", "b": "B"}, "x.md") == once
-    assert report.stale_blocks(once, {"a": "A", "b": "C"}, "x.md") == ["b"]
+    assert markdown.replace_blocks(once, {"a": "A", "b": "B"}, "x.md") == once
+    assert markdown.stale_blocks(once, {"a": "A", "b": "C"}, "x.md") == ["b"]
 
 
 # Several GPUs
@@ -683,7 +683,7 @@ def test_the_lead_is_over_peers_and_not_over_the_public_call() -> None:
     results = Results("k6", ENVIRONMENT, [make_row("k6", 700.0), make_row("fa2", 350.0)])
     results.rows.append(replace(make_row("k6", 710.0), provider=PUBLIC_CALLS["k6"]))
     assert results.best_peer(problem).provider == "fa2"
-    text = report.lead({"k6": results})
+    text = claims.lead({"k6": results})
     assert "2.000–2.000" in text
     assert "fastest of FlashAttention-2, of those" in text
 

@@ -65,48 +65,72 @@ class Ring:
         return self.puts + self.left.total()
 
 
-class Cta:
-    """One CTA of `kernel`, at these tiles: (which one of the queries, (queries, keys) of its sequence)."""
+Tile = tuple[int, tuple[int, int]] | tuple[int, tuple[int, int], tuple[int, int, int]]
 
-    def __init__(self, kernel: k6.FlashAttentionForward, tiles: list[tuple[int, tuple[int, int]]]):
+
+class Cta:
+    """One CTA of `kernel`, at these tiles: (which one of the queries, (queries, keys) of its sequence), and
+    of one that heads share (its first head, how many there are, how many have a key head)."""
+
+    def __init__(self, kernel: k6.FlashAttentionForward, tiles: list[Tile]):
         self.kernel, self.tiles = kernel, tiles
         everyone = kernel.consumers
         self.q = [Ring(kernel.q_stages, 1) for _ in range(everyone)]
         self.k, self.v = Ring(kernel.stages, everyone), Ring(kernel.stages, everyone)
         self.message = Ring(1, everyone)
 
-    def span(self, tile: tuple[int, tuple[int, int]] | None, index: int) -> tuple[int, ...]:
-        """Of a consumer: the CTA's tiles of keys end; its own end; how many of those hide no pair; those of
-        the CTA before its first; its first; the one behind those that may hide a row's first key."""
-        q_block, lengths = tile or (k6.NOWHERE, (0, 0))
-        (_, kv_blocks, own, visible), begin = self.kernel.span(q_block, index, *lengths), (0, 0, 1)
-        if self.kernel.mask.hides_first:
-            span = q_block * self.kernel.tile_q + index * ROWS, kv_blocks, own, visible
-            (_, kv_blocks, own, visible), begin = self.kernel.begin(span, q_block, *lengths)
-        return tuple(map(int, (kv_blocks, own, visible, *begin)))
+    def place(self, tile: Tile | None) -> tuple[int, ...]:
+        """As it is told to the consumers."""
+        q_block, lengths, *heads = tile or (k6.NOWHERE, (0, 0))
+        sharing = [int(self.kernel.batch.sharing(*heads[0]) if heads else 0)] * self.kernel.batch.shares
+        head = heads[0][0] if heads else 0
+        return (
+            (q_block, head, 0, lengths[0], 0, lengths[1], *sharing) if self.kernel.packed else (q_block, 0, 0)
+        )
+
+    def span(self, tile: Tile | None, index: int) -> tuple[int, ...]:
+        """Of a consumer: whether its rows lie past the end; the CTA's tiles of keys end; its own end; how
+        many of those hide no pair; those of the CTA before its first; its first; the one behind those that
+        may hide a row's first key."""
+        lengths = tile[1] if tile else (0, 0)
+        place = self.kernel.batch.of_consumer(self.place(tile), index)
+        first_row, *span, begin = self.kernel.span_of(place, index, lengths)
+        past_the_end = first_row >= self.kernel.batch.lengths(place, lengths)[0]
+        return bool(past_the_end), *map(int, (*span, *begin))
 
     def producer(self) -> Iterator[None]:
         place = 0
-        for tile, (q_block, lengths) in enumerate(self.tiles):
-            yield from self.message.put(tile, (q_block, lengths))
+        for tile, (q_block, lengths, *_) in enumerate(self.tiles):
+            yield from self.message.put(tile, self.tiles[tile])
+            told = self.place(self.tiles[tile])
             first = int(self.kernel.first_of_tile(q_block, *lengths))
+            at = lambda block: (tile, *map(int, self.kernel.batch.keys_at(told, block)[1:]))
             for consumer, q in enumerate(self.q):
                 yield from q.put(tile, tile)
                 if consumer == 0:
-                    yield from self.k.put(place, (tile, first))
-            yield from self.v.put(place, (tile, first))
+                    yield from self.k.put(place, at(first))
+            yield from self.v.put(place, at(first))
             place += 1
-            for block in range(first + 1, self.span(self.tiles[tile], 0)[0]):
-                yield from self.k.put(place, (tile, block))
-                yield from self.v.put(place, (tile, block))
+            for block in range(first + 1, int(self.kernel.tiles_loaded(told, lengths))):
+                yield from self.k.put(place, at(block))
+                yield from self.v.put(place, at(block))
                 place += 1
         yield from self.message.put(len(self.tiles), None)
+
+    def own(self, work: Tile, tile: int, index: int, block: int) -> tuple[int, ...]:
+        """What a consumer is to find of the block-th tile of its keys."""
+        if not self.kernel.batch.shares:
+            return tile, block
+        if len(work) == 2:
+            return tile, block, 0
+        head, _, group = work[2]
+        return tile, block, (head + index) // group - head // group
 
     def consumer(self, index: int) -> Iterator[None]:
         kernel, q, k, v = self.kernel, self.q[index], self.k, self.v
         at_k = at_v = tile = 0
         work = yield from self.hear(0)
-        kv_blocks, own, visible, before, first, edge = self.span(work, index)
+        past_the_end, kv_blocks, own, visible, before, first, edge = self.span(work, index)
         for _ in range(before):
             yield from k.skip(at_k)
             at_k += 1
@@ -114,27 +138,27 @@ class Cta:
             yield from q.wait(0)
             yield from k.wait(at_k)
         while work is not None:
-            assert (q.content[tile], k.content[at_k]) == (tile, (tile, first))
+            assert q.content[tile] == tile
+            assert past_the_end or k.content[at_k] == self.own(work, tile, index, first)
             k.leave(at_k)
             at_k += 1
             for _ in range(before):
                 yield from v.skip(at_v)
                 at_v += 1
-            past_the_end = work[0] * kernel.tile_q + index * ROWS >= work[1][0]
             if kernel.o_over_q and kernel.q_stages == 2 and tile > 0:
                 q.leave(tile - 1)
             for block in (*range(first + 1, edge), *range(edge, visible), *range(max(edge, visible), own)):
                 yield from k.wait(at_k)
                 yield from v.wait(at_v)
                 yield
-                assert (q.content[tile], k.content[at_k]) == (tile, (tile, block))
+                assert (q.content[tile], k.content[at_k]) == (tile, self.own(work, tile, index, block))
                 assert at_k == at_v + 1, "V's next place would not be K's of now"
                 k.leave(at_k)
                 yield
-                assert v.content[at_v] == (tile, block - 1)
+                assert v.content[at_v] == self.own(work, tile, index, block - 1)
                 v.leave(at_v)
                 at_k, at_v = at_k + 1, at_v + 1
-            hidden = kv_blocks - own
+            hidden, last, was_past = kv_blocks - own, own - 1, past_the_end
             if past_the_end:
                 for _ in range(hidden):
                     yield from v.skip(at_v)
@@ -144,9 +168,9 @@ class Cta:
             if not kernel.o_over_q:
                 q.leave(tile)
             yield from v.wait(at_v)
-            assert past_the_end or v.content[at_v] == (tile, own - 1)
+            assert was_past or v.content[at_v] == self.own(work, tile, index, last)
             work = yield from self.hear(tile + 1)
-            kv_blocks, own, visible, before, first, edge = self.span(work, index)
+            past_the_end, kv_blocks, own, visible, before, first, edge = self.span(work, index)
             for overlapping in (True, False):
                 if overlapping == (kernel.q_stages == 2):  # the next tile's first Q·Kᵀ, before or after O
                     for _ in range(hidden + before):
@@ -226,6 +250,52 @@ def test_nobody_waits_forever_of_windows_and_packed_sequences(head_dim: int, row
             lengths = lengths if number % 3 else lengths[:1] * 6
             tiles = [(choose.randrange(-(-x[0] // kernel.tile_q)), x) for x in lengths]
             assert Cta(kernel, tiles).run(seed), f"{window} {tiles}: they wait for each other"
+
+
+@pytest.mark.parametrize("rows", [None, *SHORT])
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 256])
+def test_nobody_waits_forever_of_tiles_that_heads_share(head_dim: int, rows: int | None) -> None:
+    """Among tiles that one head has, under every mask; each consumer multiplies its own head's keys."""
+    config = {"config": SHORT[rows][head_dim]} if rows else {}
+    for number, window in enumerate([None, None, *WINDOWS]):
+        choose = random.Random(number)
+        problem = Problem.square(1, 1, 1, head_dim, number == 1, window=window)
+        kernel = k6.kernel_for(problem.with_(sequences=((1, 1),)), **config)
+        if not kernel.batch.shares:
+            assert kernel.consumers == 1
+            return
+
+        def some_tile() -> Tile:
+            if choose.random() < 0.3:  # of one head
+                lengths = choose.randint(1, 700), choose.randint(0, 700)
+                return choose.randrange(-(-lengths[0] // kernel.tile_q)), lengths
+            group = choose.choice((1, 1, 2, 3, 4, 5, 8))
+            heads = group * choose.randint(1, 5)
+            head = choose.randrange(0, heads, kernel.consumers)
+            lengths = choose.randint(1, ROWS), choose.randint(0, kernel.tile_kv)
+            return 0, lengths, (head, heads, group)
+
+        for seed in range(12):
+            tiles = [some_tile() for _ in range(8)]
+            assert Cta(kernel, tiles).run(seed), f"{window} {tiles}: they wait for each other"
+
+
+@pytest.mark.parametrize("wrong", ["before", "behind"])
+def test_a_consumer_that_takes_another_heads_keys_is_seen(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    kernel = k6.kernel_for(Problem.square(1, 1, 1, 128, True).with_(sequences=((1, 1),)))
+    tiles = [(0, (30, 40), (head, 16, 1)) for head in range(0, 16, kernel.consumers)]
+    assert Cta(kernel, tiles).run(0)
+    right = getattr(kernel.batch, wrong)
+    # The producer, which asks the first consumer's `behind`, goes on loading them.
+    short = lambda self, place, consumer: right(place, consumer) if consumer == 0 else 0
+    monkeypatch.setattr(type(kernel.batch), wrong, short)
+    try:
+        ended = Cta(kernel, tiles).run(0)
+    except AssertionError:  # of what it found in a place
+        ended = False
+    assert not ended
 
 
 def test_a_wait_that_has_no_end_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

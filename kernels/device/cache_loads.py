@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr, range_constexpr
+from cutlass import Boolean, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from ..calls_decode import WARPS
@@ -62,7 +62,10 @@ class CacheLoads:
         page = Int32(0)
         if const_expr(self.paged):
             at = known + cute.arch.lane_idx()
-            if at < mTable.shape[1]:
+            inside = at < mTable.shape[1]
+            if const_expr(early):
+                inside = inside & (at >= 0)  # what is not a length may lead anywhere
+            if inside:
                 if const_expr(early):
                     page = unkept(mTable.iterator + cute.crd2idx((batch, at), mTable.layout))
                 else:
@@ -85,56 +88,125 @@ class CacheLoads:
                     line = mX[place, kv_head, key, None].iterator
                     cute.arch.prefetch(line.llvm_ptr, cache_level="L2")
 
+    def inside(self, mK, page, first, boxes):
+        """Whether `boxes` boxes of chunk `first`, of which a lane has the pages if there are any, lie in the
+        cache, whatever led there."""
+        if not self.paged:
+            return first * self.chunk < mK.shape[2]
+        there = (page >= 0) & (page < mK.shape[0])
+        return cute.arch.vote_all_sync(there | (cute.arch.lane_idx() >= boxes))
+
     @cute.jit
-    def chunks(
-        self, load_K, mK, sK, load_V, mV, sV, mQ, sQ, mTable, rings, batch, kv_head, block, group, first,
-        count, length, done, turn, per_page, page, made, waits: cutlass.Constexpr,
+    def drop(self, rings):
+        """Wait for what was loaded on a guess, and leave the barriers of the first stage as they were: after
+        a phase with the wrong bytes and one without any, the next has the first one's parity. Hazard: no
+        warp may look before, and none does, since all wait for Q first, which is loaded after this."""
+        for barrier in rings[:2]:
+            cute.arch.mbarrier_wait(barrier, 0)
+        cute.arch.sync_warp()  # all lanes have seen the first phase end before the second does
+        for barrier in rings[:2]:
+            expect(barrier, 0)
+
+    def boxes_of(self, length, chunk):
+        """Of a chunk with keys, those that are loaded of it."""
+        if self.boxes == 1:
+            return Int32(1)
+        return cutlass.min(self.boxes, cute.ceil_div(length - chunk * self.chunk, self.box))
+
+    @cute.jit
+    def parts(self, load_K, mK, sK, load_V, mV, sV, batch, kv_head):
+        """Of a sequence and head K and V as partitioned for TMA, if they are not in pages."""
+        if const_expr(self.paged):
+            return None
+        return (
+            *partition_tma(load_K, mK[None, None, kv_head, batch], sK),
+            *partition_tma(load_V, mV[None, None, kv_head, batch], sV),
+        )
+
+    @cute.jit
+    def chunk_to(
+        self, stage, load_K, mK, sK, load_V, mV, sV, rings, parts, kv_head, chunk, length, per_page, page,
+        known, waits: cutlass.Constexpr, begins, early: cutlass.Constexpr = False,
     ):  # fmt: skip
-        """K and V of `count` chunks, and behind the first of them Q. `page` is of each lane an entry of the
-        page table, from that of the first chunk on; `made` the barrier at which the CTA's are. `waits`: for
-        the launch before, when everything else is ready for the first load."""
-        full_k, full_v, empty, q_full, q_empty = rings
+        """K and V of one chunk. `page` is of each lane an entry of the page table, from `known` on. `early`:
+        on a guess, when the launch before has ended, from `page` on. This is other code than that of the main
+        loop, and not unrolled: both want more uniform registers than there are, and spill."""
+        full_k, full_v = rings[:2]
         box_bytes = self.box * self.head_dim * self.kv_bytes
         if const_expr(not self.paged):
-            tKgK, tKsK = partition_tma(load_K, mK[None, None, kv_head, batch], sK)
-            tVgV, tVsV = partition_tma(load_V, mV[None, None, kv_head, batch], sV)
-        known = self.page_of(first, per_page)
-        page_after = self.table_window(mTable, batch, known + WARP)
-        for i in range(count, unroll=1):
-            stage, phase = (done + i) % self.stages, ((done + i) // self.stages & 1) ^ 1
-            if done + i >= self.stages:
-                cute.arch.mbarrier_wait(empty + stage, phase)
-            if const_expr(not self.paged):
-                expect(full_k + stage, box_bytes)
-                expect(full_v + stage, box_bytes)
-                if const_expr(waits):
-                    if done + i == 0:
-                        cute.arch.griddepcontrol_wait()
-                load_once(load_K, tKgK[None, first + i], tKsK[None, stage], full_k + stage)
-                load_once(load_V, tVgV[None, first + i], tVsV[None, stage], full_v + stage)
+            tKgK, tKsK, tVgV, tVsV = parts
+            expect(full_k + stage, box_bytes)
+            expect(full_v + stage, box_bytes)
+            if const_expr(early):
+                cute.arch.griddepcontrol_wait()
+            elif const_expr(waits):
+                if begins:
+                    cute.arch.griddepcontrol_wait()
+            load_once(load_K, tKgK[None, chunk], tKsK[None, stage], full_k + stage)
+            load_once(load_V, tVgV[None, chunk], tVsV[None, stage], full_v + stage)
+        else:
+            at, inside = self.page_of(chunk, per_page), Int32(0)
+            if const_expr(self.boxes == 1):
+                inside = chunk % per_page
+            boxes = self.boxes_of(length, chunk)
+            expect(full_k + stage, boxes * box_bytes)
+            expect(full_v + stage, boxes * box_bytes)
+            whole = load_K, mK, sK, load_V, mV, sV, rings, stage, kv_head, inside
+            if const_expr(early):
+                place = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, 0))
+                cute.arch.griddepcontrol_wait()
+                for b in range(boxes, unroll=1):
+                    self.box_to(b, *whole, place)
+                    place = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, b + 1))
             else:
-                # A chunk's pages are never in two windows of the table.
-                at, inside = self.page_of(first + i, per_page), Int32(0)
-                if const_expr(self.boxes == 1):
-                    inside = (first + i) % per_page
-                if at >= known + WARP:
-                    known += WARP
-                    page = page_after
-                    page_after = self.table_window(mTable, batch, known + WARP)
-                boxes = cutlass.min(self.boxes, cute.ceil_div(length - (first + i) * self.chunk, self.box))
-                expect(full_k + stage, boxes * box_bytes)
-                expect(full_v + stage, boxes * box_bytes)
                 places = [
                     cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, at + b - known))
                     for b in range(self.boxes)
                 ]
                 for b in range_constexpr(self.boxes):
                     if b < boxes:
-                        from_k, to_k = partition_tma(load_K, mK[None, None, kv_head, places[b]], sK)
-                        from_v, to_v = partition_tma(load_V, mV[None, None, kv_head, places[b]], sV)
-                        to = stage * self.boxes + b
-                        load_once(load_K, from_k[None, inside], to_k[None, to], full_k + stage)
-                        load_once(load_V, from_v[None, inside], to_v[None, to], full_v + stage)
+                        self.box_to(b, *whole, places[b])
+
+    @cute.jit
+    def box_to(self, b, load_K, mK, sK, load_V, mV, sV, rings, stage, kv_head, inside, place):
+        """One box of a chunk, of a page."""
+        from_k, to_k = partition_tma(load_K, mK[None, None, kv_head, place], sK)
+        from_v, to_v = partition_tma(load_V, mV[None, None, kv_head, place], sV)
+        to = stage * self.boxes + b
+        load_once(load_K, from_k[None, inside], to_k[None, to], rings[0] + stage)
+        load_once(load_V, from_v[None, inside], to_v[None, to], rings[1] + stage)
+
+    @cute.jit
+    def chunks(
+        self, load_K, mK, sK, load_V, mV, sV, mQ, sQ, mTable, rings, batch, kv_head, block, group, first,
+        count, length, done, turn, per_page, page, made, waits: cutlass.Constexpr, guessed,
+    ):  # fmt: skip
+        """K and V of `count` chunks, and behind the first of them Q. `page` is of each lane an entry of the
+        page table, from that of the first chunk on; `made` the barrier at which the CTA's are. `waits`: for
+        the launch before, when everything else is ready for the first load. `guessed`: whether the CTA's
+        first chunk has been loaded already; None where none ever is."""
+        _, _, empty, q_full, q_empty = rings
+        parts = self.parts(load_K, mK, sK, load_V, mV, sV, batch, kv_head)
+        known = self.page_of(first, per_page)
+        page_after = self.table_window(mTable, batch, known + WARP)
+        for i in range(count, unroll=1):
+            stage, phase = (done + i) % self.stages, ((done + i) // self.stages & 1) ^ 1
+            if done + i >= self.stages:
+                cute.arch.mbarrier_wait(empty + stage, phase)
+            if const_expr(self.paged):
+                # A chunk's pages are never in two windows of the table.
+                if self.page_of(first + i, per_page) >= known + WARP:
+                    known += WARP
+                    page = page_after
+                    page_after = self.table_window(mTable, batch, known + WARP)
+            wanted = Boolean(True)
+            if const_expr(guessed is not None):
+                wanted = (done + i > 0) | (not guessed)
+            if wanted:
+                self.chunk_to(
+                    stage, load_K, mK, sK, load_V, mV, sV, rings, parts, kv_head, first + i, length, per_page,
+                    page, known, waits, done + i == 0,
+                )  # fmt: skip
             if i == 0:
                 if turn == 0:
                     wait_at(made)

@@ -145,9 +145,8 @@ class FlatList:
         return n, first, count
 
     @cute.jit
-    def still(self, mLengths, batch_size, seen):
-        """Whether the lengths are what the lanes have seen of them, and these were all."""
-        now = self.lanes_lengths(mLengths, batch_size, False)
+    def still(self, batch_size, seen, now):
+        """Whether the lengths are now what the lanes have seen of them, and these were all."""
         return (batch_size <= WARP) & cute.arch.vote_all_sync(now == seen)
 
     @cute.jit

@@ -27,6 +27,7 @@ from .masks import Mask
 THREADS = 512  # of the one CTA that lists tiles
 LIST_WARPS = THREADS // WARP
 CLASSES = 128  # of sequences, by the length of their tiles' loops: four for each power of two
+SHARED_QUERIES = 64  # of a sequence, at most, whose heads share a tile: a consumer's
 FAR = 2**30  # rows: more than any sequence has
 PER_THREAD = CLASSES * LIST_WARPS // THREADS
 
@@ -36,6 +37,7 @@ class Dense:
     """Sequences of one length, a batch. A place is (block, head, batch)."""
 
     words = 3  # of a place
+    shares = False  # whether heads may share a tile (`shared_tiles`)
 
     def view(self, mX):
         """What the TMA's descriptors are made of: (batch, heads, seqlen, head_dim)."""
@@ -57,9 +59,38 @@ class Dense:
         """(row,) of a tensor (batch, heads, seqlen) beside Q."""
         return mX[place[2], place[1], None]
 
+    def queries_from(self, mX, head, place):
+        """What a tile whose first head is `head` loads of a tensor beside Q, as `tma.partition_tma` takes it;
+        `queries_at` says where there."""
+        return self.queries(mX, head, place)
+
+    def keys_from(self, mX, head, place):
+        """The same of a tensor beside K, with `keys_at`."""
+        return self.keys(mX, head, place)
+
+    def queries_at(self, place, consumer: int, consumers: int):
+        """Where the 64 queries of a consumer are among those parts."""
+        return None, place[0] * consumers + consumer
+
+    def keys_at(self, place, block):
+        """Where the block-th tile of keys of a tile of queries is."""
+        return None, block
+
+    def tiles_of_keys(self, place, tiles):
+        """How many are loaded for a tile whose head has so many."""
+        return tiles
+
+    def of_consumer(self, place, consumer):
+        """The place as a consumer is to see it."""
+        return place
+
+    def before(self, place, consumer):
+        """How many tiles of keys of other heads come before a consumer's own."""
+        return 0
+
 
 @dataclass(frozen=True)
-class Packed:
+class Packed(Dense):
     """Sequences one behind the other. A place is (block, head, start_q, seqlen_q, start_kv, seqlen_kv), rows
     of the tensors."""
 
@@ -79,6 +110,15 @@ class Packed:
 
     def query_values(self, mX, place):
         return cute.domain_offset((place[2],), mX[0, place[1], None])
+
+    def listed_tiles(self, mList, heads):
+        """How many tiles a list (`ListTiles`) has, of all heads; and how many of each head that it has for
+        itself, or None if none are shared."""
+        return mList[0, 0] * heads, None
+
+    def locate_listed(self, tile, alone, heads, kv_heads, mList, locate):
+        """The place of the tile-th of them."""
+        return locate_listed(tile, heads, mList, locate)
 
 
 Batch = Dense | Packed
@@ -137,12 +177,23 @@ class ListTiles:
     With `mask` the final tiles, as many of each head as `final` says, are listed one by one, longest first:
     what is fetched last is then short. In the place of `blocks` they have −1 − their own number.
 
+    With `shared_keys` sequences of up to 64 queries and so many keys come behind all others, a row each, in a
+    class of their own: their heads share tiles (`shared_tiles`). Row 0 says how many rows come before them.
+
     Warp w takes the w-th share of the sequences, 32 at a time: once to count tiles by class, then, when it is
     known where a warp's tiles of a class begin, to write them.
     """
 
-    def __init__(self, rows: int, of_keys: bool = False, padded: int = 1, mask: Mask | None = None):
+    def __init__(
+        self,
+        rows: int,
+        of_keys: bool = False,
+        padded: int = 1,
+        mask: Mask | None = None,
+        shared_keys: int = 0,
+    ):
         self.rows, self.of_keys, self.padded, self.mask = rows, of_keys, padded, mask
+        self.shared_keys = shared_keys
 
     @cute.jit
     def __call__(self, mList, mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv, stream, final=0):
@@ -172,6 +223,8 @@ class ListTiles:
         # Tiles by class and warp, longest class first; then where those of this class and warp begin.
         sTiles = smem.allocate_tensor(Int32, cute.make_layout((LIST_WARPS, CLASSES)), 16)
         sWarps = smem.allocate_tensor(Int32, cute.make_layout(LIST_WARPS), 16)
+        if const_expr(self.shared_keys):
+            sAlone = smem.allocate_tensor(Int32, cute.make_layout(1), 16)  # rows before those that are shared
         for i in range_constexpr(PER_THREAD):
             sTiles[i * THREADS + thread] = Int32(0)
         cute.arch.sync_threads()
@@ -196,6 +249,10 @@ class ListTiles:
         before = cute.arch.shuffle_sync(before_warps - of_warp, warp) + up_to - total
         if thread == LIST_WARPS - 1:
             mList[0, 0] = before_warps
+        if const_expr(self.shared_keys):
+            if thread == (CLASSES - 1) * LIST_WARPS // PER_THREAD:  # whose first number is the last class's
+                sAlone[0] = before
+                mList[0, 1] = before
         for i in range_constexpr(PER_THREAD):
             sTiles[thread * PER_THREAD + i] = before
             before += own[i]
@@ -204,6 +261,8 @@ class ListTiles:
         record = self.record_of(sTiles, warp, begin + lane, end, own_sequence, own_blocks)
         if const_expr(self.mask is not None):
             tiles = cute.arch.shuffle_sync(before_warps, LIST_WARPS - 1)
+            if const_expr(self.shared_keys):
+                tiles = sAlone[0]
             first_final = cutlass.max(0, tiles - final) if sequences <= THREADS else tiles
             sFinal = smem.allocate_tensor(Int32, cute.make_layout(FINAL_LISTED), 16)
             record = self.list_final(mList, sFinal, record, first_final, tiles)
@@ -244,6 +303,8 @@ class ListTiles:
             sFinal[thread] = Int32(-1)  # what belongs to a sequence that begins before
         cute.arch.sync_threads()
         found = (blocks > 0) & (first >= first_final)
+        if const_expr(self.shared_keys):
+            found = found & (first < tiles)
         # Sequences of one tile, of which there may be many, all at once; others one after the other.
         several = cute.arch.vote_ballot_sync(found & (blocks > 1))
         if found & (blocks == 1):
@@ -261,7 +322,10 @@ class ListTiles:
             theirs, left = next_of(left, record)
             for block in range(cute.arch.lane_idx(), theirs[2], WARP, unroll=1):
                 self.write_final(mList, sFinal, theirs, block, first_final, tiles)
-        return [*record[:2], blocks if first < first_final else 0, *record[3:]]
+        apart = first < first_final
+        if const_expr(self.shared_keys):
+            apart = apart | (first >= tiles)
+        return [*record[:2], blocks if apart else 0, *record[3:]]
 
     @cute.jit
     def write_final(self, mList, sFinal, record, block, first_final, tiles):
@@ -306,7 +370,12 @@ class ListTiles:
         length = sequence[1] if const_expr(self.of_keys) else sequence[3]
         length = cutlass.min(length, (1 << 29) - 1)
         power = WARP - 1 - cute.arch.clz(length | 1)
-        return Int32(CLASSES - 1) - (4 * power + ((length << 2) >> power))
+        found = Int32(CLASSES - 1) - (4 * power + ((length << 2) >> power))
+        if const_expr(self.shared_keys):
+            found = Int32(found) - 1  # of the longest it is 7
+            if (sequence[1] <= SHARED_QUERIES) & (sequence[3] <= self.shared_keys):
+                found = Int32(CLASSES - 1)
+        return found
 
     @cute.jit
     def write(self, mList, record):

@@ -13,9 +13,9 @@ from ..contract import Problem, Work
 from .constants import LOG2_E, WARPGROUP
 from .limits import FINAL_LISTED
 from .masks import Mask, Window
-from .packed import DENSE, Batch, ListTiles, Packed, locate_listed
+from .packed import DENSE, Batch, ListTiles, Packed
 from .softcap import SoftCap, cap_numbers
-from .tile_order import ByHead, BySection
+from .tile_order import ByHead, BySection, hear_place
 
 ROWS = 64  # queries of a consumer: the M of a WGMMA
 
@@ -146,7 +146,14 @@ class QueryTiles:
         span, begin = self.span(place[0], consumer, *lengths), (0, 0, 1)
         if self.mask.hides_first:
             span, begin = self.begin(span, place[0], *lengths)
+        if self.batch.shares:
+            span, begin = self.batch.among(place, consumer, span, begin)
         return *span, begin
+
+    def hear(self, ring, state, sTile, consumer):
+        """How a tile is announced, and its place as the consumer is to see it."""
+        announced, place = hear_place(ring, state, sTile)
+        return announced, self.batch.of_consumer(place, consumer)
 
     def first_of_tile(self, q_block, seqlen_q, seqlen_kv):
         """The first tile of keys that some query of a tile sees."""
@@ -154,6 +161,15 @@ class QueryTiles:
             return 0
         kv_blocks = self.kv_blocks(q_block * self.tile_q + self.tile_q, seqlen_q, seqlen_kv)
         return self.first_block(q_block * self.tile_q, kv_blocks, seqlen_q, seqlen_kv)
+
+    def tiles_loaded(self, place, lengths):
+        """How many tiles of keys are loaded for a tile of queries."""
+        kv_blocks = self.kv_blocks(place[0] * self.tile_q + self.tile_q, *lengths)
+        return self.batch.tiles_of_keys(place, kv_blocks)
+
+    def queries_at(self, place, consumer: int):
+        """Which of what `batch.queries_from` gives is a consumer's."""
+        return self.batch.queries_at(place, consumer, self.tile_q // ROWS)
 
     def steps_of(self, problem: Problem) -> Iterator[tuple[int, int, int]]:
         """Of each consumer's 64 queries of a head how many tiles of keys there are beside the first: before
@@ -213,16 +229,18 @@ class QueryTiles:
         of all heads there may be)."""
         mList = cute.recast_tensor(mList, Int32)
         final = cutlass.min(FINAL_LISTED, cute.ceil_div(2 * ctas, heads))
-        ListTiles(self.tile_q, mask=self.mask)(mList, *given.sequences, *totals, stream, final)
+        lists = ListTiles(self.tile_q, mask=self.mask, shared_keys=self.tile_kv if self.batch.shares else 0)
+        lists(mList, *given.sequences, *totals, stream, final)
         return mList, cutlass.max(1, (mList.shape[0] - 1) * heads)
 
-    def locate_listed(self, tile, mQ, mList):
-        """The place of the tile-th tile of a list of packed ones: (block, head, start_q, …), `Packed`'s."""
+    def locate_listed(self, tile, alone, mQ, mK, mList):
+        """The place of the tile-th tile of a list of packed ones: (block, head, start_q, …), `Packed`'s, of
+        which `alone` are a head's own."""
 
         def locate(inside, blocks, heads, seqlen_kv):
             return self.order.locate(inside, blocks, heads, self.section(cutlass.max(1, seqlen_kv)))
 
-        return locate_listed(tile, mQ.shape[2], mList, locate)
+        return self.batch.locate_listed(tile, alone, mQ.shape[2], mK.shape[2], mList, locate)
 
     @cute.jit
     def hide(

@@ -40,10 +40,10 @@ def put(ring, state, atom, source: cute.Tensor, destination: cute.Tensor):
     cute.copy(atom, source, destination[None, state.index], tma_bar_ptr=ring.producer_get_barrier(state))
 
 
-def put_both(k_ring, load_K, K, sK, v_ring, load_V, V, sV, state, block) -> None:
-    """`put` of a tile of keys and of their values."""
-    put(k_ring, state, load_K, K[None, block], sK)
-    put(v_ring, state, load_V, V[None, block], sV)
+def put_both(k_ring, load_K, K, sK, v_ring, load_V, V, sV, state, at) -> None:
+    """`put` of a tile of keys and of their values; `at` is where among the tiles."""
+    put(k_ring, state, load_K, K[at], sK)
+    put(v_ring, state, load_V, V[at], sV)
 
 
 class OwnStages(PipelineState):
@@ -105,7 +105,8 @@ def await_next(q_ring, k_ring, q_get, k_get, ahead, there):
 
 @cute.jit
 def leave_hidden(hidden, past_the_end, k_ring, v_ring, k_get, v_get, hides: cutlass.Constexpr):
-    """The tiles of keys that only rows of other consumers see: how many are still to be released.
+    """The tiles of keys that only rows of other consumers see, or that are other heads': how many are still
+    to be released.
 
     Each consumer must release every stage, or the producer waits for its warps when the ring comes round. It
     releases their K while it waits for the next tile (`await_next`), their V after its own last one. Hazard:

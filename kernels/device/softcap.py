@@ -65,11 +65,13 @@ class SoftCap:
         elif const_expr(self.way == "exp2"):
             self.far(S, row_max)
         else:
-            # Of squares the largest as an integer is the largest.
+            # Of squares the largest as an integer is the largest, and NaN is larger than all.
             largest = largest_positive([S[i] * S[i] for i in range(cute.size(S))])
-            # A vote: the branch must be uniform in the warp (notes/k6.md, "A branch must be uniform").
-            if cute.arch.vote_any_sync(largest > self.near):
-                if cute.arch.vote_any_sync(largest > self.middle):
+            # A vote: the branch must be uniform in the warp (notes/k6.md, "A branch must be uniform"). Asked
+            # is not what is larger, which NaN is not: of a hidden key or of one row, it would send far scores
+            # of all others that its thread holds to a polynomial that is not for them.
+            if cute.arch.vote_any_sync(~(largest <= self.near)):
+                if cute.arch.vote_any_sync(~(largest <= self.middle)):
                     warpgroup.wait_group(0)  # or ptxas serialises: S is read in a branch, and P·V in flight
                     self.far(S, row_max)
                 else:

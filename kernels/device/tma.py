@@ -84,7 +84,7 @@ def _tma_atom(
 
 
 @cute.jit
-def partition_tma(atom, mX: cute.Tensor, sX: cute.Tensor, blocks: cutlass.Constexpr = (None, 0)):
+def partition_tma(atom, mX: cute.Tensor, sX: cute.Tensor, blocks: cutlass.Constexpr = None):
     """(TMA, block) of mX (seqlen, head_dim) in global memory and (TMA, stage) of sX in shared memory: what
     one copy moves.
 
@@ -92,9 +92,10 @@ def partition_tma(atom, mX: cute.Tensor, sX: cute.Tensor, blocks: cutlass.Conste
     out between threads. `tXgX[None, block]` and `tXsX[None, stage]` are then the source and the destination
     of a load, the other way round of a store. In CUDA: the coordinates and the shared address that
     `cp.async.bulk.tensor` takes. Blocks follow each other along the rows of mX, with `blocks` (0, None) along
-    its columns.
+    its columns; of mX (seqlen, head_dim, heads) they are (block, head).
     """
     rows, columns, _ = sX.shape
+    blocks = (None, 0, None)[: cute.rank(mX)] if blocks is None else blocks
     gX = cute.local_tile(mX, (cute.size(rows), cute.size(columns)), blocks)  # (row, column, block)
     # Row and column become one mode, the tile; CTA 0 of a cluster of 1 takes all of it.
     parts = (cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
