@@ -70,6 +70,7 @@ POLICIES = {  # for stages that take them
     "scores about the cap",
     "nan that some rows do not see",
     "packed sequences",
+    "short sequences of many heads",
     "padding between sequences",
     "many sequences",
     "sequences in another order",
