@@ -7,7 +7,7 @@ import functools
 import cutlass.cute as cute
 from cutlass import Int32
 
-from hopper_attention.kernels.decode import CONSUMERS, Barrier, Decode, arrive, compile_decode
+from hopper_attention.kernels.decode import Decode, arrive, compile_decode
 from hopper_attention.kernels.device.constants import WARP
 
 
@@ -21,13 +21,7 @@ class ReadOnly(Decode):
     ):  # fmt: skip
         full_k, full_v, empty, q_full, q_empty = rings
         tidx, _, _ = cute.arch.thread_idx()
-        if cute.arch.make_warp_uniform(tidx // WARP) == 0:
-            with cute.arch.elect_one():
-                self.loads.initialise(rings, first=False)
-            cute.arch.mbarrier_init_fence()
-            cute.arch.sync_warp()
-            cute.arch.barrier_arrive(barrier_id=Barrier.OTHERS_MADE, number_of_threads=2 * WARP)
-        cute.arch.barrier(barrier_id=Barrier.FIRST_MADE, number_of_threads=CONSUMERS + WARP)
+        self.make_barriers(cute.arch.make_warp_uniform(tidx // WARP), rings, sent)
         batch_size, _, seqlen_q, _ = mQ.shape
         flat = mK.shape[2], added, seqlen_q, left
         slice_ = self.list.own_slice(mLengths, flat, batch_size, sizes)

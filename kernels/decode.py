@@ -324,14 +324,9 @@ class Decode:
     # ---- products -----------------------------------------------------------------------------------------
 
     @cute.jit
-    def consume(
-        self, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE,
-        mArrived, scale, left, sQ, sK, sV, sO, sStats, rings, sent, added, group, blocks, sizes,
-    ):  # fmt: skip
-        full_k, full_v, empty, q_full, q_empty = rings
-        tidx, _, _ = cute.arch.thread_idx()
-        warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
-        # The producer has made the barriers of the first load, and makes that; the others are made here.
+    def make_barriers(self, warp_idx, rings, sent):
+        """What the 8 warps begin with. The producer has made the barriers of the first load, and makes that;
+        the others are made here."""
         if warp_idx == 0:
             with cute.arch.elect_one():
                 self.loads.initialise(rings, first=False)
@@ -343,6 +338,16 @@ class Decode:
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()
         cute.arch.barrier(barrier_id=Barrier.FIRST_MADE, number_of_threads=CONSUMERS + WARP)
+
+    @cute.jit
+    def consume(
+        self, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE,
+        mArrived, scale, left, sQ, sK, sV, sO, sStats, rings, sent, added, group, blocks, sizes,
+    ):  # fmt: skip
+        full_k, full_v, empty, q_full, q_empty = rings
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
+        self.make_barriers(warp_idx, rings, sent)
         batch_size, _, seqlen_q, _ = mQ.shape
         seqlen_kv = mK.shape[2]
         all_rows = seqlen_q * group.divisor
