@@ -303,14 +303,8 @@ def packed_sequences(stage_id, args):
 def short_sequences_of_many_heads(stage_id, args):
     """Heads of a sequence of up to 64 queries share tiles: as many as a tile has, and fewer; key heads with
     one query head, with as many as a tile has, and with more; among sequences that share with nobody."""
-    short = [(n, n) for n in (64, 1, 63, 0, 17, 64, 33)] + [
-        (5, 0),
-        (0, 9),
-        (3, 64),
-        (64, 2),
-        (64, 65),
-        (65, 3),
-    ]
+    short = [(n, n) for n in (64, 1, 63, 0, 17, 64, 33)]
+    short += [(5, 0), (0, 9), (3, 64), (64, 2), (64, 65), (65, 3)]
     for heads, kv_heads in ((1, 1), (2, 2), (5, 5), (16, 16), (6, 3), (8, 2), (7, 1), (20, 5)):
         for head_dim in HEAD_DIMS:
             for mask in MASKED:

@@ -177,8 +177,9 @@ def steps_of(problem: Problem, parts: Parts, sms: int = SMS) -> float:
     busiest = max(loads_of(problem, parts, sms))
     if _is_grouped(problem):
         busiest *= 1 + TOGETHER * (problem.heads // problem.kv_heads // parts.heads - 1)
+        busiest *= UNDIVIDED_CAUSAL if parts == UNDIVIDED else 1.0
     if parts == UNDIVIDED:
-        return busiest * (UNDIVIDED_CAUSAL if _is_grouped(problem) else 1.0)
+        return busiest
     keys = problem.batch * problem.kv_heads * parts.count * problem.seqlen_kv
     part_bytes = 2 * keys * tile_dim(problem) * 4  # of dK and dV, which are written, and read again
     if parts.queries > 1:
