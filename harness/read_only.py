@@ -15,34 +15,28 @@ class ReadOnly(Decode):
     """For caches whose sequences have no lengths of their own, in no clusters."""
 
     @cute.jit
-    def consume(
-        self, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE,
-        mArrived, scale, left, sQ, sK, sV, sO, sStats, rings, sent, added, group, blocks, sizes,
-    ):  # fmt: skip
-        full_k, full_v, empty, q_full, q_empty = rings
+    def consume(self, inputs, outputs, ring, shared, scale):
         tidx, _, _ = cute.arch.thread_idx()
-        self.make_barriers(cute.arch.make_warp_uniform(tidx // WARP), rings, sent)
-        batch_size, _, seqlen_q, _ = mQ.shape
-        flat = mK.shape[2], added, seqlen_q, left
-        slice_ = self.list.own_slice(mLengths, flat, batch_size, sizes)
-        _, _, at, end, batch, columns, entry, entries = slice_
-        self.wait_for_inputs()
+        self.make_barriers(cute.arch.make_warp_uniform(tidx // WARP), ring, shared)
+        work = self.loads.work(inputs, inputs.mQ.shape[2], inputs.mK.shape[2])
+        _, _, at, end, batch, columns, entry, entries = self.list.own_slice(work)
+        self.loads.wait_for_inputs()
         done, turn = Int32(0), Int32(0)
         while at < end:
-            n, _, count = self.list.segment(entry, entries, end - at, mK.shape[2], seqlen_q, left)
+            n, _, count = self.list.segment(work, entry, entries, end - at, work.seqlen_kv)
             if count > 0:
-                cute.arch.mbarrier_wait(q_full, turn & 1)
-                arrive(q_empty)
+                cute.arch.mbarrier_wait(ring.q_full, turn & 1)
+                arrive(ring.q_empty)
             for i in range(count, unroll=1):
                 stage, phase = (done + i) % self.stages, (done + i) // self.stages & 1
-                cute.arch.mbarrier_wait(full_k + stage, phase)
-                cute.arch.mbarrier_wait(full_v + stage, phase)
-                arrive(empty + stage)
+                cute.arch.mbarrier_wait(ring.full_k + stage, phase)
+                cute.arch.mbarrier_wait(ring.full_v + stage, phase)
+                arrive(ring.empty + stage)
             if count > 0:
                 done += count
                 turn += 1
             at, batch, columns, entry, entries = self.list.behind(
-                mLengths, flat, sizes[2], at, end, batch, columns, entry, entries, n
+                work, at, end, batch, columns, entry, entries, n
             )
 
 

@@ -15,8 +15,6 @@ Supports          bf16 and fp16; head_dim 64, 128, 256; any number of queries, o
 Note              notes/decode.md
 """
 
-from enum import IntEnum
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float8E4M3FN, Float16, Float32, Int32, Int64, const_expr, range_constexpr
@@ -26,12 +24,12 @@ from cutlass.memory import SmemAllocator
 
 from .calls_decode import CHUNK_BYTES, PIECES, ROWS, WARPS, refuse_decode
 from .contract import Problem, Stage
-from .device.cache_loads import CacheLoads, wait_at
+from .device.cache_loads import CONSUMERS, Barrier, CacheLoads, Inputs, Ring
 from .device.cache_rows import append, blank
 from .device.compiling import ELEMENTS, compile_for_torch
 from .device.constants import LOG2_E, SMEM_MAX, SMS, VECTOR, WARP, WARPGROUP
 from .device.flat_list import FlatList
-from .device.merging import CONSUMERS, Merging
+from .device.merging import Merging, Outputs, Place, Shared
 from .device.rows import LANES, finite, largest_of_row
 from .device.tma import allocate_tiles, load_atom
 from .device.warp_products import GROUP, HALVES, TILE_Q, by_half, hide, part_of, warp_products
@@ -47,15 +45,6 @@ STAGES = (
         rounds_p=True,
     ),
 )
-
-
-class Barrier(IntEnum):
-    """Named barriers."""
-
-    CTA = 0  # sync_threads, which nobody calls
-    FIRST_MADE = 1  # the mbarriers of the first load
-    OTHERS_MADE = 2
-    CONSUMERS = 3
 
 
 class Decode:
@@ -93,7 +82,7 @@ class Decode:
         self.box = min(box or self.chunk, self.chunk)
         self.boxes = self.chunk // self.box
         self.unit, self.sms, self.pdl = unit, sms, pdl
-        self.cluster, self.early_load = cluster, early_load
+        self.cluster = cluster
         self.list = FlatList(self.chunk, unit, lengths or self.paged, appends, window, cluster)
         self.tiles = max(1, rows // TILE_Q)  # of 16 rows
         self.halves = 1 if rows < TILE_Q else HALVES  # rows of a thread that count
@@ -109,20 +98,9 @@ class Decode:
         self.threads = CONSUMERS + (WARPGROUP if self.registers else WARP)
         self.stages = stages or (SMEM_MAX - 1024 - self.other_bytes) // self.stage_bytes
         self.loads = CacheLoads(
-            head_dim, rows, self.dtype, self.kv_bytes, self.chunk, self.box, self.stages, self.paged
-        )
-
-    @property
-    def guesses(self) -> bool:
-        """Whether a CTA looks at the lengths before the launch before has ended, and then whether they are
-        still the same."""
-        return self.pdl and self.list.lengths
-
-    @property
-    def loads_on_guess(self) -> bool:
-        """Whether it also loads its first keys and values before it knows. Twice the TMA instructions of rows
-        of 512 bytes are more than there are uniform registers for, and spill."""
-        return self.guesses and self.early_load and self.head_dim <= 128
+            head_dim, rows, self.dtype, self.kv_bytes, self.chunk, self.box, self.stages, self.paged,
+            self.list, pdl, early_load,
+        )  # fmt: skip
 
     @property
     def stage_bytes(self) -> int:
@@ -149,7 +127,9 @@ class Decode:
         teams = self.sms // self.cluster // together
         entries = Int32(1)
         if const_expr(not self.list.lengths):
-            length = self.list.length(None, mK.shape[2], mNewK.shape[2] if const_expr(self.appends) else 0, 0)
+            length = Int32(mK.shape[2])
+            if const_expr(self.appends):
+                length = length + mNewK.shape[2]
             entries = self.list.entries_of(self.list.chunks_of(length, seqlen_q, left))
         share = cutlass.max(1, cute.ceil_div(batch * column_groups * entries, teams))
         divisor = cute.FastDivmodDivisorV2
@@ -177,7 +157,6 @@ class Decode:
         load_K, tmaK, load_V, tmaV, mQ, mK, mV, mO, mLSE, mLengths, mTable,
         mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived, scale, left,
     ):  # fmt: skip
-        sizes = together, teams, column_groups, entries_of_all, of_batch, share_of_all
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         if warp_idx == WARPS:
@@ -197,141 +176,41 @@ class Decode:
         sO, sStats = self.merging.allocate(smem)
         full_k = smem.allocate_array(Int64, 3 * self.stages + 2)
         full_v, empty, q_full = (full_k + i * self.stages for i in (1, 2, 3))
-        rings = full_k, full_v, empty, q_full, q_full + 1
+        ring = Ring(sK, sV, sQ, full_k, full_v, empty, q_full, q_full + 1)
         sent = self.merging.exchange.allocate(smem) if const_expr(self.cluster > 1) else None
+        shared = Shared(sO, sStats, sent)
 
         # 1. the problem
-        seqlen_q, seqlen_kv = mQ.shape[2], mK.shape[2]  # the keys of a page, if there are pages
+        # Consumers read these once more: read once for all, ptxas takes other registers, and the machine code
+        # is not that of the record.
+        seqlens = mQ.shape[2], mK.shape[2]
         added = mNewK.shape[2] if const_expr(self.appends) else 0
-        flat = seqlen_kv, added, seqlen_q, left
+        inputs = Inputs(
+            mQ, mK, mV, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, load_K, tmaK, load_V, tmaV, added,
+            left, group, blocks, per_page,
+            (together, teams, column_groups, entries_of_all, of_batch, share_of_all),
+        )  # fmt: skip
+        outputs = Outputs(mO, mLSE, mPart, mPartLSE, mArrived)
         if warp_idx >= WARPS:
-            # 2. the producer: loads as far ahead as the ring has room, across the ends of sequences
+            # 2. the producer
             if const_expr(self.registers is not None):
                 cute.arch.setmaxregister_decrease(self.registers[0])
             if warp_idx == WARPS:
-                self.produce(
-                    load_K, tmaK, sK, load_V, tmaV, sV, mQ, sQ, mK, mV, mLengths, mTable, rings, group,
-                    blocks, sizes, flat, per_page,
-                )  # fmt: skip
+                self.loads.produce(inputs, ring, self.loads.work(inputs, *seqlens))
         else:
             if const_expr(self.registers is not None):
                 cute.arch.setmaxregister_increase(self.registers[1])
-            self.consume(
-                mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE,
-                mArrived, scale, left, sQ, sK, sV, sO, sStats, rings, sent, added, group, blocks, sizes,
-            )  # fmt: skip
-
-    # ---- loads --------------------------------------------------------------------------------------------
+            self.consume(inputs, outputs, ring, shared, scale)
 
     @cute.jit
-    def produce(
-        self, load_K, tmaK, sK, load_V, tmaV, sV, mQ, sQ, mK, mV, mLengths, mTable, rings, group, blocks,
-        sizes, flat, per_page,
-    ):  # fmt: skip
-        seqlen_kv, added, seqlen_q, left = flat
-        batch_size, together, column_groups = mQ.shape[0], sizes[0], sizes[2]
-        with cute.arch.elect_one():
-            self.loads.initialise(rings, first=True)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_warp()
-        cute.arch.barrier_arrive(barrier_id=Barrier.FIRST_MADE, number_of_threads=CONSUMERS + WARP)
-        if const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive_relaxed()
-
-        # While the launch before ends: where the slice is if that leaves the lengths as they are, and the way
-        # to its first keys. Lengths and pages may be anything yet: what they lead to is fetched, if it is
-        # there, and not looked at.
-        seen, guessed = None, None
-        if const_expr(self.guesses):
-            seen = self.list.lanes_lengths(mLengths, batch_size, True)
-        if const_expr(self.loads_on_guess):
-            guessed = Boolean(False)
-        mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(
-            mLengths, flat, batch_size, sizes, seen
-        )
-        first, page, length, kv_head = Int32(-1), Int32(0), Int32(0), Int32(0)
-        if const_expr(self.pdl):
-            if (at < end) & (batch < batch_size):
-                length = Int32(seqlen_kv)
-                if const_expr(self.guesses):
-                    length = cute.arch.shuffle_sync(seen, batch) + added
-                n, first, count = self.list.segment(entry, entries, end - at, length, seqlen_q, left)
-                first = cutlass.max(0, first)
-                page = self.loads.table_window(mTable, batch, self.loads.page_of(first, per_page), True)
-                kv_head, block = divmod(columns * together.divisor + mine, blocks)
-                self.loads.find_first(mK, mV, page, batch, kv_head, first, per_page)
-                if const_expr(self.loads_on_guess):
-                    inside = self.loads.inside(mK, page, first, self.loads.boxes_of(length, first))
-                    guessed = (count > 0) & (batch_size <= WARP) & inside
-        # The launch before ends, and what is read counts. The first chunk is loaded from where the slice was
-        # before, without waiting for lengths and pages to be read again; if one has changed, it is dropped.
-        if const_expr(self.loads_on_guess):
-            if guessed:
-                parts = self.loads.parts(load_K, tmaK, sK, load_V, tmaV, sV, batch, kv_head)
-                self.loads.chunk_to(
-                    Int32(0), load_K, tmaK, sK, load_V, tmaV, sV, rings, parts, kv_head, first, length,
-                    per_page, page, self.loads.page_of(first, per_page), False, None, True,
-                )  # fmt: skip
-        if const_expr(self.guesses):
-            self.wait_for_inputs()
-            now, page_now = self.list.lanes_lengths(mLengths, batch_size, False), Int32(0)
-            if first >= 0:
-                page_now = self.loads.table_window(mTable, batch, self.loads.page_of(first, per_page))
-            same = self.list.still(batch_size, seen, now)
-            if not same:
-                mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(
-                    mLengths, flat, batch_size, sizes
-                )
-                first = Int32(-1)
-            if const_expr(self.loads_on_guess):
-                if guessed:
-                    guessed = same & cute.arch.vote_all_sync(page_now == page)
-                    if not guessed:
-                        self.loads.drop(rings)
-            page = page_now
-
-        done, turn = Int32(0), Int32(0)  # chunks that went through the ring; sequences, whose Q did
-        while at < end:
-            length = self.list.length(mLengths, seqlen_kv, added, batch)
-            known = first  # of which `page` is
-            n, first, count = self.list.segment(entry, entries, end - at, length, seqlen_q, left)
-            if count > 0:
-                kv_head, block = divmod(columns * together.divisor + mine, blocks)
-                if const_expr(self.paged):
-                    if (turn > 0) | (first != known):
-                        page = self.loads.table_window(mTable, batch, self.loads.page_of(first, per_page))
-                self.loads.chunks(
-                    load_K, tmaK, sK, load_V, tmaV, sV, mQ, sQ, mTable, rings, batch, kv_head, block, group,
-                    first, count, length, done, turn, per_page, page, (Barrier.OTHERS_MADE, 2 * WARP),
-                    self.pdl and not self.list.lengths, guessed,
-                )  # fmt: skip
-                done += count
-                turn += 1
-            at, batch, columns, entry, entries = self.list.behind(
-                mLengths, flat, column_groups, at, end, batch, columns, entry, entries, n
-            )
-        if turn == 0:
-            wait_at((Barrier.OTHERS_MADE, 2 * WARP))
-        if const_expr(self.cluster > 1):
-            cute.arch.cluster_wait()
-
-    def wait_for_inputs(self) -> None:
-        """Until the launch before has ended, nothing is written in global memory, and nothing that is read
-        counts: it may have made anything of it, lengths included, and may be reading scratch."""
-        if self.pdl:
-            cute.arch.griddepcontrol_wait()
-
-    # ---- products -----------------------------------------------------------------------------------------
-
-    @cute.jit
-    def make_barriers(self, warp_idx, rings, sent):
+    def make_barriers(self, warp_idx, ring: Ring, shared: Shared):
         """What the 8 warps begin with. The producer has made the barriers of the first load, and makes that;
         the others are made here."""
         if warp_idx == 0:
             with cute.arch.elect_one():
-                self.loads.initialise(rings, first=False)
+                self.loads.initialise(ring, first=False)
                 if const_expr(self.cluster > 1):
-                    self.merging.exchange.initialise(sent)
+                    self.merging.exchange.initialise(shared.sent)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=Barrier.OTHERS_MADE, number_of_threads=2 * WARP)
@@ -340,39 +219,30 @@ class Decode:
         cute.arch.barrier(barrier_id=Barrier.FIRST_MADE, number_of_threads=CONSUMERS + WARP)
 
     @cute.jit
-    def consume(
-        self, mQ, mK, mV, mO, mLSE, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE,
-        mArrived, scale, left, sQ, sK, sV, sO, sStats, rings, sent, added, group, blocks, sizes,
-    ):  # fmt: skip
-        full_k, full_v, empty, q_full, q_empty = rings
+    def consume(self, inputs: Inputs, outputs: Outputs, ring: Ring, shared: Shared, scale: Float32):
+        """One of the 8 warps, to the end of the CTA's slice."""
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
-        self.make_barriers(warp_idx, rings, sent)
-        batch_size, _, seqlen_q, _ = mQ.shape
-        seqlen_kv = mK.shape[2]
-        all_rows = seqlen_q * group.divisor
-        flat = seqlen_kv, added, seqlen_q, left
-        together, column_groups = sizes[0].divisor, sizes[2]
+        self.make_barriers(warp_idx, ring, shared)
+        work = self.loads.work(inputs, inputs.mQ.shape[2], inputs.mK.shape[2])
+        group, together = inputs.group, work.together.divisor
+        all_rows = work.seqlen_q * group.divisor
         seen = None
-        if const_expr(self.guesses):
-            seen = self.list.lanes_lengths(mLengths, batch_size, True)
-        mine, share, at, end, batch, columns, entry, entries = self.list.own_slice(
-            mLengths, flat, batch_size, sizes, seen
-        )
-        self.wait_for_inputs()
-        if const_expr(self.guesses):
-            if not self.list.still(batch_size, seen, self.list.lanes_lengths(mLengths, batch_size, False)):
-                mine, share, at, end, batch, columns, entry, entries = self.list.own_slice(
-                    mLengths, flat, batch_size, sizes
-                )
+        if const_expr(self.loads.guesses):
+            seen = self.list.lanes_lengths(work, True)
+        mine, share, at, end, batch, columns, entry, entries = self.list.own_slice(work, seen)
+        self.loads.wait_for_inputs()
+        if const_expr(self.loads.guesses):
+            if not self.list.still(work, seen, self.list.lanes_lengths(work, False)):
+                mine, share, at, end, batch, columns, entry, entries = self.list.own_slice(work)
         tile, key_slice = warp_idx % self.tiles, warp_idx // self.tiles
         team_slices = self.slices // self.teams
         team, own_slice = key_slice // team_slices, key_slice % team_slices
 
         own_keys = GROUP * self.own_groups
-        sQ_tile = cute.local_tile(sQ, (TILE_Q, self.head_dim), (tile, 0))
+        sQ_tile = cute.local_tile(ring.sQ, (TILE_Q, self.head_dim), (tile, 0))
         x, sK_groups, sV_groups = warp_products(
-            self.product_dtype, sQ_tile, sK, sV, self.eight_bits, self.keep_q
+            self.product_dtype, sQ_tile, ring.sK, ring.sV, self.eight_bits, self.keep_q
         )
         rS = cute.make_rmem_tensor(x.mma.partition_shape_C((TILE_Q, own_keys)), Float32)
         rP = cute.make_rmem_tensor(rS.layout, self.product_dtype)
@@ -383,10 +253,10 @@ class Decode:
 
         done, turn, visit = Int32(0), Int32(0), Int32(0)
         while at < end:
-            length = self.list.length(mLengths, seqlen_kv, added, batch)
-            n, first, count = self.list.segment(entry, entries, end - at, length, seqlen_q, left)
+            length = self.list.length(work, batch)
+            n, first, count = self.list.segment(work, entry, entries, end - at, length)
             column = columns * together + mine
-            kv_head, block = divmod(column, blocks)
+            kv_head, block = divmod(column, inputs.blocks)
             first_row = block * self.rows
             # Where the result goes: `pieces` of CTAs in this place of consecutive teams, or of entries
             start = at - entry  # of these columns in the flat list
@@ -395,12 +265,11 @@ class Decode:
                 first_piece = start // share
                 pieces = (start + entries - 1) // share - first_piece + 1
                 piece = cute.arch.block_idx()[0] // self.cluster * PIECES + (1 if entry == 0 else 0)
-            rows = cutlass.min(all_rows - first_row, self.rows)
-            o_place = batch, kv_head * group.divisor, first_row, group, rows
+            rows, first_head = cutlass.min(all_rows - first_row, self.rows), kv_head * group.divisor
             own_row = first_row + tile * TILE_Q  # the warp's first
             scale_log2 = scale * LOG2_E
             if const_expr(self.eight_bits):
-                scale_log2 = scale_log2 * mKScale[batch, kv_head]
+                scale_log2 = scale_log2 * inputs.mKScale[batch, kv_head]
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
             rO.fill(0.0)
@@ -410,38 +279,38 @@ class Decode:
             limit.fill(length)
             low.fill(0)
             if const_expr(self.causal or self.window):
-                before = length - seqlen_q  # the key at the place of query 0
+                before = length - work.seqlen_q  # the key at the place of query 0
                 if const_expr(self.causal):
                     all_see = before + own_row // group + 1
                 if const_expr(self.window):
-                    all_from = before + (own_row + TILE_Q - 1) // group - left
+                    all_from = before + (own_row + TILE_Q - 1) // group - work.left
                 for r in range_constexpr(HALVES):
                     query = (own_row + lane // LANES + r * (TILE_Q // HALVES)) // group
                     if const_expr(self.causal):
                         limit[r] = cutlass.min(length, before + query + 1)
                     if const_expr(self.window):
-                        low[r] = before + query - left
+                        low[r] = before + query - work.left
 
             if count > 0:
-                cute.arch.mbarrier_wait(q_full, turn & 1)
+                cute.arch.mbarrier_wait(ring.q_full, turn & 1)
                 if const_expr(self.keep_q):
                     x.load_q()
-                    arrive(q_empty)
+                    arrive(ring.q_empty)
             # 3. main loop
             for i in range(count, unroll=1):
                 stage, phase = (done + i) % self.stages, (done + i) // self.stages & 1
-                cute.arch.mbarrier_wait(full_k + stage, phase)
+                cute.arch.mbarrier_wait(ring.full_k + stage, phase)
                 # Hazard: a warp waits for the chunks of other teams too. It would else be a round of the ring
                 # ahead of a load that is still under way, and a barrier's phase is one bit.
                 if i % self.teams == team:
                     key = (first + i) * self.chunk + own_slice * own_keys
                     own_group = stage * (self.chunk // GROUP) + own_slice * self.own_groups
                     if const_expr(self.appends):
-                        if key + own_keys > length - added:
-                            cute.arch.mbarrier_wait(full_v + stage, phase)
+                        if key + own_keys > length - work.added:
+                            cute.arch.mbarrier_wait(ring.full_v + stage, phase)
                             append(
-                                mK, mV, mNewK, mNewV, mTable, sK_groups, sV_groups,
-                                batch, kv_head, key, own_group, length - added, added, self.own_groups,
+                                inputs, sK_groups, sV_groups, batch, kv_head, key, own_group,
+                                length - work.added, work.added, self.own_groups,
                             )  # fmt: skip
                     rS.fill(0.0)
                     for g in range_constexpr(self.own_groups):
@@ -450,42 +319,40 @@ class Decode:
                         hide(S, limit, low, key, self.window)
                     self.softmax(S, O, row_max, row_sum, scale_log2)
                     rP.store(rS.load().to(self.product_dtype))
-                    cute.arch.mbarrier_wait(full_v + stage, phase)
+                    cute.arch.mbarrier_wait(ring.full_v + stage, phase)
                     if key + own_keys > length:
                         blank(sV_groups, own_group, length - key, self.own_groups)
                     for g in range_constexpr(self.own_groups):
                         x.multiply_pv(rO, part_of(rP, g, self.own_groups), own_group + g)
                 else:
-                    cute.arch.mbarrier_wait(full_v + stage, phase)
-                arrive(empty + stage)
+                    cute.arch.mbarrier_wait(ring.full_v + stage, phase)
+                arrive(ring.empty + stage)
             if count > 0:
                 done += count
                 turn += 1
                 if const_expr(not self.keep_q):
-                    arrive(q_empty)
+                    arrive(ring.q_empty)
 
             # 4. the warps' results are put together, in a cluster the CTAs'; then, by who comes last, pieces
-            value_scale = mVScale[batch, kv_head] if const_expr(self.eight_bits) else Float32(1.0)
+            place = Place(batch, first_head, first_row, group, rows, piece, pieces)
+            value_scale = inputs.mVScale[batch, kv_head] if const_expr(self.eight_bits) else Float32(1.0)
             if const_expr(self.cluster > 1):
                 if visit == 0:
                     cute.arch.cluster_wait()  # all its CTAs have begun, and their barriers are made
-            self.merging.merge_warps(
-                rO, row_max, row_sum, value_scale, sO, sStats, mO, mLSE, mPart, mPartLSE, o_place, piece,
-                pieces, sent, visit,
-            )  # fmt: skip
+            self.merging.merge_warps(outputs, shared, place, rO, row_max, row_sum, value_scale, visit)
             if const_expr(self.cluster > 1):
                 self.merging.merge_cluster(
-                    mO, mLSE, mPart, mPartLSE, mArrived, o_place, batch * column_groups * together + column,
-                    piece, first_piece * together + mine, together, pieces, sent, visit,
+                    outputs, shared, place, batch * work.column_groups * together + column,
+                    first_piece * together + mine, together, visit,
                 )  # fmt: skip
                 visit += 1
-            elif pieces > 1:
+            elif place.pieces > 1:
                 self.merging.merge_pieces(
-                    mO, mLSE, mPart, mPartLSE, mArrived, o_place, batch * column_groups * together + column,
-                    first_piece * together + mine, together, pieces,
+                    outputs, place, batch * work.column_groups * together + column,
+                    first_piece * together + mine, together,
                 )  # fmt: skip
             at, batch, columns, entry, entries = self.list.behind(
-                mLengths, flat, column_groups, at, end, batch, columns, entry, entries, n
+                work, at, end, batch, columns, entry, entries, n
             )
         if const_expr(self.cluster > 1):
             if visit == 0:

@@ -1,7 +1,8 @@
-"""The loads of a CTA that attends to a cache: K and V through a ring of stages by TMA, of pages one box each,
-and the rows of Q by bulk copies. By one warp, the producer."""
+"""The loads of a CTA that attends to a cache, by one warp, the producer: K and V through a ring of stages by
+TMA, of pages one box each, and the rows of Q by bulk copies."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
@@ -10,11 +11,62 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..calls_decode import WARPS
 from .constants import WARP
+from .flat_list import FlatList, Work
 from .tma import partition_tma
 
 # L2's policy for what is read once: to go before anything else does (`EVICT_FIRST` of CUTLASS). Pieces and
 # counters then stay.
 READ_ONCE = 0x12F0000000000000
+
+CONSUMERS = WARPS * WARP
+
+
+class Barrier(IntEnum):
+    """Named barriers."""
+
+    CTA = 0  # sync_threads, which nobody calls
+    FIRST_MADE = 1  # the mbarriers of the first load
+    OTHERS_MADE = 2
+    CONSUMERS = 3
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a launch reads. What its options leave out is None."""
+
+    mQ: cute.Tensor  # (batch, head, query, head_dim)
+    mK: cute.Tensor  # (batch or page, kv head, key, head_dim)
+    mV: cute.Tensor
+    mLengths: cute.Tensor | None  # (batch,)
+    mTable: cute.Tensor | None  # pages (batch, place in the sequence)
+    mNewK: cute.Tensor | None  # (batch, kv head, key, head_dim)
+    mNewV: cute.Tensor | None
+    mKScale: cute.Tensor | None  # (batch, kv head)
+    mVScale: cute.Tensor | None
+    load_K: cute.CopyAtom  # by TMA, of a box
+    tmaK: cute.Tensor
+    load_V: cute.CopyAtom
+    tmaV: cute.Tensor
+    added: Int32 | int  # new keys of each sequence
+    left: Int32 | None  # keys that a query sees before its own place
+    group: cute.FastDivmodDivisorV2  # heads of a key head
+    blocks: cute.FastDivmodDivisorV2  # of a CTA's rows, that the rows of a key head are
+    per_page: cute.FastDivmodDivisorV2 | None  # chunks
+    sizes: tuple  # of the division of work: what `Work` ends with
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What the producer fills in shared memory, and its mbarriers."""
+
+    sK: cute.Tensor  # (key, head_dim, box)
+    sV: cute.Tensor
+    sQ: cute.Tensor  # (row, head_dim)
+    full_k: cute.Pointer  # one a stage
+    full_v: cute.Pointer
+    empty: cute.Pointer
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
 
 
 @dataclass(frozen=True)
@@ -29,51 +81,155 @@ class CacheLoads:
     box: int
     stages: int
     paged: bool
+    list: FlatList
+    pdl: bool
+    early_load: bool
 
     @property
     def boxes(self) -> int:
         return self.chunk // self.box
 
-    def initialise(self, rings, first: bool) -> None:
+    @property
+    def guesses(self) -> bool:
+        """Whether a CTA looks at the lengths before the launch before has ended, and then whether they are
+        still the same."""
+        return self.pdl and self.list.lengths
+
+    @property
+    def loads_on_guess(self) -> bool:
+        """Whether it also loads its first keys and values before it knows. Twice the TMA instructions of rows
+        of 512 bytes are more than there are uniform registers for, and spill."""
+        return self.guesses and self.early_load and self.head_dim <= 128
+
+    def work(self, x: Inputs, seqlen_q: Int32, seqlen_kv: Int32) -> Work:
+        """`seqlen_kv`: of a page, if there are pages."""
+        return Work(x.mLengths, x.mQ.shape[0], seqlen_kv, x.added, seqlen_q, x.left, *x.sizes)
+
+    def initialise(self, ring: Ring, first: bool) -> None:
         """One lane: make the barriers of the first load, or all others."""
-        full_k, full_v, empty, q_full, q_empty = rings
         for i in range(self.stages):
             if first == (i == 0):
-                cute.arch.mbarrier_init(full_k + i, 1)
-                cute.arch.mbarrier_init(full_v + i, 1)
+                cute.arch.mbarrier_init(ring.full_k + i, 1)
+                cute.arch.mbarrier_init(ring.full_v + i, 1)
             if not first:
-                cute.arch.mbarrier_init(empty + i, WARPS)
+                cute.arch.mbarrier_init(ring.empty + i, WARPS)
         if not first:
-            cute.arch.mbarrier_init(q_full, 1)
-            cute.arch.mbarrier_init(q_empty, WARPS)
+            cute.arch.mbarrier_init(ring.q_full, 1)
+            cute.arch.mbarrier_init(ring.q_empty, WARPS)
+
+    def wait_for_inputs(self) -> None:
+        """Until the launch before has ended, nothing is written in global memory, and nothing that is read
+        counts: it may have made anything of it, lengths included, and may be reading scratch."""
+        if self.pdl:
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
-    def page_of(self, first, pages_a_chunk):
+    def produce(self, x: Inputs, ring: Ring, work: Work):
+        """As far ahead as the ring has room, across the ends of sequences."""
+        with cute.arch.elect_one():
+            self.initialise(ring, first=True)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()
+        cute.arch.barrier_arrive(barrier_id=Barrier.FIRST_MADE, number_of_threads=CONSUMERS + WARP)
+        if const_expr(self.list.ctas > 1):
+            cute.arch.cluster_arrive_relaxed()
+
+        # While the launch before ends: where the slice is if that leaves the lengths as they are, and the way
+        # to its first keys. Lengths and pages may be anything yet: what they lead to is fetched, if it is
+        # there, and not looked at.
+        seen, guessed = None, None
+        if const_expr(self.guesses):
+            seen = self.list.lanes_lengths(work, True)
+        if const_expr(self.loads_on_guess):
+            guessed = Boolean(False)
+        mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(work, seen)
+        first, page, length, kv_head = Int32(-1), Int32(0), Int32(0), Int32(0)
+        if const_expr(self.pdl):
+            if (at < end) & (batch < work.batch_size):
+                length = Int32(work.seqlen_kv)
+                if const_expr(self.guesses):
+                    length = cute.arch.shuffle_sync(seen, batch) + work.added
+                n, first, count = self.list.segment(work, entry, entries, end - at, length)
+                first = cutlass.max(0, first)
+                page = self.table_window(x, batch, self.page_of(x, first), True)
+                kv_head, block = divmod(columns * work.together.divisor + mine, x.blocks)
+                self.find_first(x, page, batch, kv_head, first)
+                if const_expr(self.loads_on_guess):
+                    inside = self.inside(x, page, first, self.boxes_of(length, first))
+                    guessed = (count > 0) & (work.batch_size <= WARP) & inside
+        # The launch before ends, and what is read counts. The first chunk is loaded from where the slice was
+        # before, without waiting for lengths and pages to be read again; if one has changed, it is dropped.
+        if const_expr(self.loads_on_guess):
+            if guessed:
+                parts = self.parts(x, ring, batch, kv_head)
+                self.chunk_to(
+                    x, ring, Int32(0), parts, kv_head, first, length, page, self.page_of(x, first), False,
+                    None, True,
+                )  # fmt: skip
+        if const_expr(self.guesses):
+            self.wait_for_inputs()
+            now, page_now = self.list.lanes_lengths(work, False), Int32(0)
+            if first >= 0:
+                page_now = self.table_window(x, batch, self.page_of(x, first))
+            same = self.list.still(work, seen, now)
+            if not same:
+                mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(work)
+                first = Int32(-1)
+            if const_expr(self.loads_on_guess):
+                if guessed:
+                    guessed = same & cute.arch.vote_all_sync(page_now == page)
+                    if not guessed:
+                        self.drop(ring)
+            page = page_now
+
+        done, turn = Int32(0), Int32(0)  # chunks that went through the ring; sequences, whose Q did
+        while at < end:
+            length = self.list.length(work, batch)
+            known = first  # of which `page` is
+            n, first, count = self.list.segment(work, entry, entries, end - at, length)
+            if count > 0:
+                kv_head, block = divmod(columns * work.together.divisor + mine, x.blocks)
+                if const_expr(self.paged):
+                    if (turn > 0) | (first != known):
+                        page = self.table_window(x, batch, self.page_of(x, first))
+                self.chunks(x, ring, batch, kv_head, block, first, count, length, done, turn, page, guessed)
+                done += count
+                turn += 1
+            at, batch, columns, entry, entries = self.list.behind(
+                work, at, end, batch, columns, entry, entries, n
+            )
+        if turn == 0:
+            wait_for_others()
+        if const_expr(self.list.ctas > 1):
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def page_of(self, x, first):
         """The page in which chunk `first` of a sequence begins; of boxes smaller than a chunk each is one."""
         page = Int32(0)
         if const_expr(self.paged):
-            page = first * self.boxes if const_expr(self.boxes > 1) else first // pages_a_chunk
+            page = first * self.boxes if const_expr(self.boxes > 1) else first // x.per_page
         return page
 
     @cute.jit
-    def table_window(self, mTable, batch, known, early: cutlass.Constexpr = False):
+    def table_window(self, x, batch, known, early: cutlass.Constexpr = False):
         """Of each lane one entry of a sequence's page table, from entry `known` on. `early`: before the
         launch before has ended, which may still write it."""
         page = Int32(0)
         if const_expr(self.paged):
             at = known + cute.arch.lane_idx()
-            inside = at < mTable.shape[1]
+            inside = at < x.mTable.shape[1]
             if const_expr(early):
                 inside = inside & (at >= 0)  # what is not a length may lead anywhere
             if inside:
                 if const_expr(early):
-                    page = unkept(mTable.iterator + cute.crd2idx((batch, at), mTable.layout))
+                    page = unkept(x.mTable.iterator + cute.crd2idx((batch, at), x.mTable.layout))
                 else:
-                    page = mTable[batch, at]
+                    page = x.mTable[batch, at]
         return page
 
     @cute.jit
-    def find_first(self, mK, mV, page, batch, kv_head, first, per_page):
+    def find_first(self, x, page, batch, kv_head, first):
         """Fetch the first line of what is loaded first of K and of V to L2, so that the way there is known to
         the TLBs. Of a page that may not be what it will be."""
         place, key = batch, first * self.chunk
@@ -81,30 +237,30 @@ class CacheLoads:
             place = cute.arch.shuffle_sync(page, 0)
             key = Int32(0)
             if const_expr(self.boxes == 1):
-                key = first % per_page * self.chunk
-        if (place >= 0) & (place < mK.shape[0]) & (key >= 0) & (key < mK.shape[2]):
+                key = first % x.per_page * self.chunk
+        if (place >= 0) & (place < x.mK.shape[0]) & (key >= 0) & (key < x.mK.shape[2]):
             with cute.arch.elect_one():
-                for mX in (mK, mV):
+                for mX in (x.mK, x.mV):
                     line = mX[place, kv_head, key, None].iterator
                     cute.arch.prefetch(line.llvm_ptr, cache_level="L2")
 
-    def inside(self, mK, page, first, boxes):
+    def inside(self, x, page, first, boxes):
         """Whether `boxes` boxes of chunk `first`, of which a lane has the pages if there are any, lie in the
         cache, whatever led there."""
         if not self.paged:
-            return first * self.chunk < mK.shape[2]
-        there = (page >= 0) & (page < mK.shape[0])
+            return first * self.chunk < x.mK.shape[2]
+        there = (page >= 0) & (page < x.mK.shape[0])
         return cute.arch.vote_all_sync(there | (cute.arch.lane_idx() >= boxes))
 
     @cute.jit
-    def drop(self, rings):
+    def drop(self, ring):
         """Wait for what was loaded on a guess, and leave the barriers of the first stage as they were: after
         a phase with the wrong bytes and one without any, the next has the first one's parity. Hazard: no
         warp may look before, and none does, since all wait for Q first, which is loaded after this."""
-        for barrier in rings[:2]:
+        for barrier in (ring.full_k, ring.full_v):
             cute.arch.mbarrier_wait(barrier, 0)
         cute.arch.sync_warp()  # all lanes have seen the first phase end before the second does
-        for barrier in rings[:2]:
+        for barrier in (ring.full_k, ring.full_v):
             expect(barrier, 0)
 
     def boxes_of(self, length, chunk):
@@ -114,24 +270,24 @@ class CacheLoads:
         return cutlass.min(self.boxes, cute.ceil_div(length - chunk * self.chunk, self.box))
 
     @cute.jit
-    def parts(self, load_K, mK, sK, load_V, mV, sV, batch, kv_head):
+    def parts(self, x, ring, batch, kv_head):
         """Of a sequence and head K and V as partitioned for TMA, if they are not in pages."""
         if const_expr(self.paged):
             return None
         return (
-            *partition_tma(load_K, mK[None, None, kv_head, batch], sK),
-            *partition_tma(load_V, mV[None, None, kv_head, batch], sV),
+            *partition_tma(x.load_K, x.tmaK[None, None, kv_head, batch], ring.sK),
+            *partition_tma(x.load_V, x.tmaV[None, None, kv_head, batch], ring.sV),
         )
 
     @cute.jit
     def chunk_to(
-        self, stage, load_K, mK, sK, load_V, mV, sV, rings, parts, kv_head, chunk, length, per_page, page,
-        known, waits: cutlass.Constexpr, begins, early: cutlass.Constexpr = False,
+        self, x, ring, stage, parts, kv_head, chunk, length, page, known, waits: cutlass.Constexpr, begins,
+        early: cutlass.Constexpr = False,
     ):  # fmt: skip
         """K and V of one chunk. `page` is of each lane an entry of the page table, from `known` on. `early`:
         on a guess, when the launch before has ended, from `page` on. This is other code than that of the main
         loop, and not unrolled: both want more uniform registers than there are, and spill."""
-        full_k, full_v = rings[:2]
+        full_k, full_v = ring.full_k, ring.full_v
         box_bytes = self.box * self.head_dim * self.kv_bytes
         if const_expr(not self.paged):
             tKgK, tKsK, tVgV, tVsV = parts
@@ -142,21 +298,21 @@ class CacheLoads:
             elif const_expr(waits):
                 if begins:
                     cute.arch.griddepcontrol_wait()
-            load_once(load_K, tKgK[None, chunk], tKsK[None, stage], full_k + stage)
-            load_once(load_V, tVgV[None, chunk], tVsV[None, stage], full_v + stage)
+            load_once(x.load_K, tKgK[None, chunk], tKsK[None, stage], full_k + stage)
+            load_once(x.load_V, tVgV[None, chunk], tVsV[None, stage], full_v + stage)
         else:
-            at, inside = self.page_of(chunk, per_page), Int32(0)
+            at, inside = self.page_of(x, chunk), Int32(0)
             if const_expr(self.boxes == 1):
-                inside = chunk % per_page
+                inside = chunk % x.per_page
             boxes = self.boxes_of(length, chunk)
             expect(full_k + stage, boxes * box_bytes)
             expect(full_v + stage, boxes * box_bytes)
-            whole = load_K, mK, sK, load_V, mV, sV, rings, stage, kv_head, inside
+            whole = x, ring, stage, kv_head, inside
             if const_expr(early):
                 place = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, 0))
                 cute.arch.griddepcontrol_wait()
                 for b in range(boxes, unroll=1):
-                    self.box_to(b, *whole, place)
+                    self.box_to(*whole, b, place)
                     place = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, b + 1))
             else:
                 places = [
@@ -165,72 +321,67 @@ class CacheLoads:
                 ]
                 for b in range_constexpr(self.boxes):
                     if b < boxes:
-                        self.box_to(b, *whole, places[b])
+                        self.box_to(*whole, b, places[b])
 
     @cute.jit
-    def box_to(self, b, load_K, mK, sK, load_V, mV, sV, rings, stage, kv_head, inside, place):
+    def box_to(self, x, ring, stage, kv_head, inside, b, place):
         """One box of a chunk, of a page."""
-        from_k, to_k = partition_tma(load_K, mK[None, None, kv_head, place], sK)
-        from_v, to_v = partition_tma(load_V, mV[None, None, kv_head, place], sV)
+        from_k, to_k = partition_tma(x.load_K, x.tmaK[None, None, kv_head, place], ring.sK)
+        from_v, to_v = partition_tma(x.load_V, x.tmaV[None, None, kv_head, place], ring.sV)
         to = stage * self.boxes + b
-        load_once(load_K, from_k[None, inside], to_k[None, to], rings[0] + stage)
-        load_once(load_V, from_v[None, inside], to_v[None, to], rings[1] + stage)
+        load_once(x.load_K, from_k[None, inside], to_k[None, to], ring.full_k + stage)
+        load_once(x.load_V, from_v[None, inside], to_v[None, to], ring.full_v + stage)
 
     @cute.jit
-    def chunks(
-        self, load_K, mK, sK, load_V, mV, sV, mQ, sQ, mTable, rings, batch, kv_head, block, group, first,
-        count, length, done, turn, per_page, page, made, waits: cutlass.Constexpr, guessed,
-    ):  # fmt: skip
+    def chunks(self, x, ring, batch, kv_head, block, first, count, length, done, turn, page, guessed):
         """K and V of `count` chunks, and behind the first of them Q. `page` is of each lane an entry of the
-        page table, from that of the first chunk on; `made` the barrier at which the CTA's are. `waits`: for
-        the launch before, when everything else is ready for the first load. `guessed`: whether the CTA's
-        first chunk has been loaded already; None where none ever is."""
-        _, _, empty, q_full, q_empty = rings
-        parts = self.parts(load_K, mK, sK, load_V, mV, sV, batch, kv_head)
-        known = self.page_of(first, per_page)
-        page_after = self.table_window(mTable, batch, known + WARP)
+        page table, from that of the first chunk on; `guessed` whether the CTA's first chunk has been loaded
+        already, None where none ever is."""
+        parts = self.parts(x, ring, batch, kv_head)
+        known = self.page_of(x, first)
+        page_after = self.table_window(x, batch, known + WARP)
         for i in range(count, unroll=1):
             stage, phase = (done + i) % self.stages, ((done + i) // self.stages & 1) ^ 1
             if done + i >= self.stages:
-                cute.arch.mbarrier_wait(empty + stage, phase)
+                cute.arch.mbarrier_wait(ring.empty + stage, phase)
             if const_expr(self.paged):
                 # A chunk's pages are never in two windows of the table.
-                if self.page_of(first + i, per_page) >= known + WARP:
+                if self.page_of(x, first + i) >= known + WARP:
                     known += WARP
                     page = page_after
-                    page_after = self.table_window(mTable, batch, known + WARP)
+                    page_after = self.table_window(x, batch, known + WARP)
             wanted = Boolean(True)
             if const_expr(guessed is not None):
                 wanted = (done + i > 0) | (not guessed)
             if wanted:
+                # For the launch before it waits when everything else is ready for the first load.
+                waits = self.pdl and not self.list.lengths
                 self.chunk_to(
-                    stage, load_K, mK, sK, load_V, mV, sV, rings, parts, kv_head, first + i, length, per_page,
-                    page, known, waits, done + i == 0,
-                )  # fmt: skip
+                    x, ring, stage, parts, kv_head, first + i, length, page, known, waits, done + i == 0
+                )
             if i == 0:
                 if turn == 0:
-                    wait_at(made)
-                cute.arch.mbarrier_wait(q_empty, (turn & 1) ^ 1)
-                self.rows_of_q(mQ, sQ, q_full, batch, kv_head, group, block * self.rows)
+                    wait_for_others()
+                cute.arch.mbarrier_wait(ring.q_empty, (turn & 1) ^ 1)
+                self.rows_of_q(x, ring, batch, kv_head, block * self.rows)
 
     @cute.jit
-    def rows_of_q(self, mQ, sQ, q_full, batch, kv_head, group, first_row):
+    def rows_of_q(self, x, ring, batch, kv_head, first_row):
         """Rows of Q, one copy each: row r is of query r / group and head r mod group."""
-        rows = cutlass.min(mQ.shape[2] * group.divisor - first_row, self.rows)
-        expect(q_full, rows * self.head_dim * 2)
+        rows = cutlass.min(x.mQ.shape[2] * x.group.divisor - first_row, self.rows)
+        expect(ring.q_full, rows * self.head_dim * 2)
         cute.arch.sync_warp()
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=self.head_dim * 16)
         for row in range(cute.arch.lane_idx(), rows, WARP, unroll=1):
-            query, head = divmod(first_row + row, group)
-            cute.copy(
-                atom, mQ[batch, kv_head * group.divisor + head, query, None], sQ[row, None], mbar_ptr=q_full
-            )
+            query, head = divmod(first_row + row, x.group)
+            source = x.mQ[batch, kv_head * x.group.divisor + head, query, None]
+            cute.copy(atom, source, ring.sQ[row, None], mbar_ptr=ring.q_full)
         cute.arch.sync_warp()
 
 
-def wait_at(made: tuple[int, int]) -> None:
-    """(named barrier, threads)."""
-    cute.arch.barrier(barrier_id=made[0], number_of_threads=made[1])
+def wait_for_others() -> None:
+    """Until the mbarriers are made that the first load does without."""
+    cute.arch.barrier(barrier_id=Barrier.OTHERS_MADE, number_of_threads=2 * WARP)
 
 
 def unkept(place: cute.Pointer) -> Int32:

@@ -5,6 +5,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import const_expr, range_constexpr
 
+from .cache_loads import Inputs
 from .constants import VECTOR, WARP
 from .warp_products import GROUP
 
@@ -27,14 +28,13 @@ def blank(sV_groups, own_group, visible, groups: cutlass.Constexpr):
 
 @cute.jit
 def append(
-    mK, mV, mNewK, mNewV, mTable, sK_groups, sV_groups, batch, kv_head, key, own_group, old, added,
-    groups: cutlass.Constexpr,
+    x: Inputs, sK_groups, sV_groups, batch, kv_head, key, own_group, old, added, groups: cutlass.Constexpr
 ):  # fmt: skip
     """New keys and values of this warp's slice of a chunk: to the cache, and over what the TMA found
     there. They begin at `old`. Whoever else has these keys in a slice writes the same."""
     kind = sK_groups.element_type  # 16-bit units
     row_vectors = cute.size(sK_groups, mode=[1]) // VECTOR
-    vector_kv = 8 * 2 * VECTOR // mK.element_type.width  # elements of the cache in 16 bytes
+    vector_kv = 8 * 2 * VECTOR // x.mK.element_type.width  # elements of the cache in 16 bytes
     one = cute.make_rmem_tensor(cute.make_layout(VECTOR), kind)
     for i in range_constexpr(groups * GROUP * row_vectors // WARP):
         row = (i * WARP + cute.arch.lane_idx()) // row_vectors
@@ -42,9 +42,9 @@ def append(
         at = key + row
         if (at >= old) & (at < old + added):
             place, inside = batch, at
-            if const_expr(mTable is not None):
-                place, inside = mTable[batch, at // mK.shape[2]], at % mK.shape[2]
-            for mX, mNew, sX in ((mK, mNewK, sK_groups), (mV, mNewV, sV_groups)):
+            if const_expr(x.mTable is not None):
+                place, inside = x.mTable[batch, at // x.mK.shape[2]], at % x.mK.shape[2]
+            for mX, mNew, sX in ((x.mK, x.mNewK, sK_groups), (x.mV, x.mNewV, sV_groups)):
                 source = cute.local_tile(mNew[batch, kv_head, at - old, None], (vector_kv,), (vector,))
                 cute.autovec_copy(cute.recast_tensor(source, kind), one)
                 to = sX[row % GROUP, None, own_group + row // GROUP]

@@ -22,6 +22,25 @@ from .constants import WARP
 
 
 @dataclass(frozen=True)
+class Work:
+    """The batch that is divided, and what of its division is the same for all CTAs and computed once."""
+
+    mLengths: cute.Tensor | None  # (batch,)
+    batch_size: Int32
+    seqlen_kv: Int32  # of every sequence, where they have no lengths
+    added: Int32  # new keys of every sequence
+    seqlen_q: Int32
+    left: Int32 | None  # keys that a query sees before its own place, with a window
+    together: cute.FastDivmodDivisorV2  # columns of a team
+    teams: Int32
+    column_groups: Int32
+    # where all sequences are equally long:
+    entries: cute.FastDivmodDivisorV2  # of a column
+    of_batch: cute.FastDivmodDivisorV2  # entries of a sequence
+    share: Int32  # entries of a slice
+
+
+@dataclass(frozen=True)
 class FlatList:
     """What a plan follows from; `first_chunk` and the rest are asked while tracing."""
 
@@ -32,22 +51,25 @@ class FlatList:
     window: bool  # whether a query sees no further back than so many keys
     ctas: int = 1  # of a cluster, which has a slice together
 
-    def length(self, mLengths, seqlen_kv, added, batch):
-        """Keys of a sequence, of which `added` are new."""
-        length = cute.arch.make_warp_uniform(mLengths[batch]) if self.lengths else Int32(seqlen_kv)
-        return length + added if self.appends else length
+    def length(self, work, batch):
+        """Keys of a sequence, the new ones among them."""
+        if not self.lengths:
+            length = Int32(work.seqlen_kv)
+        else:
+            length = cute.arch.make_warp_uniform(work.mLengths[batch])
+        return length + work.added if self.appends else length
 
     @cute.jit
-    def lanes_lengths(self, mLengths, batch_size, early: cutlass.Constexpr):
+    def lanes_lengths(self, work, early: cutlass.Constexpr):
         """Of each lane one of the first sequences' lengths. `early`: those that the launch before may still
         change, read past L1, so that a plain load finds later what they are then."""
         length, lane = Int32(0), cute.arch.lane_idx()
-        if lane < batch_size:
+        if lane < work.batch_size:
             if const_expr(early):
-                place = (mLengths.iterator + lane).llvm_ptr
+                place = (work.mLengths.iterator + lane).llvm_ptr
                 length = cute.arch.load(place, Int32, sem="relaxed", scope="gpu")
             else:
-                length = mLengths[lane]
+                length = work.mLengths[lane]
         return length
 
     def first_chunk(self, length, seqlen_q, left):
@@ -66,44 +88,43 @@ class FlatList:
         return cute.ceil_div(chunks, self.unit) if self.unit else chunks
 
     @cute.jit
-    def entries_or_none(self, mLengths, added, seqlen_q, left, batch, seen):
+    def entries_or_none(self, work, batch, seen):
         entries = Int32(0)
-        if batch < mLengths.shape[0]:
-            length = mLengths[batch] if const_expr(seen is None) else seen
+        if batch < work.mLengths.shape[0]:
+            length = work.mLengths[batch] if const_expr(seen is None) else seen
             if const_expr(self.appends):
-                length = length + added
-            entries = self.entries_of(self.chunks_of(length, seqlen_q, left))
+                length = length + work.added
+            entries = self.entries_of(self.chunks_of(length, work.seqlen_q, work.left))
         return entries
 
     @cute.jit
-    def own_slice(self, mLengths, flat, batch_size, sizes, seen=None):
+    def own_slice(self, work, seen=None):
         """Of this CTA: (its place in its team, entries of a slice, where its team's begins and ends; batch,
         group of columns and entry there, and how many entries there are of them). By what the lanes have
         `seen` of the lengths of at most 32 sequences, or by all of them."""
         cta, _, _ = cute.arch.block_idx()
-        _, added, seqlen_q, left = flat
-        together, teams, column_groups, entries_of_all, of_batch, share_of_all = sizes
-        team, mine = divmod(cta // self.ctas, together)
+        batch_size, column_groups = work.batch_size, work.column_groups
+        team, mine = divmod(cta // self.ctas, work.together)
         if const_expr(not self.lengths):
-            share, entries = share_of_all, entries_of_all.divisor
-            at, total = team * share, batch_size * of_batch.divisor
-            batch, rest = divmod(at, of_batch)
-            columns, entry = divmod(rest, entries_of_all)
+            share, entries = work.share, work.entries.divisor
+            at, total = team * share, batch_size * work.of_batch.divisor
+            batch, rest = divmod(at, work.of_batch)
+            columns, entry = divmod(rest, work.entries)
         else:
             lane = cute.arch.lane_idx()
             total = Int32(0)
             if const_expr(seen is not None):
                 batch_size = cutlass.min(batch_size, WARP)
             for first in range(0, batch_size, WARP, unroll=4):
-                total += self.entries_or_none(mLengths, added, seqlen_q, left, first + lane, seen)
+                total += self.entries_or_none(work, first + lane, seen)
             total = column_groups * cute.arch.warp_reduction_sum(total)
-            share = cutlass.max(1, cute.ceil_div(total, teams))
+            share = cutlass.max(1, cute.ceil_div(total, work.teams))
             at = team * share
             # 32 sequences at a time, until one ends behind `at`
             first, before = Int32(0), Int32(0)  # a sequence, and the entries of a column of those before it
             batch, rest, entries = Int32(batch_size), Int32(0), Int32(1)
             while first < batch_size:
-                own = self.entries_or_none(mLengths, added, seqlen_q, left, first + lane, seen)
+                own = self.entries_or_none(work, first + lane, seen)
                 up_to = own
                 for i in range_constexpr(5):
                     other = cute.arch.shuffle_sync_up(up_to, 1 << i)
@@ -126,10 +147,10 @@ class FlatList:
         end = cutlass.min(at + share, total)
         return mine, share, at, end, batch, columns, entry, entries
 
-    def segment(self, entry, entries, left_of_slice, length, seqlen_q, left):
+    def segment(self, work, entry, entries, left_of_slice, length):
         """What comes next in a slice, of one sequence and column: (its entries, this CTA's first chunk and
         its chunks). The CTAs of a cluster have equally many, or one more."""
-        first = self.first_chunk(length, seqlen_q, left)
+        first = self.first_chunk(length, work.seqlen_q, work.left)
         chunks = cute.ceil_div(length, self.chunk) - first  # 0 without a key
         if self.unit:
             n, own = Int32(1), entry * self.unit
@@ -145,24 +166,23 @@ class FlatList:
         return n, first, count
 
     @cute.jit
-    def still(self, batch_size, seen, now):
+    def still(self, work, seen, now):
         """Whether the lengths are now what the lanes have seen of them, and these were all."""
-        return (batch_size <= WARP) & cute.arch.vote_all_sync(now == seen)
+        return (work.batch_size <= WARP) & cute.arch.vote_all_sync(now == seen)
 
     @cute.jit
-    def behind(self, mLengths, flat, column_groups, at, end, batch, columns, entry, entries, n):
+    def behind(self, work, at, end, batch, columns, entry, entries, n):
         """The place `n` entries further on, which is at most the end of these columns."""
-        seqlen_kv, added, seqlen_q, left = flat
         at += n
         entry += n
         if entry == entries:
             entry = Int32(0)
             columns += 1
-            if columns == column_groups:
+            if columns == work.column_groups:
                 columns = Int32(0)
                 batch += 1
                 if const_expr(self.lengths):
                     if at < end:
-                        length = self.length(mLengths, seqlen_kv, added, batch)
-                        entries = self.entries_of(self.chunks_of(length, seqlen_q, left))
+                        length = self.length(work, batch)
+                        entries = self.entries_of(self.chunks_of(length, work.seqlen_q, work.left))
         return at, batch, columns, entry, entries

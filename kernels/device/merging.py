@@ -8,17 +8,51 @@ a CTA outside its cluster: a warp that is not the last goes on. Sums are formed 
 whoever comes last, so that results have the same bits in every run.
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from ..calls_decode import PIECES, WARPS
+from .cache_loads import CONSUMERS
 from .clusters import Exchange
 from .constants import LN_2, VECTOR, WARP
 from .rows import LANES, finite, sum_of_row
 from .warp_products import HALVES, TILE_Q, columns_of
 
-CONSUMERS = WARPS * WARP
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where results go."""
+
+    mO: cute.Tensor  # (batch, head, query, head_dim)
+    mLSE: cute.Tensor  # (batch, head, query)
+    mPart: cute.Tensor  # O of pieces, fp32 (piece, row, head_dim)
+    mPartLSE: cute.Tensor  # log₂ of the sums of their rows (piece, row)
+    mArrived: cute.Tensor  # how many of a row's pieces are there, zero between launches
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rows of a sequence and key head, one CTA's, and the pieces that they come in."""
+
+    batch: Int32
+    first_head: Int32
+    first_row: Int32
+    group: cute.FastDivmodDivisorV2  # heads of a key head: row r is of query r / group and head r mod group
+    rows: Int32
+    piece: Int32  # this CTA's
+    pieces: Int32
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Through which warps, and the CTAs of a cluster, put results together, in shared memory."""
+
+    sO: cute.Tensor  # of each warp (warp, row, column)
+    sStats: cute.Tensor  # its rows' maxima and sums (warp, row, 2)
+    sent: tuple | None  # by the cluster's CTAs, Exchange's
 
 
 class Merging:
@@ -45,7 +79,7 @@ class Merging:
         return own + self.exchange.smem_bytes
 
     def allocate(self, smem: object) -> tuple[cute.Tensor, cute.Tensor]:
-        """O of each warp, (warp, row, column), and its rows' maxima and sums, (warp, row, 2)."""
+        """`Shared`'s sO and sStats."""
         pitch = self.merge_columns + VECTOR
         shape = WARPS, self.merge_rows, self.merge_columns
         layout = cute.make_layout(shape, stride=(self.merge_rows * pitch, pitch, 1))
@@ -58,14 +92,13 @@ class Merging:
 
     @cute.jit
     def merge_warps(
-        self, rO, row_max, row_sum, value_scale, sO, sStats, mO, mLSE, mPart, mPartLSE, o_place, piece,
-        pieces, sent, visit,
-    ):  # fmt: skip
+        self, out: Outputs, shared: Shared, place: Place, rO, row_max, row_sum, value_scale, visit
+    ):
         """Put the results of warps with the same rows together, through shared memory: O and LSE, or a
         piece of them if there are several; in a cluster they are sent to who puts its CTAs' together."""
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
-        rows = o_place[4]
+        sO, sStats, mPartLSE = shared.sO, shared.sStats, out.mPartLSE
         own = self.merge_columns // 4
         at_once = WARP // own  # rows of a warp
         for r in range_constexpr(self.halves):
@@ -82,17 +115,18 @@ class Merging:
             self.all_warps()
             for i in range(cute.ceil_div(self.rows, WARPS * at_once), unroll=1):
                 row, vector = (i * WARPS + warp_idx) * at_once + lane // own, lane % own
-                if row < rows:
-                    result, lse = self.row_of_warps(sO, sStats, row, vector, value_scale)
+                if row < place.rows:
+                    result, lse = self.row_of_warps(shared, row, vector, value_scale)
                     if const_expr(self.exchange.ctas > 1):
-                        self.exchange.send(sent, visit, result, lse, row, p * own + vector)
-                    elif pieces == 1:
-                        store_row(mO, mLSE, result, lse, o_place, row, p * own + vector, self.dtype)
+                        self.exchange.send(shared.sent, visit, result, lse, row, p * own + vector)
+                    elif place.pieces == 1:
+                        store_row(out, place, result, lse, row, p * own + vector, self.dtype)
                     else:
-                        to = cute.local_tile(mPart[piece, row, None], (4,), (p * own + vector,))
+                        of_piece = out.mPart[place.piece, row, None]
+                        to = cute.local_tile(of_piece, (4,), (p * own + vector,))
                         cute.autovec_copy(result, to)
                         if p * own + vector == 0:
-                            mPartLSE[piece, row] = lse
+                            mPartLSE[place.piece, row] = lse
 
     def put_columns(self, rO, sO, warp_idx, lane, p: int) -> None:
         """The p-th columns of this warp's O to shared memory."""
@@ -110,8 +144,9 @@ class Merging:
                     cute.autovec_copy(values, cute.local_tile(row, (vector,), (at,)))
 
     @cute.jit
-    def row_of_warps(self, sO, sStats, row, vector, value_scale):
+    def row_of_warps(self, shared, row, vector, value_scale):
         """Four columns of a row of O, of all warps that share it, and log₂ of the row's sum."""
+        sO, sStats = shared.sO, shared.sStats
         tile, inside = row // TILE_Q, row % TILE_Q
         largest = -Float32.inf
         for s in range_constexpr(self.slices):
@@ -130,17 +165,16 @@ class Merging:
         return result, largest + cute.math.log2(total, fastmath=True)
 
     @cute.jit
-    def merge_pieces(self, mO, mLSE, mPart, mPartLSE, mArrived, o_place, column, first, stride, pieces):
+    def merge_pieces(self, out: Outputs, place: Place, column, first, stride):
         """A warp: say that its rows of a piece are there, and if it is the last to say so of these rows, put
         the pieces together, in their order."""
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
-        rows = o_place[4]
         own = self.merge_columns // 4
         at_once = WARP // own
         arrived = column * WARPS + warp_idx
-        if warp_idx * at_once < rows:
-            if self.is_last(mArrived, arrived, pieces):
+        if warp_idx * at_once < place.rows:
+            if self.is_last(out.mArrived, arrived, place.pieces):
                 lanes = min(WARP, self.head_dim // 4)  # of a row
                 passes = at_once * lanes // WARP
                 for i in range(cute.ceil_div(self.rows, WARPS * at_once) * passes, unroll=1):
@@ -150,46 +184,46 @@ class Merging:
                         # All lanes, since they tell each other what pieces weigh.
                         vector = p * lanes + lane % lanes
                         result, lse = self.row_of_pieces(
-                            mPart, mPartLSE, first, stride, pieces, cutlass.min(row, rows - 1), vector, lanes
+                            out, first, stride, place.pieces, cutlass.min(row, place.rows - 1), vector, lanes
                         )
-                        if row < rows:
-                            store_row(mO, mLSE, result, lse, o_place, row, vector, self.dtype)
+                        if row < place.rows:
+                            store_row(out, place, result, lse, row, vector, self.dtype)
 
     @cute.jit
-    def merge_cluster(
-        self, mO, mLSE, mPart, mPartLSE, mArrived, o_place, column, piece, first, stride, pieces, sent, visit
-    ):  # fmt: skip
+    def merge_cluster(self, out: Outputs, shared: Shared, place: Place, column, first, stride, visit):
         """Put a part of the columns of all CTAs of the cluster together: O and LSE, or a piece, and whoever
         is the last to say that those columns of a piece are there puts the pieces together."""
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
-        x, rows, rank = self.exchange, o_place[4], cute.arch.block_idx_in_cluster()
+        x, sent, rank = self.exchange, shared.sent, cute.arch.block_idx_in_cluster()
+        mPartLSE = out.mPartLSE
         inside = tidx % x.vectors
         vector = rank * x.vectors + inside
         at_once = CONSUMERS // x.vectors  # rows
         passes = -(-self.rows // at_once)
-        if warp_idx * WARP < rows * x.vectors:
-            x.wait(sent, visit, rows)
+        if warp_idx * WARP < place.rows * x.vectors:
+            x.wait(sent, visit, place.rows)
             for i in range(passes, unroll=1):
                 row = i * at_once + tidx // x.vectors
-                result, lse = x.put_together(sent, visit, cutlass.min(row, rows - 1), inside)
-                if row < rows:
-                    if pieces == 1:
-                        store_row(mO, mLSE, result, lse, o_place, row, vector, self.dtype)
+                result, lse = x.put_together(sent, visit, cutlass.min(row, place.rows - 1), inside)
+                if row < place.rows:
+                    if place.pieces == 1:
+                        store_row(out, place, result, lse, row, vector, self.dtype)
                     else:
-                        cute.autovec_copy(result, cute.local_tile(mPart[piece, row, None], (4,), (vector,)))
+                        of_piece = out.mPart[place.piece, row, None]
+                        cute.autovec_copy(result, cute.local_tile(of_piece, (4,), (vector,)))
                         if inside == 0:
-                            mPartLSE[piece * x.ctas + rank, row] = lse
-            if pieces > 1:
-                if self.is_last(mArrived, (column * x.ctas + rank) * WARPS + warp_idx, pieces):
+                            mPartLSE[place.piece * x.ctas + rank, row] = lse
+            if place.pieces > 1:
+                if self.is_last(out.mArrived, (column * x.ctas + rank) * WARPS + warp_idx, place.pieces):
                     for i in range(passes, unroll=1):
                         row = i * at_once + tidx // x.vectors
                         result, lse = self.row_of_pieces(
-                            mPart, mPartLSE, first, stride, pieces, cutlass.min(row, rows - 1), vector,
+                            out, first, stride, place.pieces, cutlass.min(row, place.rows - 1), vector,
                             min(x.vectors, WARP),
                         )  # fmt: skip
-                        if row < rows:
-                            store_row(mO, mLSE, result, lse, o_place, row, vector, self.dtype)
+                        if row < place.rows:
+                            store_row(out, place, result, lse, row, vector, self.dtype)
 
     @cute.jit
     def is_last(self, mArrived, counter, pieces):
@@ -211,9 +245,7 @@ class Merging:
         return last
 
     @cute.jit
-    def row_of_pieces(
-        self, mPart, mPartLSE, first_piece, stride, pieces, row, vector, lanes: cutlass.Constexpr
-    ):  # fmt: skip
+    def row_of_pieces(self, out, first_piece, stride, pieces, row, vector, lanes: cutlass.Constexpr):
         """Four columns of a row of O, of all pieces, and log₂ of the row's sum. Each lane weighs one piece,
         and tells the other `lanes` of the row."""
         lane = cute.arch.lane_idx()
@@ -225,16 +257,16 @@ class Merging:
         parts = cute.make_rmem_tensor(cute.make_layout((4, at_once)), Float32)
         own = lane % lanes
         for first in range(0, pieces, at_once, unroll=1):
-            whose = self.place_of(first_piece, stride, cutlass.min(first + own, pieces - 1))
+            whose = self.index_of(first_piece, stride, cutlass.min(first + own, pieces - 1))
             if const_expr(self.exchange.ctas > 1):
                 whose = whose * self.exchange.ctas + cute.arch.block_idx_in_cluster()
-            lse = mPartLSE[whose, row]
+            lse = out.mPartLSE[whose, row]
             lse = lse if (own < at_once) & (first + own < pieces) else -Float32.inf
             for j in range_constexpr(at_once):
                 # There are two at least, so the first is never another.
                 i = cutlass.min(first + j, pieces - 1) if j else first
-                place = self.place_of(first_piece, stride, i, may_be_first=j == 0)
-                cute.autovec_copy(cute.local_tile(mPart[place, row, None], (4,), (vector,)), parts[None, j])
+                whole = out.mPart[self.index_of(first_piece, stride, i, may_be_first=j == 0), row, None]
+                cute.autovec_copy(cute.local_tile(whole, (4,), (vector,)), parts[None, j])
             new = cute.arch.fmax(largest, cute.arch.warp_reduction_max(lse, threads_in_group=lanes))
             weight = cute.math.exp2(lse - finite(new), fastmath=True)
             factor = cute.math.exp2(largest - finite(new), fastmath=True)
@@ -247,8 +279,8 @@ class Merging:
         result.store(result.load() * (0.0 if total == 0.0 else cute.arch.rcp_approx(total)))
         return result, largest + cute.math.log2(total, fastmath=True)
 
-    def place_of(self, first_piece, stride, i, may_be_first: bool = True):
-        """Where the i-th piece of a sequence and column lies."""
+    def index_of(self, first_piece, stride, i, may_be_first: bool = True):
+        """Which of all pieces is the i-th of these rows."""
         at = first_piece + i * stride
         if self.unit:
             return at
@@ -256,13 +288,13 @@ class Merging:
 
 
 @cute.jit
-def store_row(mO, mLSE, result, lse, o_place, row, vector, dtype: cutlass.Constexpr):
+def store_row(out, place, result, lse, row, vector, dtype: cutlass.Constexpr):
     """Four columns of a row of O; with the first the LSE, which comes as a power of two."""
-    batch, first_head, first_row, group, _ = o_place
-    query, head = divmod(first_row + row, group)
-    head = first_head + head
+    mLSE = out.mLSE
+    query, head = divmod(place.first_row + row, place.group)
+    head = place.first_head + head
     rounded = cute.make_rmem_tensor(cute.make_layout(4), dtype)
     rounded.store(result.load().to(dtype))
-    cute.autovec_copy(rounded, cute.local_tile(mO[batch, head, query, None], (4,), (vector,)))
+    cute.autovec_copy(rounded, cute.local_tile(out.mO[place.batch, head, query, None], (4,), (vector,)))
     if vector == 0:
-        mLSE[batch, head, query] = lse * LN_2
+        mLSE[place.batch, head, query] = lse * LN_2
