@@ -316,9 +316,11 @@ def flash_attn_with_kvcache(
     of one element, (kv heads,) or (batch, kv heads).
 
     `cache_seqlens`, int32 (batch,) on the GPU or one number, says how many keys of the cache count; without
-    it all do. With k and v (batch, new keys, kv heads, head_dim), of the cache's type, these are stored
-    behind them, in the same launch, and count too. Nothing behind a length is read, in the page table
-    neither. The last query is at the last key's place: `causal` hides what lies behind a query's own, and
+    it all do. Hazard: what a tensor holds is read on the GPU alone, and not checked. Each length must be at
+    least 0, and with the new keys at most what the cache, or the sequence's row of `block_table`, has room
+    for. With k and v (batch, new keys, kv heads, head_dim), of the cache's type, these are stored behind
+    them, in the same launch, and count too. Nothing behind a length is read, in the page table neither. The
+    last query is at the last key's place: `causal` hides what lies behind a query's own, and
     window_size (left, right) what lies more than `left` before it; right is −1, or 0 for `causal`.
 
     Returns o like q, or `out`, and with `return_softmax_lse` also the LSE, fp32 (batch, heads, queries): 0
@@ -348,6 +350,7 @@ def flash_attn_with_kvcache(
     ):
         raise NotImplementedError("flash_attn_with_kvcache has no gradient: call it under torch.no_grad()")
     if isinstance(cache_seqlens, int):
+        _check_number_of_keys(cache_seqlens, k_cache, k, block_table)
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     if k_cache.dim() == 4:
         descales = {"k_descale": k_descale, "v_descale": v_descale}
@@ -362,6 +365,22 @@ def flash_attn_with_kvcache(
     if out is not None:
         o = out.copy_(o)
     return (o, lse) if return_softmax_lse else o
+
+
+def _check_number_of_keys(n: int, k_cache: torch.Tensor, k: object, block_table: object) -> None:
+    """Raise ValueError for more keys, the new ones counted, than the cache has room for. Shapes that are
+    refused later are let pass."""
+    if k_cache.dim() != 4:
+        return
+    room = k_cache.shape[1]
+    if isinstance(block_table, torch.Tensor) and block_table.dim() == 2:
+        room *= block_table.shape[1]
+    added = k.shape[1] if isinstance(k, torch.Tensor) and k.dim() == 4 else 0
+    if not 0 <= n <= room - added:
+        behind = f" and {added} new ones" if added else ""
+        raise ValueError(
+            f"cache_seqlens = {n}{behind}: the cache has room for 0 to {room} keys of a sequence"
+        )
 
 
 def _of_heads(name: str, x: Descale, q: torch.Tensor, kv_heads: int) -> torch.Tensor | None:

@@ -175,6 +175,15 @@ REFUSED = [
     ({"page": 16, "block_table": lengths_of}, ValueError, "block_table must be (2, pages) on cpu"),
     ({"cache_seqlens": lengths_of.long()}, TypeError, "cache_seqlens must be int32, not int64"),
     ({"cache_seqlens": lengths_of[:1]}, ValueError, "cache_seqlens must be (2,) on cpu, not (1,)"),
+    ({"cache_seqlens": -1}, ValueError, "cache_seqlens = -1: the cache has room for 0 to"),
+    ({"cache_seqlens": 10**6}, ValueError, "cache_seqlens = 1000000: the cache has room"),
+    ({"page": 16, "cache_seqlens": 49}, ValueError, "cache_seqlens = 49: the cache has room for 0 to 48"),
+    (
+        {"page": 16, "cache_seqlens": 48, "k": new(2, 1, 2, 128), "v": new(2, 1, 2, 128)},
+        ValueError,
+        "cache_seqlens = 48 and 1 new ones: the cache has room for 0 to 48 keys",
+    ),
+    ({"page": 16, "cache_seqlens": 48}, ValueError, "must be on a CUDA device, not cpu"),
     ({"k": new(2, 1, 2, 128)}, TypeError, "v must be a torch.Tensor, not NoneType"),
     ({"k": new(2, 1, 2, 128), "v": new(2, 1, 2, 128)}, TypeError, "cache_seqlens must be a torch.Tensor"),
     (
