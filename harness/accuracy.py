@@ -22,7 +22,7 @@ from harness import judging, peers, quantized, reference, results, timing
 from harness.command import Parser, Usage, run
 from harness.inputs import hopper_gpu
 from harness.stages import allocate
-from hopper_attention import attention
+from hopper_attention import attention, production_fp8
 from hopper_attention.fp8 import less_mean
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import LazyMaximum, Problem
@@ -50,12 +50,13 @@ def normal(problem: Problem, generator: torch.Generator) -> Inputs:
     return _drawn(problem, generator, lambda x, _: x)
 
 
-def rare_outliers(problem: Problem, generator: torch.Generator) -> Inputs:
-    """N(0, 1) + N(0, 100)·Bernoulli(0.001), the inputs of FlashAttention-3's Table 3 (arXiv 2407.08608)."""
+def rare_outliers(problem: Problem, generator: torch.Generator, deviation: float = 10.0) -> Inputs:
+    """N(0, 1) + N(0, deviation²)·Bernoulli(0.001), by default the inputs of FlashAttention-3's Table 3
+    (arXiv 2407.08608)."""
 
     def with_outliers(x: torch.Tensor, _: str) -> torch.Tensor:
         struck = torch.rand(x.shape, generator=generator, device=x.device) < 1e-3
-        return x + 10.0 * torch.randn(x.shape, generator=generator, device=x.device) * struck
+        return x + deviation * torch.randn(x.shape, generator=generator, device=x.device) * struck
 
     return _drawn(problem, generator, with_outliers)
 
@@ -158,12 +159,14 @@ def in_codes(*tensors: torch.Tensor, largest: Iterable[float] = itertools.repeat
     return *(quantized.codes(x.float() / scale) for x, scale in zip(tensors, scales)), scales
 
 
-def yardstick(stage_id: str) -> Attend:
-    """What the stage's own quantisation and roundings, and nothing else, make of the inputs."""
+def yardstick(stage_id: str, **options: object) -> Attend:
+    """What the quantisation and the roundings of a stage with options of its file, and nothing else, make of
+    the inputs."""
 
     def attend(problem: Problem, q, k, v) -> torch.Tensor:
         stage, module = ladder.load(stage_id)
-        rounding: LazyMaximum = module.lazy_maximum(problem.with_(direction=stage.direction), **stage.options)
+        options_of = dict(stage.options) | options
+        rounding: LazyMaximum = module.lazy_maximum(problem.with_(direction=stage.direction), **options_of)
         exponents = None
         if rounding.quantized:
             made = judging.Expected(q, k, v, problem.causal).quantized(rounding.quantized)
@@ -177,13 +180,29 @@ def yardstick(stage_id: str) -> Attend:
     return attend
 
 
+def rotated(attend: Attend) -> Attend:
+    """The same of q and k after k8's rotation, in fp32."""
+
+    def of_rotated(problem: Problem, q, k, v) -> torch.Tensor:
+        signs = production_fp8.signs(problem.head_dim).to(q.device)
+        norm = problem.head_dim**-0.5
+        return attend(problem, *(quantized.hadamard(x.float() * signs) * norm for x in (q, k)), v)
+
+    return of_rotated
+
+
 STAGES: dict[str, Attend] = {
     "k6": in_16_bits,
     "k7": by_stage("k7"),
     "k8, not rotated": by_stage("k8", rotate=False),
     "k8": by_stage("k8"),
 }
-YARDSTICKS: dict[str, Attend] = {"k7's yardstick": yardstick("k7"), "k8's yardstick": yardstick("k8")}
+YARDSTICKS: dict[str, Attend] = {
+    "k7's yardstick": yardstick("k7"),
+    "k7's yardstick, rotated": rotated(yardstick("k7")),
+    "k8's yardstick, not rotated": yardstick("k8", rotate=False),
+    "k8's yardstick": yardstick("k8"),
+}
 PEERS: dict[str, Attend] = {name: by_peer(name) for name, peer in peers.PEERS.items() if peer.fp8}
 FLUSHED: dict[str, Attend] = {
     "k7": by_stage("k7"),

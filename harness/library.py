@@ -361,24 +361,21 @@ def decode_table(rows: Rows) -> str:
         size = f"{size:.0f} MB" if size < 1e3 else f"{size / 1e3:.2f} GB"
         ahead = f"{best / ours:.2f}" if best else ""
         plain = f"{row['without_pdl_us']:.1f}" if "without_pdl_us" in row else ""
-        lines.append([shape, ", ".join(kind), size, f"**{ours:.1f}**", plain, *peers, ahead, f"{rate:.2f}"])
-    header = ["batch, heads, queries, keys", "", "K and V", "`decode`", "without PDL"]
+        loads = f"{row['reads_us'] / ours:.3f}" if "reads_us" in row else ""
+        of_ours = f"**{ours:.1f}**", plain, loads
+        lines.append([shape, ", ".join(kind), size, *of_ours, *peers, ahead, f"{rate:.2f}"])
+    header = ["batch, heads, queries, keys", "", "K and V", "`decode`, µs", "without PDL", "loads alone"]
     header += [*(PEER_LABELS[x] for x in DECODING_PEERS), "ahead", "TB/s"]
     behind = [f"{shape} ({ratio:.3f})" for ratio, shape in ratios if ratio < 1]
     sentence = (
-        f"µs of a call in a CUDA graph, caches rotating through more than a gigabyte; without PDL the kernel "
-        f"starts when the one before has ended. The {len(ratios)} rows "
-        f"without a remark: {min(ratios)[0]:.3f} to {max(ratios)[0]:.3f} × the best peer, geometric mean "
+        f"µs of a call in a CUDA graph, caches rotating through more than a gigabyte; heads are query heads "
+        f"and key heads. Without PDL (programmatic dependent launch) the kernel starts when the one before "
+        f"has ended. Loads alone: what a kernel takes that only has the same loads, as a share of "
+        f"`decode`'s time; above 1 it was the slower of the two. The {len(ratios)} rows without a remark: "
+        f"{min(ratios)[0]:.3f} to {max(ratios)[0]:.3f} × the best peer, geometric mean "
         f"{geometric_mean(ratio for ratio, _ in ratios):.3f}; below 1.000: {'; '.join(behind) or 'none'}."
     )
-    reading = [
-        f"{row['reads_us'] / row['us'][HOPPER]:.3f} ({line[0]})"
-        for row, line in zip(rows, lines)
-        if "reads_us" in row
-    ]
-    if reading:
-        sentence += f" Its loads alone, with nothing computed, take of that {', '.join(reading)}."
-    return f"{table(header, lines, 'llrrrrrrrr')}\n\n{sentence}"
+    return f"{table(header, lines, 'llrrrrrrrrr')}\n\n{sentence}"
 
 
 INPUTS = {

@@ -14,10 +14,10 @@ LACKING: dict[str, tuple[tuple[str, str, tuple[int, ...]], ...]] = {
     "k6": (
         ("lazy rescaling (`exact`)", "exact", BOTH),
         ("a tile in two parts", "256×64, 8 stages", (64,)),
-        ("three consumers and tiles of 64 keys: two, of 128 keys, instead", "128×128, 2 stages", (128,)),
+        ("three consumers and tiles of 64 keys (two, of 128 keys, instead)", "128×128, 2 stages", (128,)),
     ),
     "bwd4": (
-        ("128 queries a step: 64 instead", "64 queries a step", (64,)),
+        ("128 queries a step (64 instead)", "64 queries a step", (64,)),
         ("turns", "no turns", BOTH),
         ("dQ leaves beside the next Sᵀ", "next Sᵀ when dQ has left", BOTH),
         ("dV before dPᵀ is waited for", "dV with dK", (128,)),
@@ -42,7 +42,7 @@ def block(file: str, ablations: Mapping[str, Results]) -> str:
     ]
     header = ["without", *(f"d = {d}, {'causal' if causal else 'full'}" for d, causal in columns)]
     gpu = results.gpu if results else NOT_MEASURED
-    where = f"The kernel without one of its ideas against the whole of it, N = {SEQLEN}, {gpu}."
+    where = f"The kernel without one of its ideas against the whole, N = {SEQLEN}, {gpu}; minus: slower."
     return f"{table(header, lines, 'lrrrr')}\n\n{where}"
 
 

@@ -243,11 +243,15 @@ UNITS = {"time, ms": ("time, µs", 1e3), "L2 traffic, GB": ("L2 traffic, bytes",
          "device-memory traffic, GB": ("device-memory traffic, bytes", 1e9)}  # fmt: skip
 
 
-def profile_tables() -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """(note, stage, (counter, value as written)) of each column that is headed by a stage's name."""
+def profile_tables() -> list[tuple[str, str, str, list[tuple[str, str]]]]:
+    """(note, GPU's folder, stage, (counter, value as written)) of each column that is headed by a stage's
+    name. The GPU is that of the last link to a profile before the table; without one, the H100."""
     found = []
     for path in NOTES:
-        for table in re.findall(r"(?:^\|.*\|\n)+", path.read_text(encoding="utf-8"), re.M):
+        text = path.read_text(encoding="utf-8")
+        for place in re.finditer(r"(?:^\|.*\|\n)+", text, re.M):
+            table = place[0]
+            links = re.findall(r"results/([\w-]+)/profiles/", text[: place.start()].rpartition("\n#")[2])
             head, _, *rows = [[cell.strip().strip("*") for cell in line.strip("|\n").split("|")]
                               for line in table.splitlines()]  # fmt: skip
             if not any(row[0] == "issue slots, %" for row in rows):
@@ -255,16 +259,18 @@ def profile_tables() -> list[tuple[str, str, list[tuple[str, str]]]]:
             for at, name in enumerate(head[1:], 1):
                 if match := COLUMNS.match(name):
                     stage = match[1] + (f"_d{match[2]}" if match[2] not in (None, "128") else "")
-                    found.append((path.name, stage, [(row[0], row[at]) for row in rows]))
+                    gpu = links[-1] if links else "h100-80gb-hbm3"
+                    found.append((path.name, gpu, stage, [(row[0], row[at]) for row in rows]))
     return found
 
 
 def test_profile_tables_are_the_profiles() -> None:
-    """As Nsight Compute's files on the H100 have them, of the kernel that takes longest."""
+    """As Nsight Compute's files have them, of the kernel that takes longest."""
     tables, compared, wrong = profile_tables(), 0, []
-    assert {note for note, _, _ in tables} >= {"k3.md", "k4.md", "k5.md", "k6.md", "k6_2.md", "bwd3.md"}
-    for note, stage, rows in tables:
-        path = ROOT / "results" / "h100-80gb-hbm3" / "profiles" / f"{stage}.json"
+    noted = {note for note, *_ in tables}
+    assert noted >= {"k3.md", "k4.md", "k5.md", "k6.md", "k6_2.md", "bwd3.md", "bwd4.md"}
+    for note, gpu, stage, rows in tables:
+        path = ROOT / "results" / gpu / "profiles" / f"{stage}.json"
         longest = max(json.loads(path.read_text("utf-8")), key=lambda kernel: kernel["time, µs"])
         for counter, said in rows:
             name, unit = UNITS.get(counter, (counter, 1.0))
