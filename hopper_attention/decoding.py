@@ -146,7 +146,8 @@ def _plan(
         if cache_seqlens is None:
             raise ValueError("a cache of pages needs cache_seqlens: how many keys each sequence has")
         if not calls_decode.takes_pages(k_cache.shape[1], problem.head_dim, eight_bits):
-            raise ValueError(f"pages must have {calls_decode.PAGES}, not {k_cache.shape[1]}")
+            wanted = calls_decode.pages(problem.head_dim, eight_bits)
+            raise ValueError(f"pages must have {wanted}, not {k_cache.shape[1]}")
     if cache_seqlens is not None:
         _check_integers("cache_seqlens", cache_seqlens, q, (problem.batch,))
     _check_new(q, k_cache, k, v, cache_seqlens)

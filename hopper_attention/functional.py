@@ -311,9 +311,9 @@ def flash_attn_with_kvcache(
 
     q: (batch, queries, heads, head_dim), bf16 or fp16, head_dim 64, 128 or 256. k_cache, v_cache: (batch,
     seqlen, kv heads, head_dim), or with `block_table`, int32 (batch, pages of a sequence), (pages, page_size,
-    kv heads, head_dim), pages of 16, 32, 64, 128 or a multiple of 128 keys. They are of q's type, or
-    float8_e4m3fn; then `k_descale` and `v_descale` are what they are to be multiplied by: a number, or fp32
-    of one element, (kv heads,) or (batch, kv heads).
+    kv heads, head_dim), pages of 16, 32, 64 or a multiple of 128 keys (e4m3 of head_dim 64: 128 or multiples
+    of 256). They are of q's type, or float8_e4m3fn; then `k_descale` and `v_descale` are what they are to be
+    multiplied by: a number, or fp32 of one element, (kv heads,) or (batch, kv heads).
 
     `cache_seqlens`, int32 (batch,) on the GPU or one number, says how many keys of the cache count; without
     it all do. Hazard: what a tensor holds is read on the GPU alone, and not checked. Each length must be at

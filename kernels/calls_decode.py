@@ -16,7 +16,6 @@ ROWS = (8, 16, 32, 64, 128)  # queries × heads of a group that a CTA takes: a k
 FEW = 4  # columns of all sequences, whose pieces are so many that two CTAs better share a slice
 PIECES = 2  # that a CTA leaves of sequences it shares with others: of its first and of its last
 UNIT_KEYS = 1024  # of a piece, where the pieces are the same in every batch
-PAGES = "16, 32, 64, 128 or a multiple of 128 keys"
 
 
 def refuse_decode(problem: Problem) -> str | None:
@@ -59,6 +58,13 @@ def cluster_of(problem: Problem) -> int:
 def chunk_of(head_dim: int, eight_bits: bool) -> int:
     """Keys of a chunk."""
     return CHUNK_BYTES // (head_dim * (1 if eight_bits else 2))
+
+
+def pages(head_dim: int, eight_bits: bool) -> str:
+    """The sizes of pages that `takes_pages`, in words."""
+    chunk = chunk_of(head_dim, eight_bits)
+    parts = [str(size) for size in (16, 32, 64, 128) if size < chunk]
+    return f"{', '.join(parts)} or a multiple of {chunk} keys"
 
 
 def takes_pages(page_size: int, head_dim: int, eight_bits: bool) -> bool:

@@ -8,7 +8,7 @@ What changes      against k7: 16-bit Q, K and V come in. The kernel that quantis
                   finds a scale for every 64 rows and lays V out as P·V reads it, in one pass over memory.
 What does not     k7's kernel, with a scale for every 64 queries and 64 keys.
 Supports          as k7; any 16-bit inputs.
-Where to read     quantize.py; `k7.FP8Forward.put_scales`.
+Where to read     quantize.py; `device.block_scales.BlockScales.put`.
 Note              notes/k8.md: what the rotation is worth, and on which inputs.
 """
 

@@ -105,6 +105,17 @@ def test_rotation_is_worth_what_it_is_where_outliers_meet() -> None:
     assert errors[True] == pytest.approx([0.099, 0.041], rel=0.05)
 
 
+def test_a_rotation_alone_is_worth_as_much_as_with_scales_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As notes/k8.md has it of more and longer draws."""
+    monkeypatch.setattr(accuracy, "SEEDS", range(3))
+    rows = accuracy.outliers(
+        accuracy.YARDSTICKS, Problem.square(1, 2, 1024, 128, False), (accuracy.rare_outliers,)
+    )
+    errors = {row["contender"].replace("'s yardstick", ""): row["rmse"] for row in rows}
+    assert errors["k7, rotated"] == pytest.approx(errors["k8"], rel=0.1)
+    assert errors["k7, rotated"] < 0.6 * errors["k7"] and errors["k8"] < 0.7 * errors["k8, not rotated"]
+
+
 def test_a_picture_of_the_rotation(tmp_path: Path) -> None:
     """Codes move up, since no outlier holds the others down; no product is most of its score any more."""
     before, after = rotation.spreads().values()

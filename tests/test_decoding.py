@@ -169,7 +169,12 @@ REFUSED = [
     ({"dtype": torch.float32}, TypeError, "q must be bfloat16 or float16, not float32"),
     ({"cache": torch.float16}, TypeError, "k_cache must be bfloat16 as q, or float8_e4m3fn, not float16"),
     ({"heads": 7}, ValueError, "7 query heads must be a multiple of the 2"),
-    ({"page": 24}, ValueError, "pages must have 16, 32, 64"),
+    ({"page": 24}, ValueError, "pages must have 16, 32 or a multiple of 64 keys, not 24"),
+    (
+        {"page": 384, "d": 64, "cache": E4M3, "k_descale": 1.0, "v_descale": 1.0},
+        ValueError,
+        "pages must have 16, 32, 64, 128 or a multiple of 256 keys, not 384",
+    ),
     ({"page": 16, "cache_seqlens": None}, ValueError, "needs cache_seqlens"),
     ({"page": 16, "block_table": new(2, 3)}, TypeError, "block_table must be int32, not bfloat16"),
     ({"page": 16, "block_table": lengths_of}, ValueError, "block_table must be (2, pages) on cpu"),
