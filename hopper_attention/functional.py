@@ -242,10 +242,11 @@ def flash_attn_varlen_func(
     cu_seqlens_q and cu_seqlens_k, int32 (n + 1,) on the GPU, say where each sequence begins, and where the
     last ends; seqused_q and seqused_k, int32 (n,), how many rows of each count, if not all up to the next.
     They are never read on the host, and `max_seqlen_q` and `max_seqlen_k`, which other kernels need, not at
-    all: neither makes the call wait. Any length may be 0. Causal masks and windows are aligned at each
-    sequence's bottom right. What rows of no sequence hold does not matter, infinities neither; in the result
-    and in gradients they are zero where there is a `seqused`, and may hold anything behind the last
-    sequence.
+    all: neither makes the call wait. Hazard: so they are not checked. They must not decrease, nor exceed the
+    rows of q and of k, and what is used of a sequence not its rows. Any length may be 0. Causal masks and
+    windows are aligned at each sequence's bottom right. What rows of no sequence hold does not matter,
+    infinities neither; in the result and in gradients they are zero where there is a `seqused`, and may hold
+    anything behind the last sequence.
 
     With `block_table` (or `page_table`), int32 (n, pages of a sequence), k and v are the pages of a cache,
     (pages, page_size, kv heads, head_dim): what it names is copied to rows first, as many pages of each
