@@ -30,7 +30,7 @@ def committed(folder: str, stage_id: str) -> Results:
 
 def sha_of_source(stage_id: str) -> Callable[[Row], str]:
     """What the stage's source compiles to for a row's problem, which it must still support: by its current
-    record, of which tests/test_machine_code.py recompiles some."""
+    record, of which tests/test_machine_code_identity.py recompiles some."""
 
     def sha_of(row: Row) -> str:
         ran, problem = stage_id, row.problem

@@ -51,7 +51,7 @@ def test_every_kernel_has_a_record_of_todays_sources(stage_id: str) -> None:
 
 
 def test_a_sample_of_the_records_is_of_todays_machine_code() -> None:
-    """Of the plain cases tests/test_machine_code.py recompiles some, of the rest this."""
+    """Of the plain cases tests/test_machine_code_identity.py recompiles some, of the rest this."""
     others = [
         (record, x.kernel)
         for found in records.committed().values()
