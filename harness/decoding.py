@@ -5,6 +5,8 @@ python bench.py decode            every case, then every row of ROWS; --save kee
 
 import json
 import math
+from collections.abc import Iterable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +18,11 @@ from hopper_attention.cache import write_atomically
 from hopper_attention.checks import E4M3
 
 from . import decoding_model as model
-from . import decoding_records, results, timing
+from . import decoding_records, judging, results, timing
 from .decoding_cases import ROWS, Case, Row, cases
 from .decoding_stress import STRESS, drops_wrong_guesses, stress, waits_for_the_launch_before
 from .decoding_timing import Pool, time_row
-from .judging import LSE_TOLERANCE, MAX_FACTOR, RMS_FACTOR
+from .judging import Verdict
 
 
 def inputs_of(case: Case, device: str = "cuda") -> tuple[dict[str, object], torch.Tensor, torch.Tensor]:
@@ -99,9 +101,10 @@ def expected(
     return o, lse
 
 
-def judge(case: Case) -> str | None:
-    """What is wrong with the call's results, or None."""
-    arguments, k, v = inputs_of(case)
+def judge(case: Case, device: str = "cuda") -> tuple[str | None, Verdict | None]:
+    """What is wrong with the call's results, or None, and how far they are off. The rule is the forward
+    pass's; a sequence's queries and heads are the rows of one head, so that there are blocks of them."""
+    arguments, k, v = inputs_of(case, device)
     caches = arguments["k_cache"], arguments["v_cache"]
     before = [x.clone() for x in caches]
     found = []
@@ -112,22 +115,13 @@ def judge(case: Case) -> str | None:
     (o, lse), q = found[0], arguments["q"]
     bits = lambda x: x.view(torch.int16 if x.element_size() == 2 else torch.int32)
     if not all(torch.equal(bits(a), bits(b)) for again in found[1:] for a, b in zip(again, found[0])):
-        return "two runs differ"
+        return "two runs differ", None
     exact, exact_lse = expected(case, q, k, v)
     rounded, _ = expected(case, q, k, v, torch.float16 if case.eight_bits else q.dtype)
-    if not torch.isfinite(o).all() or not torch.equal(torch.isfinite(lse), torch.isfinite(exact_lse)):
-        return "not finite where it should be, or finite where not"
-    error, slack = (o.double() - exact), (rounded - exact)
-    rms = lambda x: x.square().mean().sqrt().item()
-    if error.abs().max() > MAX_FACTOR * slack.abs().max():
-        return f"max {error.abs().max() / slack.abs().max():.2f} × the yardstick's"
-    if rms(error) > RMS_FACTOR * rms(slack):
-        return f"rms {rms(error) / rms(slack):.2f} × the yardstick's"
-    seen = torch.isfinite(exact_lse)
-    off = ((lse.double() - exact_lse).abs() / exact_lse.abs().clamp(min=1))[seen]
-    if off.numel() and off.max() > LSE_TOLERANCE:
-        return f"LSE off by {off.max():.1e}"
-    return _cache_is_wrong(case, arguments, before)
+    rows = lambda x: x.transpose(1, 2).flatten(1, 2)[:, None]
+    of_lse = (x.flatten(1)[:, None] for x in (lse, exact_lse))
+    verdict = judging.judge(*map(rows, (o, exact, rounded)), *of_lse)
+    return next(iter(verdict.failures), _cache_is_wrong(case, arguments, before)), verdict
 
 
 def _cache_is_wrong(case: Case, arguments: dict[str, object], before: list[torch.Tensor]) -> str | None:
@@ -152,7 +146,7 @@ def run(save: Path | None = None, console: Console | None = None) -> bool:
     """Judge every case, time every row; whether all cases passed. What is saved are the record of the machine
     code that passed, and the times, as far as they are known."""
     console = console or Console()
-    passed = judge_all(console)
+    passed, errors = judge_all(console)
     environment = timing.environment({})
     pool, rows = Pool(), []
     for row in STRESS:
@@ -173,7 +167,7 @@ def run(save: Path | None = None, console: Console | None = None) -> bool:
             results.probe(at)
         console.print(f"wrote {decoding_records.record_of(environment).save(record)}")
     data: dict[str, object] = {"environment": environment, "cases": len(list(cases()))}
-    data |= {"same_bits_100000_times": [str(row) for row in STRESS], "rows": rows}
+    data |= {"errors": errors, "same_bits_100000_times": [str(row) for row in STRESS], "rows": rows}
     for row in ROWS:
         rows.append(time_row(row, pool))
         console.print(line_of(row, rows[-1]["us"], rows[-1].get("reads_us")), soft_wrap=True, highlight=False)
@@ -182,19 +176,30 @@ def run(save: Path | None = None, console: Console | None = None) -> bool:
     return passed
 
 
-def judge_all(console: Console) -> bool:
-    failures = 0
+def judge_all(console: Console) -> tuple[bool, dict[str, float]]:
+    """Whether every case passes, and the largest of what `Verdict` has of each."""
+    failures, verdicts = 0, []
     every = list(cases())
     for case in every:
         try:
-            wrong = judge(case)
+            wrong, verdict = judge(case)
+            verdicts.append(verdict)
         except (TypeError, ValueError) as error:  # refused
             wrong = f"{type(error).__name__}: {error}"
         if wrong:
             failures += 1
             console.print(f"FAIL {case}: {wrong}", soft_wrap=True)
     console.print(f"{len(every) - failures} of {len(every)} cases passed")
-    return failures == 0
+    errors = largest(verdicts)
+    console.print("at most " + ", ".join(f"{name} {x:.3g}" for name, x in errors.items()), soft_wrap=True)
+    return failures == 0, errors
+
+
+def largest(verdicts: Iterable[Verdict | None]) -> dict[str, float]:
+    """Of each number of the verdicts that there are."""
+    found = [x for x in verdicts if x]
+    names = [field.name for field in fields(Verdict) if field.name != "failures"]
+    return {name: max(getattr(x, name) for x in found) for name in names} if found else {}
 
 
 def line_of(row: Row, us: dict[str, float], reads: float | None = None) -> str:

@@ -10,6 +10,7 @@ import torch
 import bench
 from harness import decoding as decoding_on_gpu
 from harness import decoding_model as model
+from harness.decoding_cases import Case
 from harness.machine_code import disassemble
 from harness.read_only import compile_read_only
 from hopper_attention import decoding, flash_attn_with_kvcache, ops, production
@@ -253,6 +254,27 @@ def stand_in(
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "decode", stand_in)
+
+
+def test_a_key_that_a_long_sequence_lacks_is_seen_beside_a_short_one(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are off by less than a short sequence's rounding, which is what the whole tensor shows."""
+    case = Case((4, 1000), 1, 8)
+    wrong, verdict = decoding_on_gpu.judge(case, "cpu")
+    assert wrong is None and verdict.row_rms_ratio < 1.1
+    assert (
+        decoding_on_gpu.largest([None, verdict])["rms_ratio"] == verdict.rms_ratio
+        and decoding_on_gpu.largest([]) == {}
+    )
+
+    def without_the_last(q, k_cache, v_cache, k, v, cache_seqlens, *options: object, **named: object):
+        return stand_in(q, k_cache, v_cache, k, v, cache_seqlens.clamp(max=999), *options, **named)
+
+    monkeypatch.setattr(decoding, "decode", without_the_last)
+    wrong, verdict = decoding_on_gpu.judge(case, "cpu")
+    assert "of (b, h) = (1, 0)" in wrong and verdict.row_rms_ratio > 10
+    assert verdict.max_ratio < 2 and verdict.rms_ratio < 1.25
 
 
 def random_inputs(queries: int = 2) -> list[torch.Tensor]:
