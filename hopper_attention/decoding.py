@@ -7,7 +7,7 @@ graph that captured one serves all lengths.
 
 import torch
 
-from . import production, tuned
+from . import lengths, production, tuned
 from .checks import E4M3, check_device, check_layout, check_scale, check_tensor, name_of
 from .kernels import calls_decode
 from .kernels.contract import DTYPES, Problem
@@ -50,6 +50,8 @@ def decode(
     )
     plan_anew = lambda: _plan(*tensors, *options)
     plan, given = plan_of(_plans, kind, plan_anew)
+    if lengths.CHECKED and cache_seqlens is not None:
+        lengths.look_at_cache(k_cache, k, cache_seqlens, block_table)
     device = q.device
     if plan.launch is None:  # without a query; new keys and values are the kernel's to store
         return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)

@@ -3,7 +3,7 @@
 
 import torch
 
-from . import ops, ops_policies
+from . import lengths, ops, ops_policies
 from .checks import E4M3, check_tensor, check_window, name_of
 from .fp8 import Descale, attention_fp8, descale_of
 from .pages import rows_of_pages
@@ -242,11 +242,11 @@ def flash_attn_varlen_func(
     cu_seqlens_q and cu_seqlens_k, int32 (n + 1,) on the GPU, say where each sequence begins, and where the
     last ends; seqused_q and seqused_k, int32 (n,), how many rows of each count, if not all up to the next.
     They are never read on the host, and `max_seqlen_q` and `max_seqlen_k`, which other kernels need, not at
-    all: neither makes the call wait. Hazard: so they are not checked. They must not decrease, nor exceed the
-    rows of q and of k, and what is used of a sequence not its rows. Any length may be 0. Causal masks and
-    windows are aligned at each sequence's bottom right. What rows of no sequence hold does not matter,
-    infinities neither; in the result and in gradients they are zero where there is a `seqused`, and may hold
-    anything behind the last sequence.
+    all: neither makes the call wait. Hazard: so they are checked on request only (`lengths`). They must not
+    decrease, nor exceed the rows of q and of k, and what is used of a sequence not its rows. Any length may
+    be 0. Causal masks and windows are aligned at each sequence's bottom right. What rows of no sequence hold
+    does not matter, infinities neither; in the result and in gradients they are zero where there is a
+    `seqused`, and may hold anything behind the last sequence.
 
     With `block_table` (or `page_table`), int32 (n, pages of a sequence), k and v are the pages of a cache,
     (pages, page_size, kv heads, head_dim): what it names is copied to rows first, as many pages of each
@@ -317,12 +317,12 @@ def flash_attn_with_kvcache(
     multiplied by: a number, or fp32 of one element, (kv heads,) or (batch, kv heads).
 
     `cache_seqlens`, int32 (batch,) on the GPU or one number, says how many keys of the cache count; without
-    it all do. Hazard: what a tensor holds is read on the GPU alone, and not checked. Each length must be at
-    least 0, and with the new keys at most what the cache, or the sequence's row of `block_table`, has room
-    for. With k and v (batch, new keys, kv heads, head_dim), of the cache's type, these are stored behind
-    them, in the same launch, and count too. Nothing behind a length is read, in the page table neither. The
-    last query is at the last key's place: `causal` hides what lies behind a query's own, and
-    window_size (left, right) what lies more than `left` before it; right is −1, or 0 for `causal`.
+    it all do. Hazard: what a tensor holds is read on the GPU alone, and checked on request only (`lengths`).
+    Each length must be at least 0, and with the new keys at most what the cache, or the sequence's row of
+    `block_table`, has room for. With k and v (batch, new keys, kv heads, head_dim), of the cache's type,
+    these are stored behind them, in the same launch, and count too. Nothing behind a length is read, in the
+    page table neither. The last query is at the last key's place: `causal` hides what lies behind a query's
+    own, and window_size (left, right) what lies more than `left` before it; right is −1, or 0 for `causal`.
 
     Returns o like q, or `out`, and with `return_softmax_lse` also the LSE, fp32 (batch, heads, queries): 0
     and −∞ for a query that sees no key. Keys are split among all SMs in any case: `num_splits` is taken and
@@ -371,17 +371,10 @@ def flash_attn_with_kvcache(
 def _check_number_of_keys(n: int, k_cache: torch.Tensor, k: object, block_table: object) -> None:
     """Raise ValueError for more keys, the new ones counted, than the cache has room for. Shapes that are
     refused later are let pass."""
-    if k_cache.dim() != 4:
-        return
-    room = k_cache.shape[1]
-    if isinstance(block_table, torch.Tensor) and block_table.dim() == 2:
-        room *= block_table.shape[1]
-    added = k.shape[1] if isinstance(k, torch.Tensor) and k.dim() == 4 else 0
-    if not 0 <= n <= room - added:
-        behind = f" and {added} new ones" if added else ""
-        raise ValueError(
-            f"cache_seqlens = {n}{behind}: the cache has room for 0 to {room} keys of a sequence"
-        )
+    of_pages = isinstance(block_table, torch.Tensor) and block_table.dim() == 2
+    if k_cache.dim() == 4 and (of_pages or block_table is None):
+        added = k.shape[1] if isinstance(k, torch.Tensor) and k.dim() == 4 else 0
+        lengths.check_number("cache_seqlens", n, added, lengths.room_of(k_cache, block_table))
 
 
 def _of_heads(name: str, x: Descale, q: torch.Tensor, kv_heads: int) -> torch.Tensor | None:

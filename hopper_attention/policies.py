@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import production, tuned
+from . import lengths, production, tuned
 from .checks import (
     check_gradients,
     check_packing,
@@ -84,6 +84,8 @@ def forward(
     options = softmax_scale, causal, top_left, window, softcap
     plan_anew = lambda: _plan_forward(q, k, v, more, *options)
     plan, numbers = _made(("fwd", *options), (q, k, v), more, plan_anew)
+    if lengths.CHECKED and more.cu_q is not None:
+        lengths.look_at_packing(q, k, *more[1:])
     device = q.device
     if plan.launch is None:
         return _of_no_key(q, v, more)

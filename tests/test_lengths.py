@@ -1,0 +1,150 @@
+"""Lengths, offsets and pages that are looked at on request, and what is refused of them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hopper_attention import decoding, flash_attn_varlen_func, flash_attn_with_kvcache, lengths, policies
+
+FITTING = ValueError, "must be on a CUDA device, not cpu"  # what is refused last: there is no GPU here
+
+
+def integers(*x: object) -> torch.Tensor:
+    return torch.tensor(x, dtype=torch.int32)
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "cache_seqlens, added, table, message",
+    [
+        (integers(0, 48), 0, None, None),
+        (integers(0, 49), 0, None, r"cache_seqlens\[1\] = 49: the cache has room for 0 to 48 keys"),
+        (integers(-1, 3), 0, None, r"cache_seqlens\[0\] = -1: "),
+        (integers(5, 46), 3, None, r"cache_seqlens\[1\] = 46 and 3 new ones: the cache has room for 0 to 48"),
+        (integers(16, 96), 0, integers([7, -1], [0, 6]), r"block_table\[0, 0\] = 7 holds keys of a sequence"),
+        (integers(48, 96), 0, integers([6, -1], [0, 6]), None),
+        (integers(48, 96), 0, integers([6, -1], [0, -1]), r"block_table\[1, 1\] = -1 holds keys"),
+        (integers(48, 97), 0, integers([6, -1], [0, 6]), r"cache_seqlens\[1\] = 97: .* room for 0 to 96"),
+        (
+            integers(48, 95),
+            1,
+            integers([6, 9], [0, 6]),
+            r"block_table\[0, 1\] = 9 holds keys of a sequence of 49",
+        ),
+    ],
+)
+def test_caches(cache_seqlens, added: int, table, message: str | None) -> None:
+    k_cache = ones(2, 48, 2, 64) if table is None else ones(7, 48, 2, 64)
+    given = k_cache, ones(2, added, 2, 64) if added else None, cache_seqlens, table
+    if message is None:
+        lengths.look_at_cache(*given)
+    else:
+        with pytest.raises(ValueError, match=message):
+            lengths.look_at_cache(*given)
+
+
+@pytest.mark.parametrize(
+    "cu_q, cu_kv, used_q, used_kv, message",
+    [
+        (integers(0, 4, 4, 10), integers(0, 0, 9, 20), None, None, None),
+        (integers(2, 4, 4, 8), integers(0, 0, 9, 20), integers(2, 0, 4), integers(0, 9, 3), None),
+        (integers(0, 5, 4, 10), integers(0, 0, 9, 20), None, None, "cu_seqlens_q decreases from 5 to 4 at 1"),
+        (
+            integers(0, 4, 4, 10),
+            integers(0, 0, 9, 21),
+            None,
+            None,
+            "cu_seqlens_k goes from 0 to 21: k has 20",
+        ),
+        (integers(-1, 4, 4, 10), integers(0, 0, 9, 20), None, None, "cu_seqlens_q goes from -1 to 10"),
+        (
+            integers(0, 4, 4, 10),
+            integers(0, 0, 9, 20),
+            integers(5, 0, 6),
+            None,
+            r"seqused_q\[0\] = 5: .* 4 rows",
+        ),
+        (integers(0, 4, 4, 10), integers(0, 0, 9, 20), None, integers(0, 9, -1), r"seqused_k\[2\] = -1"),
+        (integers(0), integers(0), None, None, None),
+    ],
+)
+def test_packed_sequences(cu_q, cu_kv, used_q, used_kv, message: str | None) -> None:
+    given = ones(10, 8, 64), ones(20, 2, 64), cu_q, cu_kv, used_q, used_kv
+    if message is None:
+        lengths.look_at_packing(*given)
+    else:
+        with pytest.raises(ValueError, match=message):
+            lengths.look_at_packing(*given)
+
+
+def test_calls_look_if_they_are_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is launched, and not at all otherwise."""
+    wrong = ones(2, 1, 8, 64), *[ones(2, 48, 2, 64)] * 2, None, None, integers(3, 49)
+    offsets = integers(0, 9), integers(0, 21)
+    packed = ones(9, 8, 64), *[ones(20, 2, 64)] * 2, policies.Tensors(None, *offsets)
+    planned = lambda plan: lambda *_: (plan, ()) if plan else pytest.fail("launched")
+    empty = production_plan()
+    monkeypatch.setattr(decoding, "plan_of", planned(empty))
+    monkeypatch.setattr(policies, "_made", planned(empty))
+    monkeypatch.setattr(policies, "_of_no_key", lambda *_: "nothing launched")
+    rest = None, False, False, (-1, -1), 0.0
+    assert policies.forward(*packed, *rest) == "nothing launched"
+    assert decoding.decode(*wrong)[0].shape == (2, 1, 8, 64)
+    monkeypatch.setattr(lengths, "CHECKED", True)
+    with pytest.raises(ValueError, match=r"cache_seqlens\[1\] = 49"):
+        decoding.decode(*wrong)
+    with pytest.raises(ValueError, match="cu_seqlens_k goes from 0 to 21"):
+        policies.forward(*packed, *rest)
+
+
+def production_plan() -> object:
+    return policies.Plan(None, (), (), ())
+
+
+def test_pages_of_packed_sequences_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, cache, cu = ones(2, 8, 64), ones(3, 16, 2, 64), integers(0, 1, 2)
+    call = lambda table: flash_attn_varlen_func(
+        q, cache, cache, cu, integers(0, 16, 40), block_table=table, causal=True
+    )
+    wrong = integers([0, 9], [2, 3])
+    with pytest.raises(FITTING[0], match=FITTING[1]):
+        call(wrong)
+    monkeypatch.setattr(lengths, "CHECKED", True)
+    with pytest.raises(
+        ValueError, match=r"block_table\[1, 1\] = 3 holds keys of a sequence of 24: .* 0 to 2"
+    ):
+        call(wrong)
+    with pytest.raises(FITTING[0], match=FITTING[1]):
+        call(integers([0, 9], [2, 1]))
+
+
+def test_numbers_are_looked_at_always() -> None:
+    q, cache = ones(2, 1, 8, 64), ones(2, 48, 2, 64)
+    with pytest.raises(ValueError, match="cache_seqlens = 49: "):
+        flash_attn_with_kvcache(q, cache, cache, cache_seqlens=49)
+
+
+@pytest.mark.parametrize("value, asked", [("", False), ("0", False), ("1", True)])
+def test_the_environment_asks(value: str, asked: bool) -> None:
+    code = "from hopper_attention import lengths; print(lengths.CHECKED)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={lengths.VARIABLE: value, "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == str(asked), done.stderr
+
+
+def test_nothing_is_looked_at_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    lengths.look_at_cache(ones(2, 48, 2, 64), None, integers(99, 99), None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with pytest.raises(ValueError, match=r"cache_seqlens\[0\] = 99"):
+        lengths.look_at_cache(ones(2, 48, 2, 64), None, integers(99, 99), None)
