@@ -196,7 +196,7 @@ def judge_all(console: Console) -> tuple[bool, dict[str, float]]:
 
 
 def largest(verdicts: Iterable[Verdict | None]) -> dict[str, float]:
-    """Of each number of the verdicts that there are."""
+    """The largest of each number over the verdicts that there are; nothing without one."""
     found = [x for x in verdicts if x]
     names = [field.name for field in fields(Verdict) if field.name != "failures"]
     return {name: max(getattr(x, name) for x in found) for name in names} if found else {}
@@ -208,7 +208,7 @@ def line_of(row: Row, us: dict[str, float], reads: float | None = None) -> str:
     text = f"{row!s:48} " + "  ".join(f"{name} {x:.1f}" for name, x in us.items())
     if own:
         text += f"   {row.bytes / own / 1e6:.2f} TB/s" + (f"  {best / own:.2f} ×" if best else "")
-        text += f"  {reads / own:.3f} of reading alone" if reads else ""
+        text += f"  loads alone {reads / own:.3f} of it" if reads else ""
     return text
 
 

@@ -5,17 +5,19 @@ chunk and give its place back, and compute and write nothing. The yardstick of h
 import functools
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from hopper_attention.kernels.decode import Decode, arrive, compile_decode
+from hopper_attention.kernels.device.cache_loads import Inputs, Ring
 from hopper_attention.kernels.device.constants import WARP
+from hopper_attention.kernels.device.merging import Outputs, Shared
 
 
 class ReadOnly(Decode):
     """For caches whose sequences have no lengths of their own, in no clusters."""
 
     @cute.jit
-    def consume(self, inputs, outputs, ring, shared, scale):
+    def consume(self, inputs: Inputs, outputs: Outputs, ring: Ring, shared: Shared, scale: Float32):
         tidx, _, _ = cute.arch.thread_idx()
         self.make_barriers(cute.arch.make_warp_uniform(tidx // WARP), ring, shared)
         work = self.loads.work(inputs, inputs.mQ.shape[2], inputs.mK.shape[2])
@@ -35,7 +37,7 @@ class ReadOnly(Decode):
             if count > 0:
                 done += count
                 turn += 1
-            at, batch, columns, entry, entries = self.list.behind(
+            at, batch, columns, entry, entries = self.list.advance(
                 work, at, end, batch, columns, entry, entries, n
             )
 

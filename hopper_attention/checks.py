@@ -136,7 +136,7 @@ def check_sink(sink: object, q: torch.Tensor, heads: int) -> None:
 
 def check_packing(q: torch.Tensor, cu_q: object, cu_kv: object, used_q: object, used_kv: object) -> int:
     """How many sequences are packed. Raises unless their integers are where q is, and as many as belong
-    together. What they say is device data, and not looked at."""
+    together. What they say is device data, which `lengths` looks at if it is asked to."""
     named = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_kv, "seqused_q": used_q, "seqused_k": used_kv}
     for name, x in named.items():
         if x is None and name.startswith("seqused"):

@@ -1,8 +1,8 @@
 """Attention to a cache on torch tensors: inputs of one kind are checked and their kernel compiled or loaded
 once, as in `production`, whose scratch and counters it shares.
 
-Nothing is read on the host: neither lengths nor page table, so a call never waits for the GPU, and a CUDA
-graph that captured one serves all lengths.
+Nothing is read on the host, neither lengths nor page table, unless `lengths` is asked to look: a call does
+not wait for the GPU, and a CUDA graph that captured one serves all lengths.
 """
 
 import torch
@@ -148,7 +148,7 @@ def _plan(
         if cache_seqlens is None:
             raise ValueError("a cache of pages needs cache_seqlens: how many keys each sequence has")
         if not calls_decode.takes_pages(k_cache.shape[1], problem.head_dim, eight_bits):
-            wanted = calls_decode.pages(problem.head_dim, eight_bits)
+            wanted = calls_decode.page_sizes(problem.head_dim, eight_bits)
             raise ValueError(f"pages must have {wanted}, not {k_cache.shape[1]}")
     if cache_seqlens is not None:
         _check_integers("cache_seqlens", cache_seqlens, q, (problem.batch,))

@@ -241,16 +241,18 @@ def flash_attn_varlen_func(
 
     cu_seqlens_q and cu_seqlens_k, int32 (n + 1,) on the GPU, say where each sequence begins, and where the
     last ends; seqused_q and seqused_k, int32 (n,), how many rows of each count, if not all up to the next.
-    They are never read on the host, and `max_seqlen_q` and `max_seqlen_k`, which other kernels need, not at
-    all: neither makes the call wait. Hazard: so they are checked on request only (`lengths`). They must not
-    decrease, nor exceed the rows of q and of k, and what is used of a sequence not its rows. Any length may
-    be 0. Causal masks and windows are aligned at each sequence's bottom right. What rows of no sequence hold
-    does not matter, infinities neither; in the result and in gradients they are zero where there is a
-    `seqused`, and may hold anything behind the last sequence.
+    They are not read on the host, and `max_seqlen_q` and `max_seqlen_k`, which other kernels need, not at
+    all: neither makes the call wait. Hazard: so they are checked on request only
+    (HOPPER_ATTENTION_CHECK_LENGTHS=1, `lengths`). They must not decrease, nor exceed the rows of q and of k,
+    and what is used of a sequence not its rows. Any length may be 0. Causal masks and windows are aligned at
+    each sequence's bottom right. What rows of no sequence hold does not matter, infinities neither; in the
+    result and in gradients they are zero where there is a `seqused`, and may hold anything behind the last
+    sequence.
 
     With `block_table` (or `page_table`), int32 (n, pages of a sequence), k and v are the pages of a cache,
     (pages, page_size, kv heads, head_dim): what it names is copied to rows first, as many pages of each
-    sequence as the table has room for.
+    sequence as the table has room for. Hazard: no more may be used of a sequence than that, and an entry that
+    holds keys and is no page reads another one.
 
     The rest as in `flash_attn_func`. Raises NotImplementedError, with the argument's name, for chunks, qv,
     splits, margins and dropout, and for `deterministic` where pages require gradients.
@@ -312,17 +314,19 @@ def flash_attn_with_kvcache(
 
     q: (batch, queries, heads, head_dim), bf16 or fp16, head_dim 64, 128 or 256. k_cache, v_cache: (batch,
     seqlen, kv heads, head_dim), or with `block_table`, int32 (batch, pages of a sequence), (pages, page_size,
-    kv heads, head_dim), pages of 16, 32, 64 or a multiple of 128 keys (e4m3 of head_dim 64: 128 or multiples
-    of 256). They are of q's type, or float8_e4m3fn; then `k_descale` and `v_descale` are what they are to be
-    multiplied by: a number, or fp32 of one element, (kv heads,) or (batch, kv heads).
+    kv heads, head_dim), pages of 16, 32, 64, 128 or a multiple of 128 keys (of 256 beyond 128, for e4m3 of
+    head_dim 64). They are of q's type, or float8_e4m3fn; then `k_descale` and `v_descale` are what they are
+    to be multiplied by: a number, or fp32 of one element, (kv heads,) or (batch, kv heads).
 
     `cache_seqlens`, int32 (batch,) on the GPU or one number, says how many keys of the cache count; without
-    it all do. Hazard: what a tensor holds is read on the GPU alone, and checked on request only (`lengths`).
-    Each length must be at least 0, and with the new keys at most what the cache, or the sequence's row of
-    `block_table`, has room for. With k and v (batch, new keys, kv heads, head_dim), of the cache's type,
-    these are stored behind them, in the same launch, and count too. Nothing behind a length is read, in the
-    page table neither. The last query is at the last key's place: `causal` hides what lies behind a query's
-    own, and window_size (left, right) what lies more than `left` before it; right is −1, or 0 for `causal`.
+    it all do. Hazard: what a tensor holds is read on the GPU alone, and checked on request only
+    (HOPPER_ATTENTION_CHECK_LENGTHS=1, `lengths`). Each length must be at least 0, and with the new keys at
+    most what the cache, or the sequence's row of `block_table`, has room for; each entry of the table that
+    holds keys must be a page of the cache. With k and v (batch, new keys, kv heads, head_dim), of the cache's
+    type, these are stored behind them, in the same launch, and count too. Nothing behind a length is read, in
+    the page table neither. The last query is at the last key's place: `causal` hides what lies behind a
+    query's own, and window_size (left, right) what lies more than `left` before it; right is −1, or 0 for
+    `causal`.
 
     Returns o like q, or `out`, and with `return_softmax_lse` also the LSE, fp32 (batch, heads, queries): 0
     and −∞ for a query that sees no key. Keys are split among all SMs in any case: `num_splits` is taken and
@@ -369,8 +373,8 @@ def flash_attn_with_kvcache(
 
 
 def _check_number_of_keys(n: int, k_cache: torch.Tensor, k: object, block_table: object) -> None:
-    """Raise ValueError for more keys, the new ones counted, than the cache has room for. Shapes that are
-    refused later are let pass."""
+    """Raise ValueError for more keys, the new ones counted, than the cache has room for; Dynamo's error in a
+    graph compiled with `fullgraph`. Shapes that are refused later are let pass."""
     of_pages = isinstance(block_table, torch.Tensor) and block_table.dim() == 2
     if k_cache.dim() == 4 and (of_pages or block_table is None):
         added = k.shape[1] if isinstance(k, torch.Tensor) and k.dim() == 4 else 0

@@ -2,8 +2,9 @@
 
 Calls do not read them on the host, where they would have to wait for the GPU, and could not be captured in
 a CUDA graph. So a wrong one is not refused: the kernel reads or writes beside the cache or the packed rows.
-With HOPPER_ATTENTION_CHECK_LENGTHS=1 in the environment every call looks first, but for those that a graph
-captures, and raises ValueError.
+With HOPPER_ATTENTION_CHECK_LENGTHS=1 in the environment when the package is imported, calls look first and
+raise ValueError. Those that a CUDA graph captures do not, and in a compiled graph nobody looks at the pages
+of packed sequences.
 """
 
 import os
@@ -16,9 +17,9 @@ VARIABLE = "HOPPER_ATTENTION_CHECK_LENGTHS"
 CHECKED = os.environ.get(VARIABLE, "") not in ("", "0")
 
 
-def can_look() -> bool:
-    """Whether the host may wait for the GPU, and there is something to read."""
-    if torch.compiler.is_compiling():
+def can_look(x: torch.Tensor) -> bool:
+    """Whether the host may wait for the GPU, and there is something to read in x."""
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
@@ -42,7 +43,7 @@ def look_at_cache(
     block_table: torch.Tensor | None,
 ) -> None:
     """Raise ValueError for a length that the cache has no room for, or a page that it does not have."""
-    if not can_look():
+    if not can_look(cache_seqlens):
         return
     room, added = room_of(k_cache, block_table), 0 if k is None else k.shape[1]
     lengths = cache_seqlens.tolist()
@@ -55,7 +56,7 @@ def look_at_cache(
 def look_at_pages(block_table: torch.Tensor, pages: int, page_size: int, lengths: Sequence[int]) -> None:
     """Raise ValueError for an entry of the table that holds keys of a sequence and names none of `pages`."""
     for b, (row, n) in enumerate(zip(block_table.tolist(), lengths, strict=True)):
-        for i, page in enumerate(row[: -(-n // page_size)]):
+        for i, page in enumerate(row[: -(-n // max(1, page_size))]):
             if not 0 <= page < pages:
                 raise ValueError(
                     f"block_table[{b}, {i}] = {page} holds keys of a sequence of {n}: there are pages 0 to "
@@ -63,10 +64,27 @@ def look_at_pages(block_table: torch.Tensor, pages: int, page_size: int, lengths
                 )
 
 
-def look_at_packing(q: torch.Tensor, k: torch.Tensor, cu_q, cu_kv, used_q, used_kv) -> None:
+def look_at_used(cu_kv: torch.Tensor, used_kv: torch.Tensor | None, room: int) -> list[int]:
+    """How many keys of each packed sequence are used, of pages that have `room` for so many. Raises
+    ValueError for more, or fewer than none."""
+    used = (cu_kv.diff() if used_kv is None else used_kv).tolist()
+    for b, n in enumerate(used):
+        name = f"cu_seqlens_k[{b + 1}] - cu_seqlens_k[{b}]" if used_kv is None else f"seqused_k[{b}]"
+        check_number(name, n, 0, room)
+    return used
+
+
+def look_at_packing(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_kv: torch.Tensor,
+    used_q: torch.Tensor | None,
+    used_kv: torch.Tensor | None,
+) -> None:
     """Raise ValueError unless the offsets of packed sequences, int32 (n + 1,), rise from 0 or more to at most
     the rows of q and of k, and no more of a sequence is used than its rows."""
-    if not can_look():
+    if not can_look(cu_q):
         return
     for suffix, x, cu, used in (("q", q, cu_q, used_q), ("k", k, cu_kv, used_kv)):
         offsets = cu.tolist()

@@ -1,8 +1,9 @@
 """Attention with a window, a soft cap or a sink, or of packed sequences, on torch tensors: inputs of one kind
 are checked and their kernel compiled or loaded once, as in `production`, whose scratch it shares.
 
-Lengths are never read on the host, and no plan follows from them: where sequences begin and end, the kernels
-read themselves, so that a call never waits for the GPU and a CUDA graph that captured one serves all lengths.
+Lengths are not read on the host, unless `lengths` is asked to look, and no plan follows from them: where
+sequences begin and end, the kernels read themselves, so that a call does not wait for the GPU and a CUDA
+graph that captured one serves all lengths.
 """
 
 from collections.abc import Callable
@@ -128,6 +129,8 @@ def backward(
     options = softmax_scale, causal, top_left, window, softcap, deterministic
     plan_anew = lambda: _plan_backward(do, q, k, v, o, lse, dlse, more, *options)
     plan, numbers = _made(("bwd", *options, dlse is None), (do, q, k, v, o, lse), more, plan_anew)
+    if lengths.CHECKED and more.cu_q is not None:
+        lengths.look_at_packing(q, k, *more[1:])
     device = q.device
     if plan.launch is None:
         return *map(torch.zeros_like, (q, k, v)), _sink_of_no_key(q, dlse, more)

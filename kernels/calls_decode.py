@@ -60,7 +60,7 @@ def chunk_of(head_dim: int, eight_bits: bool) -> int:
     return CHUNK_BYTES // (head_dim * (1 if eight_bits else 2))
 
 
-def pages(head_dim: int, eight_bits: bool) -> str:
+def page_sizes(head_dim: int, eight_bits: bool) -> str:
     """The sizes of pages that `takes_pages`, in words."""
     chunk = chunk_of(head_dim, eight_bits)
     parts = [str(size) for size in (16, 32, 64, 128) if size < chunk]

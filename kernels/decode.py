@@ -8,10 +8,13 @@ What changes      against k6: rows are the queries of all heads that share a key
                   CTAs, and inside of one among warps, each with a softmax of its own, merged at the end; the
                   warps' own tensor-core products (mma.sync, 16 rows) instead of a warpgroup's (64 rows).
 What does not     TMA, a ring of stages, a producer warp, the online softmax.
-Supports          bf16 and fp16; head_dim 64, 128, 256; any number of queries, of which few are the purpose;
-                  GQA and MQA; a length for each sequence, read on the device; keys and values in pages;
-                  a causal mask aligned at the bottom right. Row i of a sequence without a visible key has
+Supports          bf16 and fp16, caches in e4m3 too; head_dim 64, 128, 256; any number of queries, of which
+                  few are the purpose; GQA and MQA; a length for each sequence, read on the device; keys and
+                  values in pages; new ones, stored by the launch; a causal mask aligned at the bottom right,
+                  a window to the left; bits that do not depend on the batch. A row without a visible key has
                   O = 0 and LSE = −∞.
+Where to read     device/flat_list.py (slices), cache_loads.py (the producer), warp_products.py, cache_rows.py
+                  (rows that a warp changes), merging.py and clusters.py (pieces put together).
 Note              notes/decode.md
 """
 
@@ -24,11 +27,11 @@ from cutlass.memory import SmemAllocator
 
 from .calls_decode import CHUNK_BYTES, PIECES, ROWS, WARPS, refuse_decode
 from .contract import Problem, Stage
-from .device.cache_loads import CONSUMERS, Barrier, CacheLoads, Inputs, Ring
+from .device.cache_loads import CONSUMER_THREADS, Barrier, CacheLoads, Inputs, Ring
 from .device.cache_rows import append, blank
 from .device.compiling import ELEMENTS, compile_for_torch
 from .device.constants import LOG2_E, SMEM_MAX, SMS, VECTOR, WARP, WARPGROUP
-from .device.flat_list import FlatList
+from .device.flat_list import Division, FlatList
 from .device.merging import Merging, Outputs, Place, Shared
 from .device.rows import LANES, finite, largest_of_row
 from .device.tma import allocate_tiles, load_atom
@@ -90,12 +93,12 @@ class Decode:
         groups = self.chunk // GROUP
         self.teams = max(1, self.slices // groups)  # of warps, that take chunks in turn
         self.own_groups = max(1, groups // self.slices)  # of a chunk, a warp's
-        self.merging = Merging(head_dim, self.dtype, rows, eight_bits, unit, Barrier.CONSUMERS, cluster)
+        self.merging = Merging(head_dim, self.dtype, rows, eight_bits, unit, cluster)
         self.keep_q = head_dim <= 128  # in registers
         # Of a thread of the producer's warpgroup and of a consumer, where 168 are too few.
         few = head_dim <= 128 and rows < TILE_Q and not (self.list.lengths or window)
         self.registers = None if few else (56, 224)
-        self.threads = CONSUMERS + (WARPGROUP if self.registers else WARP)
+        self.threads = CONSUMER_THREADS + (WARPGROUP if self.registers else WARP)
         self.stages = stages or (SMEM_MAX - 1024 - self.other_bytes) // self.stage_bytes
         self.loads = CacheLoads(
             head_dim, rows, self.dtype, self.kv_bytes, self.chunk, self.box, self.stages, self.paged,
@@ -153,7 +156,7 @@ class Decode:
 
     @cute.kernel
     def kernel(
-        self, group, blocks, per_page, together, teams, column_groups, entries_of_all, of_batch, share_of_all,
+        self, group, blocks, per_page, together, teams, column_groups, entries, of_sequence, share,
         load_K, tmaK, load_V, tmaV, mQ, mK, mV, mO, mLSE, mLengths, mTable,
         mNewK, mNewV, mKScale, mVScale, mPart, mPartLSE, mArrived, scale, left,
     ):  # fmt: skip
@@ -181,14 +184,14 @@ class Decode:
         shared = Shared(sO, sStats, sent)
 
         # 1. the problem
-        # Consumers read these once more: read once for all, ptxas takes other registers, and the machine code
-        # is not that of the record.
+        # `consume` reads the two lengths again: taken from here, ptxas allocates other registers (it was not
+        # timed; the machine code is that of the record).
         seqlens = mQ.shape[2], mK.shape[2]
         added = mNewK.shape[2] if const_expr(self.appends) else 0
         inputs = Inputs(
             mQ, mK, mV, mLengths, mTable, mNewK, mNewV, mKScale, mVScale, load_K, tmaK, load_V, tmaV, added,
             left, group, blocks, per_page,
-            (together, teams, column_groups, entries_of_all, of_batch, share_of_all),
+            Division(together, teams, column_groups, entries, of_sequence, share),
         )  # fmt: skip
         outputs = Outputs(mO, mLSE, mPart, mPartLSE, mArrived)
         if warp_idx >= WARPS:
@@ -204,8 +207,8 @@ class Decode:
 
     @cute.jit
     def make_barriers(self, warp_idx, ring: Ring, shared: Shared):
-        """What the 8 warps begin with. The producer has made the barriers of the first load, and makes that;
-        the others are made here."""
+        """What the 8 warps begin with: warp 0 makes the barriers that the first load does without, and all
+        wait for those that the producer makes before it begins that load."""
         if warp_idx == 0:
             with cute.arch.elect_one():
                 self.loads.initialise(ring, first=False)
@@ -216,7 +219,7 @@ class Decode:
             cute.arch.barrier_arrive(barrier_id=Barrier.OTHERS_MADE, number_of_threads=2 * WARP)
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()
-        cute.arch.barrier(barrier_id=Barrier.FIRST_MADE, number_of_threads=CONSUMERS + WARP)
+        cute.arch.barrier(barrier_id=Barrier.FIRST_MADE, number_of_threads=CONSUMER_THREADS + WARP)
 
     @cute.jit
     def consume(self, inputs: Inputs, outputs: Outputs, ring: Ring, shared: Shared, scale: Float32):
@@ -225,7 +228,7 @@ class Decode:
         warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
         self.make_barriers(warp_idx, ring, shared)
         work = self.loads.work(inputs, inputs.mQ.shape[2], inputs.mK.shape[2])
-        group, together = inputs.group, work.together.divisor
+        group, together = inputs.group, work.division.together.divisor
         all_rows = work.seqlen_q * group.divisor
         seen = None
         if const_expr(self.loads.guesses):
@@ -233,7 +236,7 @@ class Decode:
         mine, share, at, end, batch, columns, entry, entries = self.list.own_slice(work, seen)
         self.loads.wait_for_inputs()
         if const_expr(self.loads.guesses):
-            if not self.list.still(work, seen, self.list.lanes_lengths(work, False)):
+            if not self.list.unchanged(work, seen, self.list.lanes_lengths(work, False)):
                 mine, share, at, end, batch, columns, entry, entries = self.list.own_slice(work)
         tile, key_slice = warp_idx % self.tiles, warp_idx // self.tiles
         team_slices = self.slices // self.teams
@@ -342,16 +345,16 @@ class Decode:
             self.merging.merge_warps(outputs, shared, place, rO, row_max, row_sum, value_scale, visit)
             if const_expr(self.cluster > 1):
                 self.merging.merge_cluster(
-                    outputs, shared, place, batch * work.column_groups * together + column,
+                    outputs, shared, place, batch * work.division.column_groups * together + column,
                     first_piece * together + mine, together, visit,
                 )  # fmt: skip
                 visit += 1
             elif place.pieces > 1:
                 self.merging.merge_pieces(
-                    outputs, place, batch * work.column_groups * together + column,
+                    outputs, place, batch * work.division.column_groups * together + column,
                     first_piece * together + mine, together,
                 )  # fmt: skip
-            at, batch, columns, entry, entries = self.list.behind(
+            at, batch, columns, entry, entries = self.list.advance(
                 work, at, end, batch, columns, entry, entries, n
             )
         if const_expr(self.cluster > 1):

@@ -1,5 +1,6 @@
 """The inputs and questions of `harness.accuracy` and `harness.quantizing`, as far as they need no GPU."""
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -111,9 +112,15 @@ def test_a_rotation_alone_is_worth_as_much_as_with_scales_of_blocks(monkeypatch:
     rows = accuracy.outliers(
         accuracy.YARDSTICKS, Problem.square(1, 2, 1024, 128, False), (accuracy.rare_outliers,)
     )
-    errors = {row["contender"].replace("'s yardstick", ""): row["rmse"] for row in rows}
+    errors_of = lambda rows: {row["contender"].replace("'s yardstick", ""): row["rmse"] for row in rows}
+    errors = errors_of(rows)
     assert errors["k7, rotated"] == pytest.approx(errors["k8"], rel=0.1)
     assert errors["k7, rotated"] < 0.6 * errors["k7"] and errors["k8"] < 0.7 * errors["k8, not rotated"]
+    small = functools.partial(accuracy.rare_outliers, deviation=3.0)
+    small.__name__ = "small"
+    rows = accuracy.outliers(accuracy.YARDSTICKS, Problem.square(1, 2, 512, 128, False), (small,))
+    errors = errors_of(rows)
+    assert max(errors.values()) < 1.1 * min(errors.values()), "nothing is gained"
 
 
 def test_a_picture_of_the_rotation(tmp_path: Path) -> None:

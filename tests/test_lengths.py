@@ -8,7 +8,7 @@ import torch
 
 from hopper_attention import decoding, flash_attn_varlen_func, flash_attn_with_kvcache, lengths, policies
 
-FITTING = ValueError, "must be on a CUDA device, not cpu"  # what is refused last: there is no GPU here
+ON_GPU = "must be on a CUDA device, not cpu"  # what is refused last: there is no GPU here
 
 
 def integers(*x: object) -> torch.Tensor:
@@ -84,43 +84,63 @@ def test_packed_sequences(cu_q, cu_kv, used_q, used_kv, message: str | None) -> 
 
 def test_calls_look_if_they_are_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is launched, and not at all otherwise."""
-    wrong = ones(2, 1, 8, 64), *[ones(2, 48, 2, 64)] * 2, None, None, integers(3, 49)
-    offsets = integers(0, 9), integers(0, 21)
-    packed = ones(9, 8, 64), *[ones(20, 2, 64)] * 2, policies.Tensors(None, *offsets)
-    planned = lambda plan: lambda *_: (plan, ()) if plan else pytest.fail("launched")
-    empty = production_plan()
-    monkeypatch.setattr(decoding, "plan_of", planned(empty))
-    monkeypatch.setattr(policies, "_made", planned(empty))
-    monkeypatch.setattr(policies, "_of_no_key", lambda *_: "nothing launched")
-    rest = None, False, False, (-1, -1), 0.0
-    assert policies.forward(*packed, *rest) == "nothing launched"
-    assert decoding.decode(*wrong)[0].shape == (2, 1, 8, 64)
-    monkeypatch.setattr(lengths, "CHECKED", True)
-    with pytest.raises(ValueError, match=r"cache_seqlens\[1\] = 49"):
-        decoding.decode(*wrong)
-    with pytest.raises(ValueError, match="cu_seqlens_k goes from 0 to 21"):
-        policies.forward(*packed, *rest)
+    plan = policies.Plan(lambda *_: None, (), (), ())
+    launched = lambda *_: "launched"
+    for module, made in ((decoding, "plan_of"), (policies, "_made")):
+        monkeypatch.setattr(module, made, lambda *_: (plan, ()))
+        monkeypatch.setattr(module, "run_on", launched)
+    offsets = policies.Tensors(None, integers(0, 9), integers(0, 21))
+    q, k = ones(9, 8, 64), ones(20, 2, 64)
+    calls = (
+        (
+            lambda: decoding.decode(
+                ones(2, 1, 8, 64), *[ones(2, 48, 2, 64)] * 2, None, None, integers(3, 49)
+            ),
+            r"cache_seqlens\[1\] = 49",
+        ),
+        (
+            lambda: policies.forward(q, k, k, offsets, None, False, False, (-1, -1), 0.0),
+            "cu_seqlens_k goes from 0 to 21",
+        ),
+        (
+            lambda: policies.backward(
+                q, q, k, k, q, q, None, offsets, None, False, False, (-1, -1), 0.0, False
+            ),
+            "cu_seqlens_k goes from 0 to 21",
+        ),
+    )
+    for call, message in calls:
+        monkeypatch.setattr(lengths, "CHECKED", False)
+        assert call() == "launched"
+        monkeypatch.setattr(lengths, "CHECKED", True)
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
-def production_plan() -> object:
-    return policies.Plan(None, (), (), ())
+def packed_pages(table: torch.Tensor, cu: torch.Tensor, used: torch.Tensor | None = None, page: int = 16):
+    q, cache = ones(2, 8, 64), ones(3, page, 2, 64)
+    options = {"seqused_k": used, "block_table": table, "causal": True}
+    return flash_attn_varlen_func(q, cache, cache, integers(0, 1, 2), cu, **options)
 
 
 def test_pages_of_packed_sequences_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, cache, cu = ones(2, 8, 64), ones(3, 16, 2, 64), integers(0, 1, 2)
-    call = lambda table: flash_attn_varlen_func(
-        q, cache, cache, cu, integers(0, 16, 40), block_table=table, causal=True
-    )
-    wrong = integers([0, 9], [2, 3])
-    with pytest.raises(FITTING[0], match=FITTING[1]):
-        call(wrong)
+    fits, wrong, cu = integers([0, 9], [2, 1]), integers([0, 9], [2, 3]), integers(0, 16, 40)
+    monkeypatch.setattr(lengths, "CHECKED", False)
+    with pytest.raises(ValueError, match=ON_GPU):
+        packed_pages(wrong, cu)
     monkeypatch.setattr(lengths, "CHECKED", True)
-    with pytest.raises(
-        ValueError, match=r"block_table\[1, 1\] = 3 holds keys of a sequence of 24: .* 0 to 2"
-    ):
-        call(wrong)
-    with pytest.raises(FITTING[0], match=FITTING[1]):
-        call(integers([0, 9], [2, 1]))
+    with pytest.raises(ValueError, match=ON_GPU):
+        packed_pages(fits, cu)
+    with pytest.raises(ValueError, match=r"block_table\[1, 1\] = 3 holds keys of a sequence of 24: .* 2$"):
+        packed_pages(wrong, cu)
+    with pytest.raises(ValueError, match=r"cu_seqlens_k\[2\] - cu_seqlens_k\[1\] = 33: .* 0 to 32 keys"):
+        packed_pages(fits, integers(0, 16, 49))
+    with pytest.raises(ValueError, match=r"cu_seqlens_k\[2\] - cu_seqlens_k\[1\] = -16: "):
+        packed_pages(fits, integers(0, 16, 0))
+    with pytest.raises(ValueError, match=r"seqused_k\[0\] = 64: .* 0 to 32 keys"):
+        packed_pages(fits, cu, integers(64, 3))
+    with pytest.raises(ValueError, match=r"seqused_k\[0\] = 1: .* 0 to 0 keys"):
+        packed_pages(fits, cu, integers(1, 0), page=0)
 
 
 def test_numbers_are_looked_at_always() -> None:
@@ -142,9 +162,17 @@ def test_the_environment_asks(value: str, asked: bool) -> None:
 
 
 def test_nothing_is_looked_at_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    lengths.look_at_cache(ones(2, 48, 2, 64), None, integers(99, 99), None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    look = lambda: lengths.look_at_cache(ones(2, 48, 2, 64), None, integers(99, 99), None)
     with pytest.raises(ValueError, match=r"cache_seqlens\[0\] = 99"):
-        lengths.look_at_cache(ones(2, 48, 2, 64), None, integers(99, 99), None)
+        look()
+    with monkeypatch.context() as compiling:
+        compiling.setattr(torch.compiler, "is_compiling", lambda: True)
+        look()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        if capturing:
+            look()
+        else:
+            with pytest.raises(ValueError, match=r"cache_seqlens\[0\] = 99"):
+                look()

@@ -3,7 +3,13 @@
 import re
 
 import pytest
-from compiled_stages import innermost_with_products, kernels_of, problem_at, works_of
+from compiled_stages import (
+    disassemble_once,  # noqa: F401
+    innermost_with_products,
+    kernels_of,
+    problem_at,
+    works_of,
+)
 from rotating import some
 
 from harness import machine_code

@@ -5,14 +5,13 @@ import math
 
 import pytest
 import torch
+from in_float64 import CLOSE
 from small_problems import GRADIENT_SHAPES, IN_CODES, SHAPES, backward, far, in_codes, mask_of, visible_pairs
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from harness import judging, reference
 from harness.inputs import random_inputs
 from hopper_attention.kernels.contract import LazyMaximum, Problem
-
-CLOSE = 1e-12  # some thousand units of float64 round-off
 
 
 def exact(

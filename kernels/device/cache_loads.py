@@ -11,14 +11,14 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..calls_decode import WARPS
 from .constants import WARP
-from .flat_list import FlatList, Work
+from .flat_list import Division, FlatList, Work
 from .tma import partition_tma
 
 # L2's policy for what is read once: to go before anything else does (`EVICT_FIRST` of CUTLASS). Pieces and
 # counters then stay.
 READ_ONCE = 0x12F0000000000000
 
-CONSUMERS = WARPS * WARP
+CONSUMER_THREADS = WARPS * WARP
 
 
 class Barrier(IntEnum):
@@ -51,8 +51,8 @@ class Inputs:
     left: Int32 | None  # keys that a query sees before its own place
     group: cute.FastDivmodDivisorV2  # heads of a key head
     blocks: cute.FastDivmodDivisorV2  # of a CTA's rows, that the rows of a key head are
-    per_page: cute.FastDivmodDivisorV2 | None  # chunks
-    sizes: tuple  # of the division of work: what `Work` ends with
+    per_page: cute.FastDivmodDivisorV2 | None  # chunks of a page
+    division: Division
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class CacheLoads:
 
     def work(self, x: Inputs, seqlen_q: Int32, seqlen_kv: Int32) -> Work:
         """`seqlen_kv`: of a page, if there are pages."""
-        return Work(x.mLengths, x.mQ.shape[0], seqlen_kv, x.added, seqlen_q, x.left, *x.sizes)
+        return Work(x.mLengths, x.mQ.shape[0], seqlen_kv, x.added, seqlen_q, x.left, x.division)
 
     def initialise(self, ring: Ring, first: bool) -> None:
         """One lane: make the barriers of the first load, or all others."""
@@ -130,7 +130,7 @@ class CacheLoads:
             self.initialise(ring, first=True)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
-        cute.arch.barrier_arrive(barrier_id=Barrier.FIRST_MADE, number_of_threads=CONSUMERS + WARP)
+        cute.arch.barrier_arrive(barrier_id=Barrier.FIRST_MADE, number_of_threads=CONSUMER_THREADS + WARP)
         if const_expr(self.list.ctas > 1):
             cute.arch.cluster_arrive_relaxed()
 
@@ -152,8 +152,8 @@ class CacheLoads:
                 n, first, count = self.list.segment(work, entry, entries, end - at, length)
                 first = cutlass.max(0, first)
                 page = self.table_window(x, batch, self.page_of(x, first), True)
-                kv_head, block = divmod(columns * work.together.divisor + mine, x.blocks)
-                self.find_first(x, page, batch, kv_head, first)
+                kv_head, block = divmod(columns * work.division.together.divisor + mine, x.blocks)
+                self.prefetch_first(x, page, batch, kv_head, first)
                 if const_expr(self.loads_on_guess):
                     inside = self.inside(x, page, first, self.boxes_of(length, first))
                     guessed = (count > 0) & (work.batch_size <= WARP) & inside
@@ -171,7 +171,7 @@ class CacheLoads:
             now, page_now = self.list.lanes_lengths(work, False), Int32(0)
             if first >= 0:
                 page_now = self.table_window(x, batch, self.page_of(x, first))
-            same = self.list.still(work, seen, now)
+            same = self.list.unchanged(work, seen, now)
             if not same:
                 mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(work)
                 first = Int32(-1)
@@ -188,14 +188,14 @@ class CacheLoads:
             known = first  # of which `page` is
             n, first, count = self.list.segment(work, entry, entries, end - at, length)
             if count > 0:
-                kv_head, block = divmod(columns * work.together.divisor + mine, x.blocks)
+                kv_head, block = divmod(columns * work.division.together.divisor + mine, x.blocks)
                 if const_expr(self.paged):
                     if (turn > 0) | (first != known):
                         page = self.table_window(x, batch, self.page_of(x, first))
                 self.chunks(x, ring, batch, kv_head, block, first, count, length, done, turn, page, guessed)
                 done += count
                 turn += 1
-            at, batch, columns, entry, entries = self.list.behind(
+            at, batch, columns, entry, entries = self.list.advance(
                 work, at, end, batch, columns, entry, entries, n
             )
         if turn == 0:
@@ -229,7 +229,7 @@ class CacheLoads:
         return page
 
     @cute.jit
-    def find_first(self, x, page, batch, kv_head, first):
+    def prefetch_first(self, x, page, batch, kv_head, first):
         """Fetch the first line of what is loaded first of K and of V to L2, so that the way there is known to
         the TLBs. Of a page that may not be what it will be."""
         place, key = batch, first * self.chunk
@@ -284,9 +284,10 @@ class CacheLoads:
         self, x, ring, stage, parts, kv_head, chunk, length, page, known, waits: cutlass.Constexpr, begins,
         early: cutlass.Constexpr = False,
     ):  # fmt: skip
-        """K and V of one chunk. `page` is of each lane an entry of the page table, from `known` on. `early`:
-        on a guess, when the launch before has ended, from `page` on. This is other code than that of the main
-        loop, and not unrolled: both want more uniform registers than there are, and spill."""
+        """K and V of one chunk. `page` is of each lane an entry of the page table, from `known` on. `waits`:
+        at the CTA's first load, which `begins` says, the launch before is waited for. `early`: on a guess,
+        when the launch before has ended, from `page` on. This is other code than that of the main loop, and
+        not unrolled: both want more uniform registers than there are, and spill."""
         full_k, full_v = ring.full_k, ring.full_v
         box_bytes = self.box * self.head_dim * self.kv_bytes
         if const_expr(not self.paged):

@@ -22,8 +22,22 @@ from .constants import WARP
 
 
 @dataclass(frozen=True)
+class Division:
+    """What of the division is the same for all CTAs, and computed once; `FastDivmodDivisorV2` divides by it
+    without a division."""
+
+    together: cute.FastDivmodDivisorV2  # CTAs of a team, each with a column
+    teams: Int32  # of the grid
+    column_groups: Int32  # of `together` columns, that a sequence has
+    # where all sequences are equally long:
+    entries: cute.FastDivmodDivisorV2  # of a column
+    of_sequence: cute.FastDivmodDivisorV2  # entries of all its groups of columns
+    share: Int32  # entries of a slice
+
+
+@dataclass(frozen=True)
 class Work:
-    """The batch that is divided, and what of its division is the same for all CTAs and computed once."""
+    """The batch that is divided."""
 
     mLengths: cute.Tensor | None  # (batch,)
     batch_size: Int32
@@ -31,13 +45,7 @@ class Work:
     added: Int32  # new keys of every sequence
     seqlen_q: Int32
     left: Int32 | None  # keys that a query sees before its own place, with a window
-    together: cute.FastDivmodDivisorV2  # columns of a team
-    teams: Int32
-    column_groups: Int32
-    # where all sequences are equally long:
-    entries: cute.FastDivmodDivisorV2  # of a column
-    of_batch: cute.FastDivmodDivisorV2  # entries of a sequence
-    share: Int32  # entries of a slice
+    division: Division
 
 
 @dataclass(frozen=True)
@@ -103,13 +111,13 @@ class FlatList:
         group of columns and entry there, and how many entries there are of them). By what the lanes have
         `seen` of the lengths of at most 32 sequences, or by all of them."""
         cta, _, _ = cute.arch.block_idx()
-        batch_size, column_groups = work.batch_size, work.column_groups
-        team, mine = divmod(cta // self.ctas, work.together)
+        batch_size, of_all, column_groups = work.batch_size, work.division, work.division.column_groups
+        team, mine = divmod(cta // self.ctas, of_all.together)
         if const_expr(not self.lengths):
-            share, entries = work.share, work.entries.divisor
-            at, total = team * share, batch_size * work.of_batch.divisor
-            batch, rest = divmod(at, work.of_batch)
-            columns, entry = divmod(rest, work.entries)
+            share, entries = of_all.share, of_all.entries.divisor
+            at, total = team * share, batch_size * of_all.of_sequence.divisor
+            batch, rest = divmod(at, of_all.of_sequence)
+            columns, entry = divmod(rest, of_all.entries)
         else:
             lane = cute.arch.lane_idx()
             total = Int32(0)
@@ -118,7 +126,7 @@ class FlatList:
             for first in range(0, batch_size, WARP, unroll=4):
                 total += self.entries_or_none(work, first + lane, seen)
             total = column_groups * cute.arch.warp_reduction_sum(total)
-            share = cutlass.max(1, cute.ceil_div(total, work.teams))
+            share = cutlass.max(1, cute.ceil_div(total, of_all.teams))
             at = team * share
             # 32 sequences at a time, until one ends behind `at`
             first, before = Int32(0), Int32(0)  # a sequence, and the entries of a column of those before it
@@ -166,19 +174,19 @@ class FlatList:
         return n, first, count
 
     @cute.jit
-    def still(self, work, seen, now):
+    def unchanged(self, work, seen, now):
         """Whether the lengths are now what the lanes have seen of them, and these were all."""
         return (work.batch_size <= WARP) & cute.arch.vote_all_sync(now == seen)
 
     @cute.jit
-    def behind(self, work, at, end, batch, columns, entry, entries, n):
+    def advance(self, work, at, end, batch, columns, entry, entries, n):
         """The place `n` entries further on, which is at most the end of these columns."""
         at += n
         entry += n
         if entry == entries:
             entry = Int32(0)
             columns += 1
-            if columns == work.column_groups:
+            if columns == work.division.column_groups:
                 columns = Int32(0)
                 batch += 1
                 if const_expr(self.lengths):

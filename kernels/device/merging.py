@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from ..calls_decode import PIECES, WARPS
-from .cache_loads import CONSUMERS
+from .cache_loads import CONSUMER_THREADS, Barrier
 from .clusters import Exchange
 from .constants import LN_2, VECTOR, WARP
 from .rows import LANES, finite, sum_of_row
@@ -29,8 +29,12 @@ class Outputs:
     mO: cute.Tensor  # (batch, head, query, head_dim)
     mLSE: cute.Tensor  # (batch, head, query)
     mPart: cute.Tensor  # O of pieces, fp32 (piece, row, head_dim)
-    mPartLSE: cute.Tensor  # log₂ of the sums of their rows (piece, row)
-    mArrived: cute.Tensor  # how many of a row's pieces are there, zero between launches
+    mPartLSE: (
+        cute.Tensor
+    )  # log₂ of the sums of their rows (piece, row); in a cluster (piece · CTAs + rank, row)
+    mArrived: (
+        cute.Tensor
+    )  # pieces that are there, zero between launches (column · CTAs of a cluster · WARPS,)
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,9 @@ class Place:
     first_head: Int32
     first_row: Int32
     group: cute.FastDivmodDivisorV2  # heads of a key head: row r is of query r / group and head r mod group
-    rows: Int32
-    piece: Int32  # this CTA's
-    pieces: Int32
+    rows: Int32  # of this block, that there are
+    piece: Int32  # this CTA's, in mPart
+    pieces: Int32  # of these rows
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,11 @@ class Shared:
 class Merging:
     """Of a CTA with `rows` rows, in `tiles` of 16, each shared by `slices` warps."""
 
-    def __init__(
-        self, head_dim: int, dtype: type, rows: int, eight_bits: bool, unit: int, barrier_id: int,
-        ctas: int = 1,
-    ):  # fmt: skip
+    def __init__(self, head_dim: int, dtype: type, rows: int, eight_bits: bool, unit: int, ctas: int = 1):
         """`ctas`: of a cluster, which share all sequences."""
         self.head_dim, self.dtype, self.rows = head_dim, dtype, rows
         self.exchange = Exchange(ctas, rows, head_dim)
-        self.eight_bits, self.unit, self.barrier_id = eight_bits, unit, barrier_id
+        self.eight_bits, self.unit = eight_bits, unit
         self.tiles = max(1, rows // TILE_Q)
         self.slices = WARPS // self.tiles
         self.halves = 1 if rows < TILE_Q else HALVES  # rows of a thread that count
@@ -88,7 +89,7 @@ class Merging:
         return sO, smem.allocate_tensor(Float32, stats, 16)
 
     def all_warps(self) -> None:
-        cute.arch.barrier(barrier_id=self.barrier_id, number_of_threads=CONSUMERS)
+        cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMER_THREADS)
 
     @cute.jit
     def merge_warps(
@@ -167,7 +168,7 @@ class Merging:
     @cute.jit
     def merge_pieces(self, out: Outputs, place: Place, column, first, stride):
         """A warp: say that its rows of a piece are there, and if it is the last to say so of these rows, put
-        the pieces together, in their order."""
+        the pieces together, in their order: every `stride`-th in mPart from `first` on."""
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx, lane = cute.arch.make_warp_uniform(tidx // WARP), cute.arch.lane_idx()
         own = self.merge_columns // 4
@@ -199,7 +200,7 @@ class Merging:
         mPartLSE = out.mPartLSE
         inside = tidx % x.vectors
         vector = rank * x.vectors + inside
-        at_once = CONSUMERS // x.vectors  # rows
+        at_once = CONSUMER_THREADS // x.vectors  # rows
         passes = -(-self.rows // at_once)
         if warp_idx * WARP < place.rows * x.vectors:
             x.wait(sent, visit, place.rows)
