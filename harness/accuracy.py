@@ -165,8 +165,8 @@ def yardstick(stage_id: str, **options: object) -> Attend:
 
     def attend(problem: Problem, q, k, v) -> torch.Tensor:
         stage, module = ladder.load(stage_id)
-        options_of = dict(stage.options) | options
-        rounding: LazyMaximum = module.lazy_maximum(problem.with_(direction=stage.direction), **options_of)
+        problem, every = problem.with_(direction=stage.direction), {**stage.options, **options}
+        rounding: LazyMaximum = module.lazy_maximum(problem, **every)
         exponents = None
         if rounding.quantized:
             made = judging.Expected(q, k, v, problem.causal).quantized(rounding.quantized)
@@ -185,8 +185,7 @@ def rotated(attend: Attend) -> Attend:
 
     def of_rotated(problem: Problem, q, k, v) -> torch.Tensor:
         signs = production_fp8.signs(problem.head_dim).to(q.device)
-        norm = problem.head_dim**-0.5
-        return attend(problem, *(quantized.hadamard(x.float() * signs) * norm for x in (q, k)), v)
+        return attend(problem, *(quantized.rotated(x.float(), signs) for x in (q, k)), v)
 
     return of_rotated
 

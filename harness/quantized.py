@@ -134,6 +134,11 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def rotated(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """k8's rotation of fp32 rows, in which the kernel leaves 1/√d to the scale."""
+    return hadamard(x * signs) / math.sqrt(x.shape[-1])
+
+
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """RoPE on (…, seqlen, d): element j turns with j + d/2."""
     cos, sin = cos[: x.shape[-2]], sin[: x.shape[-2]]

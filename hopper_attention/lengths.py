@@ -64,14 +64,14 @@ def look_at_pages(block_table: torch.Tensor, pages: int, page_size: int, lengths
                 )
 
 
-def look_at_used(cu_kv: torch.Tensor, used_kv: torch.Tensor | None, room: int) -> list[int]:
-    """How many keys of each packed sequence are used, of pages that have `room` for so many. Raises
-    ValueError for more, or fewer than none."""
-    used = (cu_kv.diff() if used_kv is None else used_kv).tolist()
-    for b, n in enumerate(used):
-        name = f"cu_seqlens_k[{b + 1}] - cu_seqlens_k[{b}]" if used_kv is None else f"seqused_k[{b}]"
+def look_at_used(used: torch.Tensor, given: bool, room: int) -> list[int]:
+    """How many keys of each packed sequence are used, as `seqused_k` says if it is `given`. Raises ValueError
+    for more than its pages have `room` for, or fewer than none."""
+    found = used.tolist()
+    for b, n in enumerate(found):
+        name = f"seqused_k[{b}]" if given else f"cu_seqlens_k[{b + 1}] - cu_seqlens_k[{b}]"
         check_number(name, n, 0, room)
-    return used
+    return found
 
 
 def look_at_packing(

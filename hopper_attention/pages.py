@@ -52,6 +52,7 @@ def rows_of_pages(
     room = block_table.shape[1] * k.shape[1]
     used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
     if lengths.CHECKED and lengths.can_look(used):
-        lengths.look_at_pages(block_table, *k.shape[:2], lengths.look_at_used(cu_seqlens_k, seqused_k, room))
+        found = lengths.look_at_used(used, seqused_k is not None, room)
+        lengths.look_at_pages(block_table, *k.shape[:2], found)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=q.device) * room
     return *(x.index_select(0, pages).flatten(0, 1) for x in (k, v)), starts, used

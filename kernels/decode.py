@@ -83,7 +83,6 @@ class Decode:
         self.kv_bytes = 1 if eight_bits else 2
         self.chunk = chunk or CHUNK_BYTES // (self.kv_bytes * head_dim)  # keys
         self.box = min(box or self.chunk, self.chunk)
-        self.boxes = self.chunk // self.box
         self.unit, self.sms, self.pdl = unit, sms, pdl
         self.cluster = cluster
         self.list = FlatList(self.chunk, unit, lengths or self.paged, appends, window, cluster)
@@ -169,7 +168,7 @@ class Decode:
             # The next launch gets SMs as CTAs of this one end; it too waits for what is before it.
             cute.arch.griddepcontrol_launch_dependents()
         smem = SmemAllocator()
-        tiles = smem, self.kv_dtype, self.box, self.head_dim, self.boxes * self.stages
+        tiles = smem, self.kv_dtype, self.box, self.head_dim, self.loads.boxes * self.stages
         sK, sV = allocate_tiles(*tiles), allocate_tiles(*tiles)  # (key, head_dim, box)
         # Rows of Q are padded, so that eight of them lie in different banks.
         q_shape = max(self.rows, TILE_Q), self.head_dim

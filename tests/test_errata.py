@@ -121,6 +121,12 @@ def standard_backward(
     return ds @ k, key_gradient(q, ds), p.T @ do
 
 
+def backward_problem(n: int, d: int = 64) -> tuple[int, list[Array], tuple[Array, ...]]:
+    """d; q, k, v and dO (n, d); their gradients."""
+    inputs = [*qkv(n, d), randn(n, d, seed=3)]
+    return d, inputs, torch_gradients(*inputs)
+
+
 def assert_gradients(actual: tuple[Array, ...], expected: tuple[Array, ...]) -> None:
     for name, x, y in zip(("dq", "dk", "dv"), actual, expected, strict=True):
         assert error(x, y) < CLOSE, name
@@ -128,10 +134,7 @@ def assert_gradients(actual: tuple[Array, ...], expected: tuple[Array, ...]) -> 
 
 @pytest.mark.parametrize("n", (64, 65))
 def test_erratum_dk_is_ds_transposed_times_q(n: int) -> None:
-    d = 64
-    q, k, v = qkv(n, d)
-    do = randn(n, d, seed=3)
-    expected = torch_gradients(q, k, v, do)
+    d, (q, k, v, do), expected = backward_problem(n)
     assert_gradients(standard_backward(q, k, v, do, key_gradient=lambda q, ds: ds.T @ q), expected)
 
     def printed(q: Array, ds: Array) -> Array:
@@ -146,10 +149,7 @@ def test_erratum_dk_is_ds_transposed_times_q(n: int) -> None:
 
 @pytest.mark.parametrize("n", (64, 65))
 def test_erratum_row_term_has_length_n(n: int) -> None:
-    d = 64
-    q, k, v = qkv(n, d)
-    do = randn(n, d, seed=3)
-    expected = torch_gradients(q, k, v, do)
+    d, (q, k, v, do), expected = backward_problem(n)
     o, lse = flash_attention_2(q, k, v)
 
     def of_length_n(do: Array, o: Array) -> Array:

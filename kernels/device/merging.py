@@ -29,12 +29,8 @@ class Outputs:
     mO: cute.Tensor  # (batch, head, query, head_dim)
     mLSE: cute.Tensor  # (batch, head, query)
     mPart: cute.Tensor  # O of pieces, fp32 (piece, row, head_dim)
-    mPartLSE: (
-        cute.Tensor
-    )  # log₂ of the sums of their rows (piece, row); in a cluster (piece · CTAs + rank, row)
-    mArrived: (
-        cute.Tensor
-    )  # pieces that are there, zero between launches (column · CTAs of a cluster · WARPS,)
+    mPartLSE: cute.Tensor  # log₂ of their rows' sums (piece, row), in clusters (piece · ctas + rank, row)
+    mArrived: cute.Tensor  # how many pieces are there, zero between launches (column · ctas · WARPS,)
 
 
 @dataclass(frozen=True)
