@@ -125,8 +125,8 @@ class FlashAttentionForward(QueryTiles):
         self.message = 1 + self.batch.words  # how a tile is announced, and its place
         self.nowhere = [0 if self.plain else NOWHERE] + [0] * (self.batch.words - 1)  # a place without rows
 
-    def section_bytes(self, seqlen_kv):
-        return cutlass.min(seqlen_kv, 2048) * 4096  # the same heads up to 2048 keys, then 8 MiB
+    def section_bytes(self, seqlen_kv):  # the same heads up to 2048 or 4096 keys, then 8 or 16 MiB
+        return cutlass.min(seqlen_kv, 4096 if self.head_dim == 256 and not self.has_policies else 2048) * 4096
 
     def tile_bytes(self, q_and_o: int) -> int:
         q = (q_and_o * self.head_dim if q_and_o < 3 else 2 * self.head_dim + self.value_dim) * self.tile_q

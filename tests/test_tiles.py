@@ -12,6 +12,7 @@ from harness.sweep import HEAD_DIMS
 from hopper_attention.kernels.contract import Problem
 
 k6, bwd4, calls, limits = map(kernels, ("k6", "bwd4", "calls", "device.limits"))
+division = kernels("division")
 ROWS, CONSUMERS = kernels("device.query_tiles").ROWS, kernels("device.key_tiles").CONSUMERS
 
 # Beside the ends of tiles of 64 to 256; differences of 62 and 126, where a tile hides a single pair.
@@ -84,6 +85,36 @@ def test_k6_visits_the_tiles_that_are_seen(head_dim: int, causal: bool, top_left
         consumers = work.passes * kernel.consumers
         visits = visits_of(kernel, problem)
         assert math.isclose((sum(work.trips) + 1) * consumers, visits), "work counts other tiles"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads"),  # of a section: with 512, 2048, 4096, 8192 and 16384 keys
+    [(64, (16, 16, 8, 4, 2)), (128, (8, 8, 4, 2, 1)), (256, (4, 4, 4, 2, 1))],
+)
+def test_sections_of_k6(head_dim: int, heads: tuple[int, ...]) -> None:
+    """At head_dim 256 of twice the bytes, where nothing but a scale is asked for beside the mask."""
+    mask = Problem.square(1, 1, 1, head_dim, True)
+    lengths = 512, 2048, 4096, 8192, 16384
+    for problem in (mask, mask.with_(top_left=True), mask.with_(scaled=True)):
+        assert tuple(map(k6.kernel_for(problem).section, lengths)) == heads
+    plain = tuple(max(1, section // (2 if n > 2048 else 1)) for n, section in zip(lengths, heads))
+    for policy in ({"softcap": 1.0}, {"sink": True}, {"causal": False, "window": (0, 0)}):
+        found = map(k6.kernel_for(mask.with_(scaled=True, **policy)).section, lengths)
+        assert tuple(max(1, x) for x in found) == (plain if head_dim == 256 else heads)
+
+
+@pytest.mark.parametrize(("heads", "n"), [(8, 8192), (16, 4096), (32, 4096), (16, 8192), (8, 16384)])
+def test_tiles_of_256_columns_end_together(heads: int, n: int) -> None:
+    """As `division`'s costs have it, in the order in which k6 fetches them; and each is fetched once."""
+    kernel, tile = k6.kernel_for(Problem.square(1, 1, 1, 256, True)), division.TILES[256][128]
+    blocks, found = math.ceil(n / kernel.tile_q), []
+    for i in range(blocks * heads):
+        block, head = kernel.order.locate(i, blocks, heads, kernel.section(n))
+        found.append((int(block), int(head)))
+    assert len({*found}) == blocks * heads == len(found)
+    steps = (kernel.kv_blocks((block + 1) * kernel.tile_q, n, n) for block, _ in found)
+    loads = division._loads([x * tile.step + tile.tile for x in steps], kernel.sms)
+    assert sum(loads) / kernel.sms / max(loads) > 0.98
 
 
 WINDOWS = ((0, 0), (63, 0), (64, 0), (127, 5), (130, 70), (-1, 10), (10, -1), (500, 3))
