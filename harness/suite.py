@@ -50,16 +50,19 @@ def way_of(choice: int | Parts, head_dim: int) -> str:
 
 def chosen(problem: Problem) -> str:
     """The way that the library takes."""
-    choice = division.rows_of(problem) if problem.direction == "fwd" else division.parts_of(problem)
-    return way_of(choice, problem.head_dim)
+    if problem.direction == "fwd":
+        return way_of(division.rows_of(problem), problem.head_dim)
+    turns = division.turns_pay(problem)
+    return way_of(division.parts_of(problem, deterministic=turns), problem.head_dim)
 
 
 def ways(problem: Problem) -> list[int | Parts]:
     """The ways to compute a problem that are timed; the one that the library takes is among them."""
     if problem.direction == "fwd":
         return list(division.TILES[problem.head_dim])
+    taken = division.parts_of(problem, deterministic=division.turns_pay(problem))
     by_steps = sorted(division.divisions(problem), key=lambda parts: division.steps_of(problem, parts))
-    return list(dict.fromkeys((UNDIVIDED, division.parts_of(problem), *by_steps[:WAYS])))
+    return list(dict.fromkeys((UNDIVIDED, taken, division.parts_of(problem), *by_steps[:WAYS])))
 
 
 def problem_of(row: dict[str, Any], direction: str) -> Problem:

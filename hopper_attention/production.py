@@ -49,7 +49,6 @@ COUNTERS_MAX = 256
 # A launch's scratch of up to so many bytes its stream keeps, with what was too small before it: allocating
 # takes longer than so short a kernel. Of the forward pass it is the LSE that nobody asked for.
 KEPT_BYTES = {"fwd": 2**18, "bwd": 2**24}
-TURNS_SEQLEN = 512  # so long may causal sequences be: 0.83 to 0.98 of the time, at 1024 as much (the sweep)
 
 Launch = Callable[..., None]
 Place = tuple[slice, slice]  # of batches and of heads
@@ -310,12 +309,10 @@ def backward_stage(
     if problem.policies:  # which the stages in parts do not take
         parts = UNDIVIDED
     if parts is None:
+        deterministic |= division.turns_pay(problem, gpu.sms)
         one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
-        parts = division.parts_of(problem, gpu.sms) if one_launch else UNDIVIDED
+        parts = division.parts_of(problem, gpu.sms, deterministic) if one_launch else UNDIVIDED
     if parts == UNDIVIDED:
-        # Of few tiles under a causal mask turns cost less than zeros.
-        short = problem.causal and problem.seqlen_q == problem.seqlen_kv <= TURNS_SEQLEN
-        deterministic |= columns <= 128 and not problem.policies and short
         return DETERMINISTIC if deterministic else BACKWARD, None
     return DETERMINISTIC_IN_PARTS if deterministic else IN_PARTS, parts
 

@@ -8,8 +8,7 @@ What changes      against bwd3: persistent CTAs and a tile counter; a warp that 
                   masked and unmasked loops apart; the next tile's K is loaded while this one is worked on,
                   dK and dV leave while the next begins; a warp writes the zeros that dQ is added to when
                   they are about to be needed; fp16, GQA without an fp32 round trip, unequal lengths;
-                  head_dim 256, with two kernels of its own. `bwd4_det` adds to dQ in one order, whatever
-                  order the CTAs arrive in.
+                  head_dim 256, with two kernels of its own; `bwd4_det`, whose dQ has one order of additions.
 What does not     preprocess and postprocess, who owns what, which products take registers.
 Supports          bf16 and fp16; head_dims as k6, in tiles of 64, 96, 128, 192, also with values of 128, and
                   256; seqlens ≥ 1; GQA and MQA. A causal mask is aligned at the bottom right or, with
@@ -149,7 +148,7 @@ class Backward(LoadingTiles):
 
     @property
     def smem_bytes(self) -> int:
-        return shared_bytes(self.config, self.head_dim, self.divides, self.batch.words)
+        return shared_bytes(self.config, self.head_dim, self.divides, self.words)
 
     @cute.jit
     def launch(
@@ -195,6 +194,7 @@ class Backward(LoadingTiles):
         divided, mDK and mDV are mParts' halves. mTiled and mParts: `key_parts`."""
         # 1. shared memory, rings, and who is who
         self.take(numbers)
+        self.count_sums(mDQ_sum, mOrder.shape[0])
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
@@ -202,7 +202,7 @@ class Backward(LoadingTiles):
             mTiled = mK
         lengths = seqlen_q, seqlen_kv, mQ.shape[2] // mTiled.shape[2]  # the last: query heads of a key head
         smem = SmemAllocator()
-        shared = allocate(smem, self.config, self.head_dim, self.dtype, self.divides, self.batch.words)
+        shared = allocate(smem, self.config, self.head_dim, self.dtype, self.divides, self.words)
         # All but the producer hear of tiles, and where the first stores nobody writes zeros.
         listeners = THREADS - (1 if self.zeroes_ahead else 2) * WARP
         rings = make_rings(smem, self.config, self.head_dim, listeners)
@@ -279,8 +279,8 @@ class Backward(LoadingTiles):
                 k_ring.consumer_release(k_left)
                 k_left.advance()
 
-            # 3. main loop: tiles of queries with a hidden pair, then the others, with a window again some
-            # with a hidden pair. The last one is apart, since no Sᵀ follows it, and masked in any case.
+            # 3. main loop: tiles of queries with a hidden pair, the others, with a window again masked ones;
+            # of a mirrored head in reverse. The last one is apart: no Sᵀ follows it, and it is masked always.
             heads = group if first < last else 0
             for _ in range(heads, unroll=1):
                 q_ring.consumer_wait(q_get)
@@ -290,14 +290,14 @@ class Backward(LoadingTiles):
                 if const_expr(self.config.keep_V):
                     tVsV = f.copy_V.partition_S(shared.V)[None, None, None, consumer]  # (CPY, CPY_M, CPY_K)
                     cute.copy(f.copy_V, tVsV, f.copy_V.retile(f.dP.A))
-                for begin, end, hides in self.runs(first, masked, whole, last):
+                for begin, end, hides in self.runs(first, masked, whole, last, place):
                     for i in range(begin, end, unroll=1):
-                        where = kv_block, i, seqlens
+                        where = kv_block, self.q_tile_at(i, first, last, place, *seqlens), seqlens
                         self.step(x, f, k_get, q_get, q_next, parity, *where, masked=hides, final=False)
                         parity ^= 1
                         q_get.advance()
                         q_next.advance()
-                where = kv_block, last - 1, seqlens
+                where = kv_block, self.q_tile_at(last - 1, first, last, place, *seqlens), seqlens
                 self.step(x, f, k_get, q_get, q_next, parity, *where, masked=True, final=True)
                 parity ^= 1
                 q_get.advance()

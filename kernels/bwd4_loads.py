@@ -50,7 +50,8 @@ class LoadingTiles(SummedTiles):
             tell(tile_ring, tile_put, shared.tile, (1, *place))
             tile_put.advance()
             kv_head = place[1]
-            kv_block, first, _, _, last = self.work_on(place[0], mTiled, *self.batch.lengths(place, extents))
+            seqlens = self.batch.lengths(place, extents)
+            kv_block, first, _, _, last = self.work_on(place[0], mTiled, *seqlens)
             mOwnStats = self.batch.scratch(mStats, place)
             # (TMA, block of 64 keys) and (TMA, consumer + 2 · stage)
             own_head = kv_head
@@ -64,7 +65,8 @@ class LoadingTiles(SummedTiles):
                 # (TMA, tile of queries) and (TMA, stage)
                 tQgQ, tQsQ = partition_tma(load_Q, self.batch.queries(mQ, head, place), shared.Q)
                 tOgO, tOsO = partition_tma(load_dO, self.batch.queries(mDO, head, place), shared.dO)
-                for i in range(first, last, unroll=1):
+                for step in range(first, last, unroll=1):
+                    i = self.q_tile_at(step, first, last, place, *seqlens)
                     put(q_ring, q_put, load_Q, tQgQ[None, i], tQsQ)
                     # Until here only what the caller gave is read, and the counter, which the call before
                     # left at zero: the preprocess, launched without PDL, began when that had ended.
@@ -73,7 +75,7 @@ class LoadingTiles(SummedTiles):
                         waited = cutlass.Boolean(True)
                     head_index = self.batch.scratch_row(place, head, mQ.shape[2])
                     self.put_stats(q_ring, q_put, mOwnStats, shared.stats, head_index, i)
-                    if g == 0 and i == first:
+                    if g == 0 and step == first:
                         self.put_parts(v_ring, v_put, load_V, tVgV, tVsV, kv_block, 1)
                     put(do_ring, q_put, load_dO, tOgO[None, i], tOsO)
                     q_put.advance()
@@ -82,7 +84,7 @@ class LoadingTiles(SummedTiles):
             k_put.advance()
             v_put.advance()
             tile = fetch(mCounter, tiles, own_first=False)
-        tell(tile_ring, tile_put, shared.tile, [0] * (1 + self.batch.words))
+        tell(tile_ring, tile_put, shared.tile, [0] * (1 + self.words))
 
     @cute.jit
     def put_parts(self, ring, state, atom, tXgX, tXsX, kv_block, stages):

@@ -75,8 +75,8 @@ def kernel_for(
 
 def workspace(problem: Problem, deterministic: bool = False, sms: int = SMS) -> Scratch:
     """Divided as `parts_of` has it, and where that has bwd4 as faster, in as few parts as there can be."""
-    parts = parts_of(problem, sms)
-    if parts == UNDIVIDED and len(ways := divisions(problem, sms)) > 1:
+    parts = parts_of(problem, sms, deterministic)
+    if parts == UNDIVIDED and len(ways := divisions(problem, sms, deterministic)) > 1:
         parts = min(ways[1:], key=lambda parts: parts.count)
     return backward_scratch(problem, deterministic, parts)
 

@@ -116,7 +116,7 @@ class FlashAttentionBackward(Pass):
     def fake_workspace(self) -> tuple[object, ...]:
         order = (cute.sym_int(), cute.sym_int())
         return (
-            *fake_scratch(self.main.head_dim, self.main.sums),
+            *fake_scratch(self.main.head_dim, 2 if self.main.counts_sums else self.main.sums),
             *self.fake_lists(),
             make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),
             make_fake_tensor(Int32, order, (cute.sym_int64(), 1), assumed_align=4),

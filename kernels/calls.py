@@ -5,6 +5,7 @@ import math
 from typing import NamedTuple
 
 from .contract import Compiled, Problem, Scratch, Tensors
+from .device.constants import SMS
 from .device.limits import (
     BLOCK,
     COLUMN_BYTES,
@@ -28,6 +29,9 @@ from .device.limits import (
 )
 
 DETERMINISTIC = {"deterministic": True}  # bwd4_det's options
+# Tiles of keys up to which one sum of dQ is better than two, and tiles of queries of all heads: with half as
+# many there is work for two sums (`sums_for`).
+ONE_SUM, FEW_QUERIES = {64: 12, 96: 8, 128: 8}, 660
 
 
 class Parts(NamedTuple):
@@ -97,8 +101,7 @@ def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None 
         # of tiles taken, a kernel each
         stats = scratch_shapes(problem, tile_q)["stats"]
         return {"stats": stats, **of_keys, **lists, "counter": ((2,), "int32")}
-    sums = sums_of_dq(deterministic, problem.causal or problem.window is not None)
-    heads = problem.batch * problem.heads
+    sums, heads = sums_for(problem, deterministic), problem.batch * problem.heads
     return (
         scratch_shapes(problem, tile_q, sums)
         | of_keys
@@ -109,6 +112,23 @@ def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None 
             "counter": ((1,), "int32"),  # of tiles taken
         }
     )
+
+
+def sums_for(problem: Problem, deterministic: bool) -> int:
+    """How many sums of dQ a backward pass up to head_dim 128 has. Tiles of keys add to them in turns, so that
+    with more of them fewer wait for each other, and more bytes are written and read. notes/bwd4_det.md,
+    "How many sums", has the measured times."""
+    if not deterministic or set(problem.policies) - {"sink"}:
+        return sums_of_dq(deterministic, problem.causal or problem.window is not None)
+    columns, heads = tile_dim(problem), problem.batch * problem.heads
+    key_tiles = math.ceil(problem.seqlen_kv / TILE_KV[columns])
+    if problem.seqlen_kv > 2 * problem.seqlen_q:
+        # All tiles of keys begin with the same few queries: the fewer those are, the more sums.
+        tiles = heads * math.ceil(problem.seqlen_q / TILE_Q[columns])
+        wanted = 2 ** math.ceil(math.log2(max(1.0, FEW_QUERIES / max(1, tiles))))
+        return max(2, min(8, key_tiles // 3, wanted))
+    short = key_tiles <= ONE_SUM[columns] and heads * key_tiles >= 2 * SMS
+    return 1 if problem.causal or short else 2
 
 
 def launch_forward(compiled: Compiled, q, k, v, o, lse, scratch, given) -> None:

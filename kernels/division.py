@@ -133,8 +133,13 @@ FEW_TILES = 8  # for each SM: with more of them dividing gains nothing, but of L
 LONG = 32768
 QUERY_PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 
+# So long may causal sequences be for turns at dQ to cost less than zeros (notes/bwd4_det.md, "By default"):
+TURNS_SHORT = 512  # up to head_dim 128, with undivided tiles
+TURNS_SEQLEN = 8192  # at 128, with so many tiles for each SM that nobody ends late
+TURNS_TILES = 3
 
-def parts_of(problem: Problem, sms: int = SMS) -> Parts:
+
+def parts_of(problem: Problem, sms: int = SMS, deterministic: bool = False) -> Parts:
     """How to divide a backward pass: with the least time, by what the busiest SM has to do and what parts
     cost."""
     tiles = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)]) * problem.batch * problem.kv_heads
@@ -148,7 +153,21 @@ def parts_of(problem: Problem, sms: int = SMS) -> Parts:
         return parts if of_parts <= problem.heads * problem.seqlen_q else UNDIVIDED  # rows of dQ's sums
     if not tiles:
         return UNDIVIDED
-    return min(divisions(problem, sms), key=lambda parts: steps_of(problem, parts, sms))
+    ways = divisions(problem, sms, deterministic)
+    return min(ways, key=lambda parts: steps_of(problem, parts, sms, deterministic))
+
+
+def turns_pay(problem: Problem, sms: int = SMS) -> bool:
+    """Whether gradients come sooner with turns at dQ, where who comes first stores, than with zeros."""
+    columns, equal = tile_dim(problem), problem.seqlen_q == problem.seqlen_kv
+    if problem.policies or not (problem.causal and equal and problem.seqlen_kv) or columns > 128:
+        return False
+    if problem.seqlen_kv <= TURNS_SHORT and parts_of(problem, sms) == UNDIVIDED:
+        return True
+    if columns < 128 or problem.seqlen_kv > TURNS_SEQLEN:
+        return False
+    key_tiles = math.ceil(problem.seqlen_kv / TILE_KV[columns]) * problem.batch * problem.kv_heads
+    return key_tiles * parts_of(problem, sms, deterministic=True).heads >= TURNS_TILES * sms
 
 
 def _is_grouped(problem: Problem) -> bool:
@@ -156,28 +175,31 @@ def _is_grouped(problem: Problem) -> bool:
     return problem.causal and problem.heads > problem.kv_heads and tile_dim(problem) <= 128
 
 
-def divisions(problem: Problem, sms: int = SMS) -> list[Parts]:
+def divisions(problem: Problem, sms: int = SMS, deterministic: bool = False) -> list[Parts]:
     """The ways to divide a backward pass that may gain anything: heads by any divisor of their group, 1
-    among them, and queries too while a part has two steps and tiles are no more than four for each SM."""
+    among them, and queries too while a part has two steps and tiles are no more than four for each SM. Not
+    if tiles of keys wait for each other's turn: those of one part of the queries begin with the same."""
     group = problem.heads // max(1, problem.kv_heads)
     key_tiles = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
     tiles = key_tiles * problem.batch * problem.kv_heads
     q_tiles = math.ceil(problem.seqlen_q / STEP_Q[tile_dim(problem)])
-    found = []
+    found, waits = [], deterministic and key_tiles > 1
     for heads in (x for x in range(1, group + 1) if group % x == 0):
         for queries in QUERY_PARTS:
             more = heads * queries * tiles
-            if queries == 1 or (2 * queries <= q_tiles and more <= 4 * sms):
+            if queries == 1 or (2 * queries <= q_tiles and more <= 4 * sms and not waits):
                 found.append(Parts(heads, queries))
     return found
 
 
-def steps_of(problem: Problem, parts: Parts, sms: int = SMS) -> float:
+def steps_of(problem: Problem, parts: Parts, sms: int = SMS, deterministic: bool = False) -> float:
     """The time of a backward pass, in steps of its main loop."""
     busiest = max(loads_of(problem, parts, sms))
+    # Where tiles wait for turns and all begin with the same queries, more heads of a group part them.
+    waits = deterministic and problem.seqlen_kv > 2 * problem.seqlen_q
     if _is_grouped(problem):
         busiest *= 1 + TOGETHER * (problem.heads // problem.kv_heads // parts.heads - 1)
-        busiest *= UNDIVIDED_CAUSAL if parts == UNDIVIDED else 1.0
+        busiest *= UNDIVIDED_CAUSAL if parts == UNDIVIDED and not waits else 1.0
     if parts == UNDIVIDED:
         return busiest
     keys = problem.batch * problem.kv_heads * parts.count * problem.seqlen_kv

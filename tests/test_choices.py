@@ -8,7 +8,7 @@ import pytest
 from harness import choices, library, suite
 from harness.results import gpu_folder, results_dir
 from harness.suites import SUITES
-from hopper_attention.kernels import division
+from hopper_attention.kernels import calls, division
 
 FOLDER = results_dir() / gpu_folder("NVIDIA H200")
 
@@ -38,3 +38,13 @@ def test_the_figure_of_the_choices(tmp_path: Path) -> None:
     library.figures(FOLDER)["choices.png"](tmp_path / "choices.png")
     assert (tmp_path / "choices.png").stat().st_size > 10_000
     choices.plot_choices({"fwd": [], "bwd": []}, tmp_path / "none.png")
+
+
+def test_tiles_that_wait_for_turns_have_no_parts_of_queries() -> None:
+    """Those of one part of the queries would all begin with the same; on one tile of keys nobody waits."""
+    for model in SUITES["models"]:
+        problem = model.problem.with_(direction="bwd")
+        ways = division.divisions(problem, deterministic=True)
+        alone = problem.seqlen_kv <= 64 * (1 + (problem.head_dim < 256))
+        assert alone or all(parts.queries == 1 for parts in ways)
+        assert division.parts_of(problem, deterministic=True) in [*ways, calls.UNDIVIDED]

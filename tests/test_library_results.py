@@ -88,8 +88,11 @@ def test_any_problem_is_covered_by_one_way(sms: int) -> None:
         assert production.backward_stage(given, False, gpu=Gpu(sms)) == (stage_id, parts)
         refuse(stage_id, problem)
         few = problem.seqlen_kv <= 128
-        if problem.causal and parts is None:
-            few |= problem.seqlen_q == problem.seqlen_kv <= production.TURNS_SEQLEN
+        if problem.causal and problem.seqlen_q == problem.seqlen_kv:
+            few |= parts is None and problem.seqlen_q <= division.TURNS_SHORT
+            if problem.head_dim == 128 and problem.seqlen_q <= division.TURNS_SEQLEN:
+                turning = division.parts_of(problem, sms, deterministic=True).heads
+                few |= -(-problem.seqlen_kv // 128) * problem.batch * problem.kv_heads * turning >= 3 * sms
         turns = stage_id in (production.DETERMINISTIC, production.DETERMINISTIC_IN_PARTS)
         assert turns == (few and problem.head_dim < 256)
         if parts is not None:

@@ -28,9 +28,11 @@ from hopper_attention.launch import compile_stage
 CUDA_CORES = ("k1", "fa1", "k2", "bwd1", "bwd2")  # what these compute with; tensor cores and TMA come later
 K6 = ("k6", "k6_r128", "k6_r64")
 BWD4 = ("bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det")
+MIRRORED = tuple(stage_id for stage_id in BWD4 if stage_id.endswith("_det"))  # of these some heads
 WGMMA = ("k4_qk", "k4", "k5", "k6_1", "k6_2", *K6, "bwd3", *BWD4)
 # Products on tensor cores in the code, full and causal: k6_2 has a first Q·Kᵀ before its loop and a last P·V
-# behind it, k6 a second loop for tiles with hidden keys and the next tile's first Q·Kᵀ.
+# behind it, k6 a second loop for tiles with hidden keys and the next tile's first Q·Kᵀ; where heads may be
+# mirrored, bwd4 has a third loop, since tiles with a hidden pair are its first or its last.
 PRODUCTS = {
     "k4_qk": (1, 1),
     "k4": (2, 2),
@@ -40,10 +42,12 @@ PRODUCTS = {
     **dict.fromkeys(K6, (7, 7)),
     "bwd3": (5, 5),
     **dict.fromkeys(BWD4, (15, 15)),
+    **dict.fromkeys(MIRRORED, (15, 20)),
 }
 # Waits where they are not one a product: k6 has branches that wait for P·V before they touch O, bwd3 waits
 # for S and dP together, and for dV, dK and dQ.
 WAITS = {"bwd3": (2, 2), **dict.fromkeys(K6, (9, 9)), **dict.fromkeys(BWD4, (13, 13))}
+WAITS |= dict.fromkeys(MIRRORED, (13, 17))
 WAITS |= {(stage_id, 64): (11, 11) for stage_id in K6} | {("k6_r64", 128): (11, 11)}  # a tile in two parts
 SPECIALISED = ("k5", "k6_1", "k6_2", *K6, *BWD4)
 # Instructions a thread issues for one score, in the loop over unmasked tiles, if no row's maximum has grown.

@@ -51,14 +51,17 @@ def test_scratch_is_padded_to_the_tiles_of_the_kernels(
         tile_q = kernel.queries.tile_q if wide else kernel.main.tile_q
         assert tile_q == limits.TILE_Q[head_dim]
         assert tile_q % kernel.main.tile_q == 0
-        tiles, sums = math.ceil(problem.seqlen_q / tile_q), kernel.main.sums
-        scratch = calls.backward_scratch(problem.with_(batch=2, heads=6, kv_heads=3), deterministic)
+        problem = problem.with_(batch=2, heads=6, kv_heads=3)
+        tiles = math.ceil(problem.seqlen_q / tile_q)
+        scratch = calls.backward_scratch(problem, deterministic)
         shapes = {name: shape for name, (shape, _) in scratch.items()}
         blocks = tiles * tile_q // limits.BLOCK
         assert shapes["stats"][:2] == (12, blocks)
         assert ("dQ_sum" in shapes) != wide
         if not wide:
-            assert sums == limits.sums_of_dq(deterministic, causal)
+            sums = calls.sums_for(problem, deterministic)
+            assert kernel.main.counts_sums == deterministic
+            assert sums == kernel.main.sums or deterministic, "sums are counted"
             assert shapes["dQ_sum"][:2] == (12 * sums, blocks)
             assert (shapes["order"], shapes["zeroed"]) == ((12, tiles * sums), (6,))
 
@@ -191,33 +194,6 @@ def test_bwd4_visits_the_tiles_that_see(head_dim: int, causal: bool, top_left: b
         assert math.isclose(work.trips[0] * passes, masked_visits)
 
 
-@every_mask
-def test_bwd4_det_has_a_turn_for_every_visit(head_dim: int, causal: bool, top_left: bool) -> None:
-    """At each sum of a tile of queries the turns are 0, 1, …, in the order the tiles of keys are fetched, and
-    the last one leaves the counter at zero: a gap would have a CTA wait forever. The postprocess reads the
-    sums that were written, and no other."""
-    mask = Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)
-    kernel = bwd4.kernel_for(mask, deterministic=True).main
-    for problem in problems(head_dim, causal, top_left, "bwd"):
-        lengths = problem.seqlen_q, problem.seqlen_kv
-        turns = defaultdict(list)
-        kv_blocks = range(math.ceil(problem.seqlen_kv / kernel.tile_kv))
-        for kv_block in reversed(kv_blocks) if causal else kv_blocks:  # as `locate` hands them out
-            first, _, _, last = map(int, kernel.q_tiles(kv_block, *lengths))
-            for tile in range(first, last):
-                place, *turn = kernel.turn_of(kv_block, tile, *lengths)
-                turns[tile, place].append(tuple(turn))
-        for found in turns.values():
-            assert found == [(turn, turn == len(found) - 1) for turn in range(len(found))]
-        written = set()
-        for tile in range(math.ceil(problem.seqlen_q / kernel.tile_q)):
-            came = kernel.turns_at(tile, *lengths)
-            written |= {(tile, place) for place in range(kernel.sums) if came > place}
-            blind = keys_seen(problem, (tile + 1) * kernel.tile_q - 1) == 0
-            assert (came == 0) == blind
-        assert set(turns) == written
-
-
 WINDOWS = ((0, 0), (63, 0), (64, 64), (100, 20), (300, 0), (-1, 30), (30, -1), (0, 200), (127, 1))
 every_window = pytest.mark.parametrize(
     ("head_dim", "window"), [(d, window) for d in (*HEAD_DIMS, 256) for window in WINDOWS]
@@ -318,7 +294,6 @@ def test_bwd4_det_has_a_turn_for_every_visit_of_a_window(head_dim: int, window: 
 
 
 @every_mask
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("batch", "kv_heads", "group", "seqlen_q", "seqlen_kv"),
     [
@@ -333,7 +308,6 @@ def test_zeros_are_written_before_anyone_waits(
     head_dim: int,
     causal: bool,
     top_left: bool,
-    deterministic: bool,
     batch: int,
     kv_heads: int,
     group: int,
@@ -342,9 +316,9 @@ def test_zeros_are_written_before_anyone_waits(
 ) -> None:
     """Every sum is zeroed once; the tiles that do it are fetched before the first tile of the head that waits
     for it, or all CTAs might wait for one that has not begun. And every tile is fetched once. (bwd4_det needs
-    no zeros; a section's heads would have been zeroed while the section before them is.)"""
+    no zeros: test_turns.py.)"""
     mask = Problem.square(1, 1, 1, head_dim, causal, top_left=top_left)
-    kernel = bwd4.kernel_for(mask, deterministic=deterministic).main
+    kernel = bwd4.kernel_for(mask).main
     mQ = SimpleNamespace(shape=(seqlen_q, head_dim, kv_heads * group, batch))
     mK = SimpleNamespace(shape=(seqlen_kv, head_dim, kv_heads, batch))
     kv_blocks, heads = math.ceil(seqlen_kv / kernel.tile_kv), batch * kv_heads

@@ -236,6 +236,7 @@ class Postprocess:
             self.scale = numbers[0]
         if const_expr(self.tiles is not None):
             self.tiles.take(numbers)  # anew: what it took inside another kernel nobody may use here
+            self.tiles.count_sums(mDQ_sum, mDQ.shape[2] * mDQ.shape[3] if self.packed is None else 0)
         # From the last head back: the main kernel has just left that in L2.
         block, head, batch = [n - 1 - i for n, i in zip(cute.arch.grid_dim(), cute.arch.block_idx())]
         cute.arch.griddepcontrol_wait()
@@ -277,27 +278,24 @@ class Postprocess:
         if const_expr(parts is not None):
             rDQ.fill(0.0)
             for i in range(parts, unroll=1):
-                of_part = mDQ_sum[head_index * parts + i, block, warpgroup_idx, None]
-                gPart = cute.make_tensor(of_part.iterator, held)
-                rPart = cute.make_rmem_tensor(quads.layout, Float32)
-                for g in range_constexpr(BLOCK // 8):
-                    cute.autovec_copy(gPart[None, thread, g], rPart[None, g])
-                quads.store(quads.load() + rPart.load())
+                add_sum(quads, mDQ_sum[head_index * parts + i, block, warpgroup_idx, None], thread)
         elif const_expr(self.tiles is None):
             gDQ_sum = cute.make_tensor(mDQ_sum[head_index, block, warpgroup_idx, None].iterator, held)
             for g in range_constexpr(BLOCK // 8):
                 cute.autovec_copy(gDQ_sum[None, thread, g], quads[None, g])
         else:
             rDQ.fill(0.0)
-            came = self.tiles.turns_at(block // self.tiles.blocks, *lengths)
-            for i in range_constexpr(self.tiles.sums):
-                of_sum = mDQ_sum[head_index * self.tiles.sums + i, block, warpgroup_idx, None]
-                gDQ_sum = cute.make_tensor(of_sum.iterator, held)
-                if came > i:
-                    rSum = cute.make_rmem_tensor(quads.layout, Float32)
-                    for g in range_constexpr(BLOCK // 8):
-                        cute.autovec_copy(gDQ_sum[None, thread, g], rSum[None, g])
-                    quads.store(quads.load() + rSum.load())
+            sums, q_tile = self.tiles.sums, block // self.tiles.blocks
+            if const_expr(self.tiles.counts_sums):
+                for i in range(self.tiles.sums_at(q_tile, *lengths), unroll=1):
+                    add_sum(quads, mDQ_sum[head_index * sums + i, block, warpgroup_idx, None], thread)
+            else:
+                came = self.tiles.turns_at(q_tile, *lengths)
+                for i in range_constexpr(sums):
+                    of_sum = mDQ_sum[head_index * sums + i, block, warpgroup_idx, None]
+                    gDQ_sum = cute.make_tensor(of_sum.iterator, held)
+                    if came > i:
+                        add_held(quads, gDQ_sum, thread)
 
         rDQ16 = cute.make_rmem_tensor(rDQ.layout, dtype)
         rDQ16.store((rDQ.load() * self.scale).to(dtype))
@@ -311,6 +309,19 @@ class Postprocess:
             cute.copy(store_DQ, tDQsDQ[None, 0], tDQgDQ[None, block])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the CTA
+
+
+def add_sum(quads, gSum, thread) -> None:
+    """A thread adds its elements of a block's sums (4096,) to its accumulator (register, g)."""
+    add_held(quads, cute.make_tensor(gSum.iterator, cute.make_layout((QUAD, WARPGROUP, BLOCK // 8))), thread)
+
+
+def add_held(quads, gQuads, thread) -> None:
+    """`add_sum` of sums (register, thread, g) as accumulators hold them."""
+    rSum = cute.make_rmem_tensor(quads.layout, Float32)
+    for g in range(BLOCK // 8):
+        cute.autovec_copy(gQuads[None, thread, g], rSum[None, g])
+    quads.store(quads.load() + rSum.load())
 
 
 class SinkGradient:

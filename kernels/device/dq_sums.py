@@ -21,6 +21,7 @@ from .policies import listed
 from .rings import CONSUMER
 from .tile_order import hear, hear_place
 
+ROTATED_BYTES = 32 * 2**20  # of a head's queries, with both sums: what CTAs read at many places at once
 PART = ROWS * 64  # elements of dQ_sum in a row: 64 queries × 64 columns
 AND_ADDER = WARPGROUP + WARP  # threads at a named barrier where a consumer and an adding warp meet
 
@@ -85,9 +86,10 @@ class SummedTiles(Tiles):
                 mTurns = cute.domain_offset((0, place[6] // self.blocks * self.sums), mOrder)
             for g in range(group, unroll=1):
                 head_index = self.batch.scratch_row(place, kv_head * group, mQ.shape[2]) + g
-                for i in range(first, last, unroll=1):
+                for step_of_head in range(first, last, unroll=1):
                     if step % 2 == mine:
-                        at, turn, final = self.turn_of(kv_block, i, seqlen_q, seqlen_kv)
+                        i = self.q_tile_at(step_of_head, first, last, place, seqlen_q, seqlen_kv)
+                        at, turn, final = self.turn_of(kv_block, i, seqlen_q, seqlen_kv, place)
                         order = mTurns[head_index, None].iterator + (i * self.sums + at)
                         if const_expr(self.deterministic):
                             await_value(order, turn)
@@ -219,11 +221,52 @@ class SummedTiles(Tiles):
 
     # ---- turns --------------------------------------------------------------------------------------------
 
+    def count_sums(self, mDQ_sum, heads) -> None:
+        """How many sums a tile of queries has, of so many heads: as many as the caller has allocated
+        (`calls.sums_for`). Inside a kernel, each anew."""
+        if self.counts_sums:
+            self.sums = mDQ_sum.shape[0] // heads
+
+    @cute.jit
+    def q_tile_at(self, i, first, last, place, seqlen_q, seqlen_kv):
+        """The tile of queries of a step, counted from `first` to `last` − 1."""
+        if const_expr(self.mirrors):
+            if place[3] != 0:
+                i = first + last - 1 - i
+        if const_expr(self.rotates):
+            if self.is_rotated(seqlen_q, seqlen_kv):
+                kv_blocks = cute.ceil_div(seqlen_kv, self.tile_kv)
+                i += (kv_blocks - 1 - place[0]) * last // kv_blocks
+                if i >= last:
+                    i -= last
+        return i
+
+    def is_rotated(self, seqlen_q, seqlen_kv):
+        """Whether each tile of keys begins with other queries: where there is a sum for those before them,
+        and what CTAs read at different places stays in L2."""
+        fits = (seqlen_q * (self.column_bytes + 4) * self.head_dim <= ROTATED_BYTES) & (seqlen_kv <= 2**23)
+        return (self.sums == 2) & fits
+
     @cute.jit
     def turns_at(self, q_tile, seqlen_q, seqlen_kv):
         """How many tiles of keys add to dQ of a tile of queries: those of `keys_seen`."""
         first, end = self.keys_seen(q_tile, seqlen_q, seqlen_kv)
         return end - first if const_expr(self.mask.hides_first) else end
+
+    @cute.jit
+    def sums_at(self, q_tile, seqlen_q, seqlen_kv):
+        """How many sums of a tile of queries' dQ anyone adds to; they are the first."""
+        came = cutlass.min(self.turns_at(q_tile, seqlen_q, seqlen_kv), self.sums)
+        if const_expr(self.rotates):
+            if self.is_rotated(seqlen_q, seqlen_kv):
+                came = 2 if self.first_unwrapped(q_tile, seqlen_q, seqlen_kv) > 0 else 1
+        return came
+
+    @cute.jit
+    def first_unwrapped(self, q_tile, seqlen_q, seqlen_kv):
+        """Rotated, the first tile of keys that begins with this tile of queries or one before it."""
+        kv_blocks = cute.ceil_div(seqlen_kv, self.tile_kv)
+        return kv_blocks - cute.ceil_div((q_tile + 1) * kv_blocks, cute.ceil_div(seqlen_q, self.tile_q))
 
     @cute.jit
     def keys_seen(self, q_tile, seqlen_q, seqlen_kv):
@@ -241,11 +284,12 @@ class SummedTiles(Tiles):
         return first, end
 
     @cute.jit
-    def turn_of(self, kv_block, q_tile, seqlen_q, seqlen_kv):
-        """(sum, turn, final): to which sum of a tile of queries' dQ a tile of keys adds, and when.
+    def turn_of(self, kv_block, q_tile, seqlen_q, seqlen_kv, place=None):
+        """(sum, turn, final): to which sum of a tile of queries' dQ a tile of keys adds, and when; of a head
+        that may be mirrored with its `place`.
 
-        Whoever comes before it was fetched before it (`Tiles.order`: blocks ascend, under a mask descend, as
-        turns do), so nobody waits for one who has not begun.
+        Whoever comes before it was fetched before it (`Tiles.locate`: blocks ascend, under a mask descend
+        unless mirrored, as turns do), so nobody waits for one who has not begun.
         """
         first, end = self.keys_seen(q_tile, seqlen_q, seqlen_kv)
         turns = end - first if const_expr(self.mask.hides_first) else end
@@ -253,7 +297,19 @@ class SummedTiles(Tiles):
         if const_expr(self.mask.hides):
             # From the diagonal to the left: CTAs that begin together reach the tile in this order.
             turn = end - 1 - kv_block
-        return turn % self.sums, turn // self.sums, turn + self.sums >= turns
+            if const_expr(self.mirrors):
+                if place[3] != 0:
+                    turn = kv_block
+        at, own_turn, final = turn % self.sums, turn // self.sums, turn + self.sums >= turns
+        if const_expr(self.rotates):
+            if self.is_rotated(seqlen_q, seqlen_kv):
+                # One sum until the last tile of queries, one after it: in either those who begin later in the
+                # order of tiles come later.
+                begin = self.first_unwrapped(q_tile, seqlen_q, seqlen_kv)
+                at, own_turn, final = 0, kv_block - begin, kv_block == end - 1
+                if kv_block < begin:
+                    at, own_turn, final = 1, kv_block, kv_block == begin - 1
+        return at, own_turn, final
 
 
 @cute.jit

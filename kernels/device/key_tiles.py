@@ -27,6 +27,7 @@ THREADS = WARPGROUP * (CONSUMERS + 1)
 BOTH = WARPGROUP * CONSUMERS  # threads at a named barrier where the consumers meet
 REGISTERS = (24, 240)  # of a producer's thread, of a consumer's
 CAPPED_COLUMNS = 4  # of scores, whose exponentials with a soft cap are in flight together
+L2_BYTES = 48 * 2**20
 TILES_AHEAD = 16  # without a mask zeros are written so many tiles, but at least a head, ahead
 
 
@@ -67,6 +68,13 @@ class Tiles(Scores):
         # keys and a later head, and stays as far behind the CTA it waits for as it was. With one CTA more
         # all of them fall behind. (At 128 queries a step it gained nothing.)
         self.in_waves = deterministic and not mask.hides and self.blocks == 1
+        # Tiles that take turns are fetched in the order of their turns: under a mask with the shortest first,
+        # which leaves the longest to the end. So the last heads are mirrored: their longest tiles come first,
+        # and queries from the last to the first, and long tiles begin where short ones end.
+        plain = not (capped or packed or mask.hides_first)
+        self.mirrors = deterministic and plain and mask.hides
+        self.rotates = deterministic and plain and self.in_waves and not divides
+        self.counts_sums = deterministic and plain  # `count_sums`; otherwise:
         self.sums = sums_of_dq(deterministic, mask.hides)
         self.column_bytes = COLUMN_BYTES[head_dim]
         # With a mask the tile that is seen by most comes first, or as `turn_of` wants it last; deterministic,
@@ -75,6 +83,11 @@ class Tiles(Scores):
         self.order = BySection(backwards=mask.hides and deterministic) if by_section else ByHead()
         self.scale = 1.0 / math.sqrt(head_dim)
         self.scale_log2 = self.scale * LOG2_E
+
+    @property
+    def words(self) -> int:
+        """Of a tile's place, as warps hear of it."""
+        return self.batch.words + self.mirrors
 
     # ---- which tiles --------------------------------------------------------------------------------------
 
@@ -102,10 +115,17 @@ class Tiles(Scores):
             masked = last
         return first, masked, whole, last
 
-    def runs(self, first, masked, whole, last):
+    def runs(self, first, masked, whole, last, place=None):
         """The loops over `q_tiles`, one after the other, as (begin, end, whether masked); the last tile is
-        apart. A generator, so that each bound is computed where its loop begins."""
+        apart. A generator, so that each bound is computed where its loop begins. Of a mirrored head they
+        count steps, from the last tile of queries on (`q_tile_at`), and the first one is apart."""
         split = cutlass.min(masked, last - 1)
+        if self.mirrors:
+            first_masked, unmasked = masked_runs(first, masked, last, place[3])
+            yield first, first_masked, True
+            yield first_masked, unmasked, False
+            yield unmasked, last - 1, True
+            return
         yield first, split, True
         if self.mask.hides_first:
             begin = cutlass.max(first, split)
@@ -137,7 +157,7 @@ class Tiles(Scores):
     def place_of_part(self, place, mTiled, seqlen_kv):
         """Where among the parts (`key_parts.halves`) those of a tile lie."""
         parts = query_parts(mTiled, cute.ceil_div(seqlen_kv, self.tile_kv) * self.tile_kv)
-        block, kv_head, batch = place
+        block, kv_head, batch, *_ = place
         return (batch * mTiled.shape[2] + kv_head) * parts + block % parts
 
     @cute.jit
@@ -162,6 +182,8 @@ class Tiles(Scores):
                 section = cutlass.max(self.blocks, 2 * SECTION_BYTES // head_bytes)
         elif self.deterministic:
             section = self.sms // kv_blocks  # so that CTAs begin in the order of their turns
+        if self.mirrors:
+            heads = heads // 2
         return cutlass.max(1, cutlass.min(heads, section))
 
     @cute.jit
@@ -170,6 +192,8 @@ class Tiles(Scores):
         final = heads // section * section
         if const_expr(self.mask.hides or (self.deterministic and not self.in_waves)):
             final = final_section(heads, section)
+        if const_expr(self.mirrors):  # at most half of the heads
+            final = cutlass.max(final, (heads + 1) // 2 // section * section)
         return final
 
     @cute.jit
@@ -184,14 +208,25 @@ class Tiles(Scores):
 
     @cute.jit
     def locate(self, tile, mQ, mK):
-        """(kv_block, kv_head, batch) of the tile-th tile in the order they are fetched."""
+        """(kv_block, kv_head, batch) of the tile-th tile in the order they are fetched, and if some heads are
+        mirrored, whether this one is."""
         heads, kv_blocks = mK.shape[2], cute.ceil_div(mK.shape[0], self.tile_kv)
         section, final, all_heads = None, None, heads * mK.shape[3]
         if const_expr(self.mask.hides or self.deterministic):
             section = self.section(mQ, mK)
             final = self.final(all_heads, section)
         kv_block, head = self.order.locate(tile, kv_blocks, all_heads, section, final)
-        return kv_block, head % heads, head // heads
+        place = kv_block, head % heads, head // heads
+        if const_expr(self.mirrors):
+            # With many more keys than queries all tiles are about as long. Of queries that do not stay in L2
+            # the longest tiles first: those read the same ones for longest.
+            mirrored = Int32(head >= final)
+            if mQ.shape[0] * self.column_bytes * self.head_dim > L2_BYTES:
+                mirrored = Int32(1)
+            if mK.shape[0] > 2 * mQ.shape[0]:
+                mirrored = Int32(0)
+            place = kv_blocks - 1 - kv_block if mirrored != 0 else kv_block, *place[1:], mirrored
+        return place
 
     def place_of(self, tile, mQ, mK, mList):
         """The tile-th tile's place, of `self.batch`; mList only of packed ones."""
@@ -379,6 +414,18 @@ class Tiles(Scores):
             sX = sStats[None, None, None, state.index]
             both = [cute.make_tensor(x.iterator, flat) for x in (gStats, sX)]
             cute.copy(bulk, *both, mbar_ptr=ring.producer_get_barrier(state))
+
+
+@cute.jit
+def masked_runs(first, masked, last, mirrored):
+    """Of tiles of queries of which those before `masked` need the mask, and the last one in their order is
+    apart: the steps before which those end that come first and need it, and those that do not. Mirrored,
+    those that need it come last."""
+    masked = cutlass.max(first, cutlass.min(masked, last))
+    first_masked, unmasked = cutlass.min(masked, last - 1), last - 1
+    if mirrored != 0:
+        first_masked, unmasked = first, cutlass.min(first + last - masked, last - 1)
+    return first_masked, unmasked
 
 
 def work_of(kernel: object, problem: Problem, products: int, unit: str, roles: int = 1) -> Work:

@@ -1,0 +1,164 @@
+"""Whose turn it is at which sum of dQ, in what order tiles of keys are fetched, and with which queries each
+begins, where additions have one order: the kernels' own arithmetic on plain integers (bwd4_det,
+bwd4_parts_det)."""
+
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+from untraced import kernels
+
+from hopper_attention.kernels.contract import Problem
+
+bwd4, bwd4_parts, calls = map(kernels, ("bwd4", "bwd4_parts", "calls"))
+
+LENGTHS = ((1, 1), (65, 300), (300, 65), (513, 513), (257, 1100))
+HEADS = ((1, 1), (1, 3), (2, 5))  # batch, key heads
+SUMS = (1, 2, 3)
+PARTS = (None, (1, 1), (2, 1), (2, 3))  # of heads and of queries; None: bwd4_det
+GROUP = 2  # query heads of a key head
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread has nobody to tell that its numbers are everyone's."""
+    monkeypatch.setattr("cutlass.cute.arch.make_warp_uniform", int)
+
+
+def kernel_of(head_dim: int, causal: bool, parts: tuple[int, int] | None, top_left: bool = False) -> object:
+    mask = Problem.square(1, 1, 1, head_dim, causal, top_left=top_left, direction="bwd")
+    return (bwd4 if parts is None else bwd4_parts).kernel_for(mask, deterministic=True).main
+
+
+def tiles_of(kernel: object, heads: tuple[int, int], lengths: tuple[int, int], parts: tuple[int, int] | None):
+    """(place, kv_block, (first, masked, whole, last)) of every tile of keys, as they are fetched."""
+    (batch, kv_heads), (seqlen_q, seqlen_kv), (head_parts, query_parts) = heads, lengths, parts or (1, 1)
+    keys = seqlen_kv
+    if parts is not None:
+        keys = math.ceil(seqlen_kv / kernel.tile_kv) * kernel.tile_kv * query_parts
+    mQ = SimpleNamespace(shape=(seqlen_q, kernel.head_dim, kv_heads * GROUP, batch))
+    mTiled = SimpleNamespace(shape=(keys, kernel.head_dim, kv_heads * head_parts, batch))
+    for tile in range(math.ceil(keys / kernel.tile_kv) * kv_heads * head_parts * batch):
+        place = tuple(map(int, kernel.locate(tile, mQ, mTiled)))
+        kv_block, *tiles = map(int, kernel.work_on(place[0], mTiled, *lengths))
+        yield place, kv_block, tuple(tiles)
+
+
+def sees_a_key(lengths: tuple[int, int], causal: bool, top_left: bool, query: int) -> bool:
+    return not causal or top_left or query + lengths[1] - lengths[0] >= 0
+
+
+@pytest.mark.parametrize("sums", SUMS)
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize(("causal", "top_left"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_every_visit_has_a_turn_in_the_order_tiles_are_fetched(
+    head_dim: int, causal: bool, top_left: bool, parts: tuple[int, int] | None, sums: int
+) -> None:
+    """At each sum of a tile of queries turns are 0, 1, …, in the order in which tiles of keys are fetched, so
+    that nobody waits for one who has not begun, and the last one leaves the counter at zero: a gap would have
+    a CTA wait forever. The postprocess reads the sums that were written, and no other. Each tile of keys is
+    fetched once, and visits each tile of queries that it should once."""
+    for heads in HEADS:
+        for lengths in LENGTHS:
+            kernel = kernel_of(head_dim, causal, parts, top_left)
+            kernel.count_sums(SimpleNamespace(shape=(7 * sums,)), 7)
+            assert kernel.sums == sums
+            turns, fetched = defaultdict(list), defaultdict(set)
+            for place, kv_block, (first, _, _, last) in tiles_of(kernel, heads, lengths, parts):
+                visited = [kernel.q_tile_at(i, first, last, place, *lengths) for i in range(first, last)]
+                assert sorted(visited) == list(range(first, last))
+                for q_tile in visited:
+                    at, *turn = kernel.turn_of(kv_block, q_tile, *lengths, place)
+                    turns[place[1:3], q_tile, at].append(tuple(turn))
+                assert place[0] not in fetched[place[1:3]], "a tile of keys is fetched twice"
+                fetched[place[1:3]].add(place[0])
+            blocks = math.ceil(lengths[1] / kernel.tile_kv) * (parts or (1, 1))[1]
+            assert all(found == set(range(blocks)) for found in fetched.values())
+            assert len(fetched) == heads[0] * heads[1] * (parts or (1, 1))[0]
+            for found in turns.values():
+                assert found == [(turn, turn == len(found) - 1) for turn in range(len(found))]
+            for q_tile in range(math.ceil(lengths[0] / kernel.tile_q)):
+                came = kernel.sums_at(q_tile, *lengths)
+                last_query = (q_tile + 1) * kernel.tile_q - 1
+                assert (came > 0) == sees_a_key(lengths, causal, top_left, last_query)
+                for head in fetched:
+                    assert {at for at in range(sums) if (head, q_tile, at) in turns} == set(range(came))
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("top_left", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_a_mirrored_head_masks_what_is_hidden(
+    head_dim: int, top_left: bool, parts: tuple[int, int] | None
+) -> None:
+    """The loops take every tile of queries but the last in their order, which is masked in any case; those
+    that are not masked see all keys of the tile."""
+    mirrored = set()
+    for lengths in LENGTHS:
+        kernel = kernel_of(head_dim, True, parts, top_left)
+        for place, kv_block, (first, masked, whole, last) in tiles_of(kernel, (3, 5), lengths, parts):
+            mirrored.add(place[3])
+            if first == last:
+                continue
+            steps, unmasked = [], []
+            for begin, end, hides in kernel.runs(first, masked, whole, last, place):
+                steps += range(begin, end)
+                unmasked += [] if hides else range(begin, end)
+            assert steps == list(range(first, last - 1))
+            seen = {kernel.q_tile_at(i, first, last, place, *lengths) for i in unmasked}
+            need = max(first, min(masked, last))
+            assert all(q_tile >= need for q_tile in seen), "a hidden pair is not masked"
+            alone = kernel.q_tile_at(last - 1, first, last, place, *lengths)
+            assert seen | {alone} >= set(range(need, last)), "a tile is masked that sees all keys"
+            assert (kv_block + 1) * kernel.tile_kv <= lengths[1] or not seen
+    assert mirrored == {0, 1}
+
+
+def test_heads_longer_than_l2_are_all_mirrored() -> None:
+    """With turns in the order in which tiles are fetched. None is where keys are twice as many, and more."""
+    for lengths, expected in (((50_000, 50_000), {1}), ((40_000, 40_000), {0, 1}), ((50_000, 100_200), {0})):
+        kernel = kernel_of(128, True, None)
+        kernel.count_sums(SimpleNamespace(shape=(1,)), 1)
+        found, before = set(), {}
+        for place, kv_block, (first, _, _, last) in tiles_of(kernel, (1, 2), lengths, None):
+            found.add(place[3])
+            for q_tile in (x for x in range(0, last, 97) if x >= first):
+                at, turn, _ = kernel.turn_of(kv_block, q_tile, *lengths, place)
+                assert (at, turn) == (0, before.get((place[1], q_tile), -1) + 1)
+                before[place[1], q_tile] = turn
+        assert found == expected
+
+
+def test_how_many_sums_there_are() -> None:
+    """As the note has it; whoever has a window, a soft cap or packed sequences has a fixed number."""
+    plain = Problem(1, 24, 24, 4096, 4096, 128, False, direction="bwd")
+    for changes, sums in (
+        ({}, 2),
+        ({"causal": True}, 1),
+        ({"seqlen_q": 512, "seqlen_kv": 512, "batch": 8}, 1),
+        ({"seqlen_q": 512, "seqlen_kv": 512}, 2),  # few tiles: each wait counts
+        ({"seqlen_q": 512, "seqlen_kv": 8192, "heads": 8, "kv_heads": 1, "causal": True}, 8),
+        ({"seqlen_q": 2048, "seqlen_kv": 32768, "causal": True}, 2),
+        ({"seqlen_q": 512, "seqlen_kv": 512, "batch": 8, "softcap": 30.0, "scaled": True}, 2),
+        ({"window": (100, 0), "scaled": True}, 1),
+        ({"sink": True, "causal": True, "scaled": True}, 1),
+    ):
+        problem = plain.with_(**changes)
+        assert calls.sums_for(problem, True) == sums, changes
+        assert calls.sums_for(problem, False) == 1
+
+
+def test_a_rotated_head_begins_everywhere() -> None:
+    """At head_dim 128 without a mask: tiles of keys that are fetched together begin two tiles of queries
+    apart, unless there is one sum or too much to stay in L2."""
+    kernel = kernel_of(128, False, None)
+    for sums, lengths, begins in (
+        (2, (4096, 4096), list(range(62, -1, -2))),
+        (1, (4096, 4096), [0] * 32),
+        (2, (2**20, 4096), [0] * 32),
+    ):
+        kernel.count_sums(SimpleNamespace(shape=(sums,)), 1)
+        last = math.ceil(lengths[0] / kernel.tile_q)
+        assert [kernel.q_tile_at(0, 0, last, (i,), *lengths) for i in range(32)] == begins
