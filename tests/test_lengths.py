@@ -8,6 +8,7 @@ import torch
 
 from hopper_attention import decoding, flash_attn_varlen_func, flash_attn_with_kvcache, lengths, policies
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 ON_GPU = "must be on a CUDA device, not cpu"  # what is refused last: there is no GPU here
 
 
@@ -176,3 +177,32 @@ def test_nothing_is_looked_at_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> Non
         else:
             with pytest.raises(ValueError, match=r"cache_seqlens\[0\] = 99"):
                 look()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU here: no kernel can be executed")
+@pytest.mark.parametrize("page", (0, 16, 128))
+def test_nothing_is_written_beside_a_cache(page: int) -> None:
+    """New keys of lengths that the cache has no room for, of negative ones and of pages that are not there.
+    The cache lies in the middle of memory, whose other rows, and the right sequence's old keys, stay."""
+    torch.manual_seed(0)
+    batch, room, new = 4, 256, 3
+    places = (batch, room) if not page else (batch * room // page, page)
+    memory = torch.randn(2, 3 * places[0], places[1], 2, 64, device="cuda").bfloat16()
+    k_cache, v_cache = memory[:, places[0] : 2 * places[0]]
+    table = torch.arange(places[0], dtype=torch.int32, device="cuda").view(batch, -1) if page else None
+    if page:
+        table[2, 0], table[3, 0] = -1, places[0]
+    lengths = torch.tensor([room - 1, 40, 5 if page else -9, 5 if page else room + 999], device="cuda")
+    q, k, v = (torch.randn(batch, new, x, 64, device="cuda").bfloat16() for x in (8, 2, 2))
+    before = memory.clone()
+    o = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=lengths.int(), block_table=table, causal=True
+    )
+    torch.cuda.synchronize()
+    at = places[0] + (1 if not page else room // page + 40 // page), 40 % page if page else 40
+    before[:, at[0], at[1] : at[1] + new] = torch.stack((k[1], v[1]))
+    last = places[0] + (0 if not page else room // page - 1), places[1] - 1
+    before[:, last[0], last[1]] = torch.stack((k[0, 0], v[0, 0]))
+    assert torch.equal(memory, before)
+    assert o[1].isfinite().all()
