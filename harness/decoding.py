@@ -16,10 +16,12 @@ from rich.console import Console
 from hopper_attention import flash_attn_with_kvcache
 from hopper_attention.cache import write_atomically
 from hopper_attention.checks import E4M3
+from hopper_attention.launch import DECODE
+from hopper_attention.precompile import ahead
 
 from . import decoding_model as model
 from . import decoding_records, judging, results, timing
-from .decoding_cases import ROWS, Case, Row, cases
+from .decoding_cases import ROWS, Case, Row, cases, kernel_of
 from .decoding_stress import STRESS, drops_wrong_guesses, stress, waits_for_the_launch_before
 from .decoding_timing import Pool, time_row
 from .judging import Verdict
@@ -146,6 +148,9 @@ def run(save: Path | None = None, console: Console | None = None) -> bool:
     """Judge every case, time every row; whether all cases passed. What is saved are the record of the machine
     code that passed, and the times, as far as they are known."""
     console = console or Console()
+    timed = [kernel_of(row) for row in ROWS]
+    kernels = *map(kernel_of, cases()), *timed, *((what, options | {"pdl": False}) for what, options in timed)
+    ahead((DECODE, *x) for x in kernels)
     passed, errors = judge_all(console)
     environment = timing.environment({})
     pool, rows = Pool(), []

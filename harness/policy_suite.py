@@ -22,12 +22,15 @@ import torch
 from harness import fa3, peers, results, timing
 from harness.command import Usage
 from harness.fuzz import arguments_of
+from harness.measuring import chosen_stage
 from harness.policies import Given, random_given
 from harness.reference import rounding_of
 from hopper_attention import policies, production
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.launch import BACKWARD, FORWARD
+from hopper_attention.kernels.device.limits import has_own_kernel
+from hopper_attention.launch import BACKWARD, FORWARD, least_of
+from hopper_attention.precompile import Job, ahead
 
 PEERS = ("fa2", "fa3", "fa4", "flex")
 DIRECTIONS = {FORWARD: "fwd", BACKWARD: "bwd"}
@@ -318,6 +321,18 @@ def dense_of(problem: Problem) -> Problem | None:
     return problem.with_(sequences=None, scaled=False, **extents)
 
 
+def kernels(problem: Problem) -> list[Job]:
+    """Those of ours that `measure` runs."""
+    found = []
+    for one in (problem, dense_of(problem)):
+        for direction in {"fwd", problem.direction} if one else ():
+            asked = policies.without_idle_window(one.with_(direction=direction))
+            asked = asked.with_(scaled=bool(asked.policies) or not has_own_kernel(asked))
+            stage_id = chosen_stage(asked)
+            found.append((stage_id, least_of(asked), production.OPTIONS.get(stage_id, {})))
+    return found
+
+
 def measure(problem: Problem, peer_names: list[str]) -> dict[str, float]:
     """µs by provider. Raises RuntimeError where an output is wrong."""
     one = _Ours(problem)
@@ -352,6 +367,8 @@ def run(
         raise Usage(f"no problem of the suite {suite!r} is of these lengths, head dims and masks")
     found = peers.versions([x for x in peer_names if x in PEERS])
     environment, passed = timing.environment(found), True
+    asked = [x.problem.with_(direction=DIRECTIONS[stage_id]) for stage_id in stage_ids for x in problems]
+    ahead(job for problem in asked for job in kernels(problem))
     key_of = lambda name, problem: f"{name}: {problem}"
     for stage_id in stage_ids:
         direction = DIRECTIONS[stage_id]

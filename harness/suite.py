@@ -27,7 +27,8 @@ from hopper_attention import attention, attention_backward, production, tuned
 from hopper_attention.kernels import division, ladder
 from hopper_attention.kernels.calls import UNDIVIDED, Parts
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.launch import BACKWARD, DETERMINISTIC, FORWARD, IN_PARTS
+from hopper_attention.launch import BACKWARD, DETERMINISTIC, FORWARD, IN_PARTS, least_of
+from hopper_attention.precompile import Job, ahead
 
 PEERS = ("fa2", "cudnn", "fa3", "fa4")
 DIRECTIONS = {FORWARD: "fwd", BACKWARD: "bwd"}  # by the stage that a user names
@@ -114,6 +115,16 @@ class _One:
             raise RuntimeError(f"{self.problem}: {stage_id}: {'; '.join(verdict.failures)}")
 
 
+def kernels(problem: Problem) -> list[Job]:
+    """Those of ours that `measure` runs."""
+    found = [production.forward_stage(problem, rows) for rows in ways(problem.with_(direction="fwd"))]
+    if problem.direction == "bwd":
+        found += [production.backward_stage(problem, False, parts)[0] for parts in ways(problem)]
+        found.append(production.backward_stage(problem, True)[0])
+    least = lambda stage_id: least_of(problem).with_(direction=ladder.load(stage_id)[0].direction)
+    return [(x, least(x), production.OPTIONS.get(x, {})) for x in dict.fromkeys(found)]
+
+
 def measure(problem: Problem, peer_names: list[str]) -> dict[str, float]:
     """µs by provider. Raises RuntimeError where an output is wrong."""
     one = _One(problem)
@@ -175,6 +186,8 @@ def run(
         except ValueError as error:
             raise Usage(str(error)) from None
         kept[stage_id] = {problem_of(row, direction): row for row in rows}
+    asked = [x.with_(direction=DIRECTIONS[stage_id]) for stage_id in stage_ids for x in models]
+    ahead(job for problem in asked for job in kernels(problem))
     for stage_id in stage_ids:
         direction, rows = DIRECTIONS[stage_id], kept.get(stage_id, {})
         for model in sorted(models.values(), key=lambda model: model.problem.flops):

@@ -56,18 +56,25 @@ def jobs_of(stage_id: str, sms: int = SMS) -> list[Job]:
 
 
 def fill(jobs: Iterable[Job], workers: int | None = None) -> int:
-    """Compile what the cache lacks; how many jobs there were. Raises what a compile raises, and RuntimeError
+    """Compile what the cache lacks; how many kernels that are. Raises what a compile raises, and RuntimeError
     where nothing can be kept."""
     if cache.folder() is None:
         raise RuntimeError(
             "there is no folder to keep compiled kernels in that is the user's own and that nobody else can "
             f"write; name one in {cache.VARIABLE}"
         )
-    jobs = list(jobs)
+    jobs = list({repr(job): job for job in jobs}.values())
     workers = min(workers or len(os.sched_getaffinity(0)), len(jobs)) or 1
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         list(pool.map(_compile, jobs))
     return len(jobs)
+
+
+def ahead(jobs: Iterable[Job]) -> None:
+    """`fill` for who is about to run the kernels, one after the other. Where nothing can be kept each is
+    compiled when it is run."""
+    if cache.folder() is not None:
+        fill(jobs)
 
 
 def _compile(job: Job) -> None:
