@@ -322,11 +322,11 @@ def flash_attn_with_kvcache(
     it all do. Hazard: what a tensor holds is read on the GPU alone, and checked on request only
     (HOPPER_ATTENTION_CHECK_LENGTHS=1, `lengths`). Each length must be at least 0, and with the new keys at
     most what the cache, or the sequence's row of `block_table`, has room for; each entry of the table that
-    holds keys must be a page of the cache. With k and v (batch, new keys, kv heads, head_dim), of the cache's
-    type, these are stored behind them, in the same launch, and count too. Nothing behind a length is read, in
-    the page table neither. The last query is at the last key's place: `causal` hides what lies behind a
-    query's own, and window_size (left, right) what lies more than `left` before it; right is −1, or 0 for
-    `causal`.
+    holds keys must be a page of the cache; otherwise that sequence's o means nothing, and new keys are stored
+    only inside the cache. With k and v (batch, new keys, kv heads, head_dim), of the cache's type, these are
+    stored behind them, in the same launch, and count too. Nothing behind a length is read, in the page table
+    neither. The last query is at the last key's place: `causal` hides what lies behind a query's own, and
+    window_size (left, right) what lies more than `left` before it; right is −1, or 0 for `causal`.
 
     Returns o like q, or `out`, and with `return_softmax_lse` also the LSE, fp32 (batch, heads, queries): 0
     and −∞ for a query that sees no key. Keys are split among all SMs in any case: `num_splits` is taken and

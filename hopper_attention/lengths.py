@@ -1,10 +1,10 @@
 """What tensors of lengths, offsets and pages say, looked at on request.
 
 Calls do not read them on the host, where they would have to wait for the GPU, and could not be captured in
-a CUDA graph. So a wrong one is not refused: the kernel reads or writes beside the cache or the packed rows.
-With HOPPER_ATTENTION_CHECK_LENGTHS=1 in the environment when the package is imported, calls look first and
-raise ValueError. Those that a CUDA graph captures do not, and in a compiled graph nobody looks at the pages
-of packed sequences.
+a CUDA graph. So a wrong one is not refused: the kernel reads beside the cache, and reads and writes beside
+the packed rows. With HOPPER_ATTENTION_CHECK_LENGTHS=1 in the environment when the package is imported, calls
+look first and raise ValueError. Those that a CUDA graph captures do not, and in a compiled graph nobody looks
+at the pages of packed sequences.
 """
 
 import os
