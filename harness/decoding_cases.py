@@ -23,6 +23,11 @@ class Row:
     page: int = 0
     eight_bits: bool = False
     ragged: bool = False  # lengths between 1 and `keys`, at random
+    on_device: bool = False  # whether lengths that are all `keys` are given in a tensor nevertheless
+
+    @property
+    def reads_lengths(self) -> bool:
+        return bool(self.page) or self.ragged or self.on_device
 
     @property
     def lengths(self) -> list[int]:
@@ -36,9 +41,8 @@ class Row:
         return sum(self.lengths) * 2 * self.kv_heads * self.head_dim * (1 if self.eight_bits else 2)
 
     def __str__(self) -> str:
-        more = (
-            f" pages of {self.page}" * (self.page > 0) + " e4m3" * self.eight_bits + " ragged" * self.ragged
-        )
+        more = f" pages of {self.page}" * (self.page > 0) + " e4m3" * self.eight_bits
+        more += " ragged" * self.ragged + " lengths" * self.on_device
         shape = f"b{self.batch} h{self.heads}:{self.kv_heads} q{self.queries} n{self.keys} d{self.head_dim}"
         return shape + more
 
@@ -50,7 +54,11 @@ EVEN = [
     Row(64, 32, 8, 1, 8192), Row(8, 32, 8, 4, 8192), Row(1, 32, 8, 8, 32768),
 ]  # fmt: skip
 MORE = [
-    *(dataclasses.replace(EVEN[i], page=page) for i in (0, 5, 7, 12) for page in (16, 64, 256)),
+    *(
+        dataclasses.replace(EVEN[i], page=page, on_device=not page)
+        for i in (0, 5, 7, 12)
+        for page in (0, 16, 64, 256)
+    ),
     Row(32, 32, 8, 1, 16384, ragged=True),
     Row(32, 32, 8, 1, 16384, page=16, ragged=True),
     Row(8, 32, 8, 1, 32768, eight_bits=True),
@@ -136,7 +144,7 @@ def kernel_of(x: Case | Row) -> tuple[Problem, dict[str, Any]]:
     if isinstance(x, Row):
         x = Case(
             (0,) * x.batch, x.queries, x.heads // x.kv_heads, x.kv_heads, x.head_dim, page=x.page,
-            eight_bits=x.eight_bits, whole=not (x.page or x.ragged),
+            eight_bits=x.eight_bits, whole=not x.reads_lengths,
         )  # fmt: skip
     compiled_in = x.head_dim, x.causal and x.queries > 1, x.dtype
     problem = Problem(len(x.lengths), x.heads, x.kv_heads, x.queries, 1, *compiled_in, direction="decode")

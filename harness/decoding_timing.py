@@ -57,7 +57,7 @@ def in_pages(row: Row, caches) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
 
 def ours(row: Row, q: torch.Tensor, caches) -> list[Call]:
     options: dict[str, object] = {"causal": row.queries > 1}
-    if row.page or row.ragged:
+    if row.reads_lengths:
         options["cache_seqlens"] = torch.tensor(row.lengths, dtype=torch.int32, device="cuda")
     if row.page:
         options["block_table"], caches = in_pages(row, caches)
@@ -108,7 +108,7 @@ def launches(kernel: Callable[..., None], row: Row, q: torch.Tensor, caches, **c
 
 def sdpa(backend: SDPBackend) -> Callable[[Row, torch.Tensor, object], list[Call]]:
     def calls(row: Row, q: torch.Tensor, caches) -> list[Call]:
-        if row.page or row.ragged or row.eight_bits or row.queries > 1:
+        if row.reads_lengths or row.eight_bits or row.queries > 1:
             raise NotImplementedError("takes neither lengths, pages nor a mask aligned at the bottom right")
         first = lambda x: x.transpose(1, 2)
 

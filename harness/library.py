@@ -346,8 +346,14 @@ def decode_table(rows: Rows) -> str:
     for row in rows:
         us = row["us"]
         ours = us[HOPPER]
-        kind = ["e4m3"] * row["eight_bits"] + [f"pages of {row['page']}"] * (row["page"] > 0)
-        kind += ["ragged"] * row["ragged"] + [f"d = {row['head_dim']}"] * (row["head_dim"] != 128)
+        remarks = {
+            "e4m3": row["eight_bits"],
+            f"pages of {row['page']}": row["page"],
+            "ragged": row["ragged"],
+            "equal lengths, given": row.get("on_device", False),
+            f"d = {row['head_dim']}": row["head_dim"] != 128,
+        }
+        kind = [remark for remark, made in remarks.items() if made]
         heads = f"{row['heads']}:{row['kv_heads']}"
         shape = f"{row['batch']}, {heads}, {row['queries']}, {row['keys']}"
         peers = [f"{us[x]:.1f}" if x in us else "" for x in DECODING_PEERS]
