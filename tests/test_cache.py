@@ -239,7 +239,19 @@ def test_processes_compile_a_kernel_once(own: Path) -> None:
 
 
 def test_precompile_fills_the_cache(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert precompile.fill([("k2", PROBLEM, {}), ("k2", PROBLEM, {"tile": 32})], workers=2) == 2
+    jobs = [("k2", PROBLEM, {}), ("k2", PROBLEM, {"tile": 32}), ("k2", PROBLEM, {})]
+    assert precompile.fill(jobs, workers=2) == 2
     assert len(list(own.glob("*.json"))) == 2
     assert precompile.main(["k99"]) == 2
     assert capsys.readouterr().err.startswith("hopper_attention.precompile: unknown stage 'k99'")
+
+
+def test_nothing_is_compiled_ahead_that_could_not_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[object] = []
+    monkeypatch.setattr(precompile, "fill", filled.append)
+    monkeypatch.setattr(cache, "folder", lambda: None)
+    precompile.ahead(["a job"])
+    assert not filled
+    monkeypatch.setattr(cache, "folder", lambda: Path("somewhere"))
+    precompile.ahead(["a job"])
+    assert filled == [["a job"]]

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import host, library, logits, results, suite, suites
+from harness import host, library, logits, policy_suite, results, suite, suites
 from harness.command import Usage
 from harness.host import BOTH, FORWARD, OURS, PLAIN
+from harness.policy_suite import PACKED, WINDOW
 from harness.results import repository
 from harness.stages import refuse
 from hopper_attention import precompile, production, tuned
@@ -309,6 +310,7 @@ def suite_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
 
     environment = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2", "cutlass_dsl": "4"}
     monkeypatch.setattr(suite, "measure", measure)
+    monkeypatch.setattr(suite, "ahead", list)
     monkeypatch.setattr(suite.peers, "versions", lambda names: dict.fromkeys(names, "1"))
     monkeypatch.setattr(suite.timing, "environment", lambda found: environment | {"peers": found})
     monkeypatch.setattr(suite.tuned, "gpu", lambda: tuned.H200)
@@ -365,6 +367,17 @@ def test_what_is_precompiled_is_what_is_called() -> None:
     for sms, options in ((132, {}), (114, {"sms": 114})):
         assert all(x == options for _, _, x in precompile.jobs_of(FORWARD_STAGE, sms))
     assert all(x == {} for _, _, x in precompile.jobs_of("k2", 114))
+
+
+def test_what_a_suite_compiles_first_is_what_calls_ask_for() -> None:
+    """Of both suites: a kernel that none of its calls runs would be compiled for nothing."""
+    jobs = [job for x in suites.MODELS for job in suite.kernels(x.problem)]
+    jobs += [job for x in suites.MODELS for job in suite.kernels(x.problem.with_(direction="bwd"))]
+    packed = [x.problem.with_(direction=direction) for x in PACKED + WINDOW for direction in ("fwd", "bwd")]
+    jobs += [job for problem in packed for job in policy_suite.kernels(problem)]
+    of_calls = [job for stage_id in (*LIBRARY, precompile.POLICIES) for job in precompile.jobs_of(stage_id)]
+    assert not {repr(job) for job in jobs} - {repr(job) for job in of_calls}
+    assert {stage_id for stage_id, *_ in jobs} == {*LIBRARY}
 
 
 def test_options_are_the_stages_own() -> None:

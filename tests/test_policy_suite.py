@@ -72,6 +72,7 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str | None]]:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(policy_suite, "SUITES", {"packed": SMALL, "window": SMALL[2:]})
+    monkeypatch.setattr(policy_suite, "ahead", list)
     monkeypatch.setattr(peers, "versions", lambda names: dict.fromkeys(names, "1"))
     environment = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2", "cutlass_dsl": "4", "peers": {}}
     monkeypatch.setattr(timing, "environment", lambda found: environment | {"peers": found})
