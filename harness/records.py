@@ -38,7 +38,7 @@ FOR_PROCESSES = 16  # kernels to compile, from which on other processes are wort
 POLICY_FIELDS = ("window", "softcap", "sink", "sequences")  # written of kernels that have them
 # Stages whose record is from before records listed kernels with policies and of other head dims. The next one
 # lists them: take the stage out then.
-YET_PLAIN = ("k6", "k6_r128", "k6_r64", "bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det")
+YET_PLAIN = ("bwd4", "bwd4_parts")
 
 
 @dataclass(frozen=True)
