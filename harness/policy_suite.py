@@ -6,8 +6,8 @@
 A row is a problem and µs by provider. Ours is what the library's call runs (`policies.forward` and
 `backward`); "dense" is ours of equal sequences as one batch, by which packing is judged. Each call of ours is
 judged by the pass rule before and after the timing, of long problems one key head and its query heads. Peers:
-FlashAttention-2 through PyTorch's operators, FlashAttention-3, -4, and FlexAttention, compiled with the mask
-and the score that the problem has. What a peer refuses it has no time of.
+FlashAttention-2 through PyTorch's operators, FlashAttention-3, -4, and, of windows, FlexAttention, compiled
+with the mask and the score that the problem has. What a peer refuses it has no time of.
 """
 
 import inspect
@@ -208,21 +208,17 @@ def _flex(rows: Rows) -> tuple[Callable[[], object], Callable[[], object] | None
 
     given, problem = rows.given, rows.given.problem
     q, k, v = given.q, given.k, given.v
+    _refuse(problem, "sequences")  # it could, but compiles half a minute and more for each batch
     if rows.do is not None:
         _refuse(problem, "sink")
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     left, right = rows.window
-    sequence = None
-    if problem.sequences is not None:
-        lengths = torch.tensor([n for n, _ in problem.sequences], device=q.device)
-        sequence = torch.arange(len(lengths), device=q.device).repeat_interleave(lengths)
 
     def shown(b, h, i, j):
         visible = j >= i - left if left >= 0 else i >= 0
-        visible = visible & (j <= i + right) if right >= 0 else visible
-        return visible if sequence is None else visible & (sequence[i] == sequence[j])
+        return visible & (j <= i + right) if right >= 0 else visible
 
-    hides = left >= 0 or right >= 0 or sequence is not None
+    hides = left >= 0 or right >= 0
     make = torch.compile(create_block_mask)
     mask = make(shown, None, None, problem.seqlen_q, problem.seqlen_kv, device=q.device) if hides else None
     cap = problem.softcap
