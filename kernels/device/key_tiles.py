@@ -444,8 +444,9 @@ def work_of(kernel: object, problem: Problem, products: int, unit: str, roles: i
     """The `Work` of a main loop with so many products a step; of `roles` consumers that have code of their
     own and as many products each, one is counted."""
     tiles, masked, unmasked = kernel.trips(problem)
-    trips, share = (masked, unmasked), kernel.mirrored_share(problem)
-    if kernel.mirrors:  # whose masked tiles are a loop of their own
+    trips = masked, unmasked
+    if isinstance(kernel, Tiles) and kernel.mirrors:  # heads whose masked tiles are a loop of their own
+        share = kernel.mirrored_share(problem)
         trips = masked * (1 - share), unmasked, masked * share
     tile_flops = 2 * products * kernel.tile_kv * kernel.tile_q * problem.head_dim / roles
     return Work(
