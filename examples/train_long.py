@@ -28,6 +28,7 @@ from train_gpt import CONFIGS, GPT, WARM_UP, Config, standard_library
 import hopper_attention
 from hopper_attention.integrations.context_parallel import context_forward, shard
 
+LR_STEPS = 100  # until the learning rate is whole: whole at once, losses leap, and runs differ by how far
 KEPT = functools.partial(create_selective_checkpoint_contexts, [context_forward])
 
 
@@ -62,6 +63,7 @@ def train(
         for part in (*model.blocks, model):
             fully_shard(part, mp_policy=in_fp32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    warmer = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / LR_STEPS, total_iters=LR_STEPS)
     text, generator = standard_library().to(device), torch.Generator().manual_seed(seed)
     mine = lambda x: shard(x, rank, ranks, dim=-1)
     places = mine(torch.arange(seqlen, device=device))
@@ -75,6 +77,7 @@ def train(
         loss = model(mine(taken[:, :-1]), mine(taken[:, 1:]), places)
         loss.backward()
         optimizer.step()
+        warmer.step()
         optimizer.zero_grad()
         mean = loss.detach()
         dist.all_reduce(mean, group=group)  # of as many tokens on every rank

@@ -23,13 +23,14 @@ import torch
 
 from harness import machine_code, results, timing
 from harness.inputs import hopper_gpu
+from harness.measuring import chosen_stage, job_of
 from harness.policies import Given, random_given
 from harness.reference import rounding_of
 from hopper_attention import policies, production
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.launch import compile_kernel, compiled_for
-from hopper_attention.precompile import fill
+from hopper_attention.launch import compile_kernel
+from hopper_attention.precompile import Job, fill
 
 COUNT = 2048
 PIECE = 64  # problems that a process takes at a time
@@ -204,20 +205,14 @@ def arguments_of(given: Given) -> tuple[policies.Tensors, tuple[object, ...]]:
     return more, (given.softmax_scale, problem.causal, problem.top_left, window, problem.softcap)
 
 
-def jobs(drawn: list[Drawn]) -> list[tuple[str, Problem, dict[str, object]]]:
+def jobs(drawn: list[Drawn]) -> list[Job]:
     """The kernels that they run."""
-    found = []
+    found: dict[str, Job] = {}
     for one in drawn:
-        if one.problem.direction == "fwd":
-            stages = [production.forward_stage(policies.without_idle_window(one.problem))]
-        else:
-            stages = [production.backward_stage(one.problem, is_deterministic(one))[0]]
-        for stage_id in stages:
-            least = compiled_for(stage_id, policies.without_idle_window(one.problem))
-            job = stage_id, least, ladder.load(stage_id)[0].options
-            if job not in found:
-                found.append(job)
-    return found
+        problem = policies.without_idle_window(one.problem)
+        job = job_of(chosen_stage(problem, is_deterministic(one)), problem)
+        found[repr(job)] = job
+    return list(found.values())
 
 
 def run(

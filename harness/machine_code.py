@@ -242,14 +242,6 @@ def main_loop(code: KernelCode) -> Loop:
     return min(enough, key=lambda k: k.last - k.first)
 
 
-def _same_products(code: KernelCode, loops: list[Loop]) -> bool:
-    """Whether loops have the same products on tensor cores, and some."""
-    of_loop = lambda k: Counter(
-        i.opcode for i in code.instructions[k.first : k.last] if classify(i.opcode) == "tensor"
-    )
-    return bool(of_loop(loops[0])) and all(of_loop(k) == of_loop(loops[0]) for k in loops)
-
-
 def demand(code: KernelCode, work: Work, gpu: Gpu = H100_SXM) -> Demand:
     """Instructions and cycles of one pass. Raises ValueError when `work` does not describe this machine
     code."""
@@ -260,20 +252,16 @@ def demand(code: KernelCode, work: Work, gpu: Gpu = H100_SXM) -> Demand:
     )
     nest = [k for k in code.loops if (k == body or body.holds(k)) and works(k)]
     innermost = sorted((k for k in nest if not any(k.holds(o) for o in nest)), key=lambda k: k.first)
-    trips = work.trips
-    if len(innermost) == 3 and len(trips) == 2 and _same_products(code, innermost):
-        # Mirrored heads have their masked tiles in the last loop (`key_tiles.masked_runs`); few heads are.
-        trips = *trips, 0.0
-    if len(innermost) != len(trips):
+    if len(innermost) != len(work.trips):
         raise ValueError(
-            f"{work.kernel}: {len(innermost)} innermost loops in the main loop, not {len(trips)}"
+            f"{work.kernel}: {len(innermost)} innermost loops in the main loop, not {len(work.trips)}"
         )
     mix, smem_bytes, tensor_flops, ffma = Counter(), 0, 0, 0
     tensor_work = 0.0  # FLOPs as of 16 bits: of 8 a clock has twice as many
     for at in range(body.first, body.last + 1):
         if code.is_seldom(at):
             continue
-        times = next((n for k, n in zip(innermost, trips) if k.first <= at <= k.last), 1)
+        times = next((n for k, n in zip(innermost, work.trips) if k.first <= at <= k.last), 1)
         opcode = code.instructions[at].opcode
         kind = classify(opcode)
         mix[kind] += times

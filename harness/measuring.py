@@ -22,6 +22,7 @@ from hopper_attention import attention, attention_backward, production, tuned
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import KernelFile, Problem, Tensors
 from hopper_attention.launch import LIBRARY, Kernel, compile_kernel, compiled_for, sms_option
+from hopper_attention.precompile import Job
 
 # From this length on, and for who is this fast, the power cap and not the burst is what a user sees.
 SUSTAINED_FROM, SUSTAINED_TFLOPS = 16384, 100.0
@@ -62,7 +63,7 @@ class Contender:
         if not self.is_public_call:
             return self.stage_id, self.options
         stage_id = chosen_stage(problem, self.options.get("deterministic", False))
-        return stage_id, production.OPTIONS.get(stage_id, {}) | sms_option(tuned.gpu().sms)
+        return stage_id, library_options(stage_id)
 
     @property
     def file(self) -> KernelFile:
@@ -87,6 +88,16 @@ def chosen_stage(problem: Problem, deterministic: bool = False) -> str:
     if problem.direction == "fwd":
         return production.forward_stage(problem, gpu=tuned.gpu())
     return production.backward_stage(problem, deterministic, gpu=tuned.gpu())[0]
+
+
+def library_options(stage_id: str) -> dict[str, Any]:
+    """With which the library compiles a stage for this GPU."""
+    return production.OPTIONS.get(stage_id, {}) | sms_option(tuned.gpu().sms)
+
+
+def job_of(stage_id: str, problem: Problem) -> Job:
+    """A stage's kernel for a problem, as the library compiles it."""
+    return stage_id, compiled_for(stage_id, problem), library_options(stage_id)
 
 
 class PublicCall:

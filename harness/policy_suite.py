@@ -22,14 +22,14 @@ import torch
 from harness import fa3, peers, results, timing
 from harness.command import Usage
 from harness.fuzz import arguments_of
-from harness.measuring import chosen_stage
+from harness.measuring import chosen_stage, job_of
 from harness.policies import Given, random_given
 from harness.reference import rounding_of
 from hopper_attention import policies, production
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.kernels.device.limits import has_own_kernel
-from hopper_attention.launch import BACKWARD, FORWARD, least_of
+from hopper_attention.launch import BACKWARD, FORWARD
 from hopper_attention.precompile import Job, ahead
 
 PEERS = ("fa2", "fa3", "fa4", "flex")
@@ -324,8 +324,7 @@ def kernels(problem: Problem) -> list[Job]:
         for direction in {"fwd", problem.direction} if one else ():
             asked = policies.without_idle_window(one.with_(direction=direction))
             asked = asked.with_(scaled=bool(asked.policies) or not has_own_kernel(asked))
-            stage_id = chosen_stage(asked)
-            found.append((stage_id, least_of(asked), production.OPTIONS.get(stage_id, {})))
+            found.append(job_of(chosen_stage(asked), asked))
     return found
 
 

@@ -38,7 +38,7 @@ FOR_PROCESSES = 16  # kernels to compile, from which on other processes are wort
 POLICY_FIELDS = ("window", "softcap", "sink", "sequences")  # written of kernels that have them
 # Stages whose record is from before records listed kernels with policies and of other head dims. The next one
 # lists them: take the stage out then.
-YET_PLAIN = ("bwd4", "bwd4_parts")
+YET_PLAIN: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

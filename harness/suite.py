@@ -20,14 +20,14 @@ import torch
 from harness import judging, peers, reference, results, timing
 from harness.command import Usage
 from harness.inputs import random_inputs
-from harness.measuring import chosen_stage
+from harness.measuring import chosen_stage, job_of
 from harness.results import PUBLIC_CALLS
 from harness.suites import SUITES
 from hopper_attention import attention, attention_backward, production, tuned
 from hopper_attention.kernels import division, ladder
 from hopper_attention.kernels.calls import UNDIVIDED, Parts
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.launch import BACKWARD, DETERMINISTIC, FORWARD, IN_PARTS, least_of
+from hopper_attention.launch import BACKWARD, DETERMINISTIC, FORWARD, IN_PARTS
 from hopper_attention.precompile import Job, ahead
 
 PEERS = ("fa2", "cudnn", "fa3", "fa4")
@@ -49,21 +49,24 @@ def way_of(choice: int | Parts, head_dim: int) -> str:
     return FORWARD if choice == first else f"{FORWARD} {choice} rows"
 
 
+def choice_of(problem: Problem) -> int | Parts:
+    """Rows of a tile, or parts, that the library takes."""
+    if problem.direction == "fwd":
+        return division.rows_of(problem)
+    return division.parts_of(problem, deterministic=division.turns_pay(problem))
+
+
 def chosen(problem: Problem) -> str:
     """The way that the library takes."""
-    if problem.direction == "fwd":
-        return way_of(division.rows_of(problem), problem.head_dim)
-    turns = division.turns_pay(problem)
-    return way_of(division.parts_of(problem, deterministic=turns), problem.head_dim)
+    return way_of(choice_of(problem), problem.head_dim)
 
 
 def ways(problem: Problem) -> list[int | Parts]:
     """The ways to compute a problem that are timed; the one that the library takes is among them."""
     if problem.direction == "fwd":
         return list(division.TILES[problem.head_dim])
-    taken = division.parts_of(problem, deterministic=division.turns_pay(problem))
     by_steps = sorted(division.divisions(problem), key=lambda parts: division.steps_of(problem, parts))
-    return list(dict.fromkeys((UNDIVIDED, taken, division.parts_of(problem), *by_steps[:WAYS])))
+    return list(dict.fromkeys((UNDIVIDED, choice_of(problem), division.parts_of(problem), *by_steps[:WAYS])))
 
 
 def problem_of(row: dict[str, Any], direction: str) -> Problem:
@@ -121,8 +124,7 @@ def kernels(problem: Problem) -> list[Job]:
     if problem.direction == "bwd":
         found += [production.backward_stage(problem, False, parts)[0] for parts in ways(problem)]
         found.append(production.backward_stage(problem, True)[0])
-    least = lambda stage_id: least_of(problem).with_(direction=ladder.load(stage_id)[0].direction)
-    return [(x, least(x), production.OPTIONS.get(x, {})) for x in dict.fromkeys(found)]
+    return [job_of(stage_id, problem) for stage_id in dict.fromkeys(found)]
 
 
 def measure(problem: Problem, peer_names: list[str]) -> dict[str, float]:

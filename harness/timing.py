@@ -17,8 +17,8 @@ SLEEP_CYCLES = 500_000  # ≈ 0.28 ms on the GPU: longer than most providers' ho
 SLEEP_CYCLES_MAX = 8_000_000  # for a call that waits for the GPU, whose host time would double every turn
 CYCLES_PER_SECOND = 2e9  # of the SM clock, at most
 REST = 2.0  # of a call's time: calls of milliseconds one after the other would be timed at the power cap
-REST_CYCLES_MAX = 40_000_000  # ≈ 20 ms
-MIN_REPEATS, MAX_REPEATS = 3, 60
+REST_CYCLES_MAX = 200_000_000  # ≈ 0.1 s
+MIN_REPEATS, MAX_REPEATS = 5, 60
 SUSTAINED_SECONDS = 2.0
 
 

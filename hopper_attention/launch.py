@@ -23,7 +23,8 @@ from .kernels.device.constants import SMS
 from .kernels.device.limits import HEAD_DIMS, compiled_dims, other_dims
 
 FORWARD = "k6"
-FORWARD_IN_ROWS = {128: "k6_r128", 64: "k6_r64"}  # by the rows that `division.rows_of` may choose instead
+# By the rows that `division.rows_of` may choose instead.
+FORWARD_IN_ROWS = {192: "k6_r192", 128: "k6_r128", 64: "k6_r64"}
 # What gradients are computed with: where tiles of keys are few (`division.parts_of`), in parts.
 BACKWARD, IN_PARTS = "bwd4", "bwd4_parts"
 DETERMINISTIC, DETERMINISTIC_IN_PARTS = "bwd4_det", "bwd4_parts_det"

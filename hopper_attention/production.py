@@ -306,10 +306,10 @@ def backward_stage(
     # of packed sequences where it would if they were equally long.
     columns, count = tile_dim(problem), len(problem.sequences or (None,))
     deterministic |= columns <= 128 and problem.seqlen_kv <= count * TILE_KV[columns]
+    deterministic |= parts is None and division.turns_pay(problem, gpu.sms)
     if problem.policies:  # which the stages in parts do not take
         parts = UNDIVIDED
     if parts is None:
-        deterministic |= division.turns_pay(problem, gpu.sms)
         one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
         parts = division.parts_of(problem, gpu.sms, deterministic) if one_launch else UNDIVIDED
     if parts == UNDIVIDED:

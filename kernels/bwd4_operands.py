@@ -13,6 +13,7 @@ dQ sums over the keys of both, so a consumer computes not what its own keys add 
 the columns of 64 queries (d = 128; of 96, 48), or all 64 columns of 64 of the 128 queries (d = 64).
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
@@ -118,8 +119,10 @@ def shared_bytes(config: Config, head_dim: int, divides: bool, words: int) -> in
     ds = 2 * TILE_KV * config.tile_q * 2
     dq = TILE_KV * dq_columns(head_dim) * 4
     stats = 2 * config.stages * config.tile_q * 4
+    aligned = 16 if divides else 8  # to so many bytes is what follows a tile's words, places or a barrier
+    tile = math.ceil(4 * (1 + words) / aligned) * aligned
     barriers = 2 * (2 * config.stages + config.k_stages + 2) * 8 + CONSUMERS * 8
-    return rows * head_dim * 2 + ds + dq + stats + 4 * (1 + words) + 4 * CONSUMER_WARPS * divides + barriers
+    return rows * head_dim * 2 + ds + dq + stats + tile + 4 * CONSUMER_WARPS * divides + barriers
 
 
 @dataclass(frozen=True)

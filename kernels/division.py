@@ -36,8 +36,9 @@ Tiles = dict[int, dict[int, Tile]]
 TILES: Tiles = {
     64: {
         256: Tile(64, 1, 0.887, 0.887, 0.741, 8.247),
+        192: Tile(96, 1, 1.053, 1.053, 0.623, 7.845),
         128: Tile(64, 1, 0.535, 0.535, 0.721, 8.075),
-        64: Tile(64, 3, 0.230, 0.495, 0.594, 5.275),
+        64: Tile(64, 3, 0.232, 0.413, 0.570, 7.468),
     },
     96: {
         192: Tile(96, 1, 1.217, 1.217, 1.253, 10.18),
@@ -90,10 +91,12 @@ def forward_us(problem: Problem, rows: int, sms: int = SMS, tiles: Tiles = TILES
     if count > MANY_TILES * sms:
         mean = heads * (sum(steps) * tile.step + len(steps) * tile.tile) / sms
         return mean + max(steps) * tile.step * tile.ctas / 2 + tile.call
-    together = max(1, min(tile.ctas, math.ceil(count / sms)))  # CTAs of an SM
-    step = max(tile.alone, together * tile.step)
-    costs = (x * step + together * tile.tile for x in sorted(steps, reverse=True) for _ in range(heads))
-    return max(_loads(costs, sms * together)) + tile.call
+    costs = lambda step: (x * step + tile.tile for x in sorted(steps, reverse=True) for _ in range(heads))
+    # An SM takes its tiles' steps one after the other, and each of its CTAs takes longer for one than the SM.
+    busiest = max(_loads(costs(tile.step), sms))
+    if tile.ctas > 1:
+        busiest = max(busiest, *_loads(costs(tile.alone), sms * tile.ctas))
+    return busiest + tile.call
 
 
 def _keys_seen(problem: Problem, rows: int) -> list[int]:
@@ -137,6 +140,7 @@ QUERY_PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 TURNS_SHORT = 512  # up to head_dim 128, with undivided tiles
 TURNS_SEQLEN = 8192  # at 128, with so many tiles for each SM that nobody ends late
 TURNS_TILES = 3
+TURNS_PACKED = 1300  # at 128, mean length of packed sequences (notes/bwd4_policies.md, "Turns")
 
 
 def parts_of(problem: Problem, sms: int = SMS, deterministic: bool = False) -> Parts:
@@ -160,6 +164,8 @@ def parts_of(problem: Problem, sms: int = SMS, deterministic: bool = False) -> P
 def turns_pay(problem: Problem, sms: int = SMS) -> bool:
     """Whether gradients come sooner with turns at dQ, where who comes first stores, than with zeros."""
     columns, equal = tile_dim(problem), problem.seqlen_q == problem.seqlen_kv
+    if problem.policies == ("sequences",) and problem.causal and equal and columns == 128:
+        return problem.seqlen_kv <= TURNS_PACKED * len(problem.sequences)
     if problem.policies or not (problem.causal and equal and problem.seqlen_kv) or columns > 128:
         return False
     if problem.seqlen_kv <= TURNS_SHORT and parts_of(problem, sms) == UNDIVIDED:

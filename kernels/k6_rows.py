@@ -14,14 +14,15 @@ from . import k6
 from .calls import forward_scratch, refuse_forward, run_forward
 from .contract import LazyMaximum, Problem, Scratch, Stage, Work
 from .device.limits import NARROW_VALUES
-from .device.query_tiles import Config
+from .device.query_tiles import ROWS, Config
 
 SHORT = {  # by rows of a tile, then as k6.CONFIGS
-    128: {
+    192: k6.CONFIGS | {64: Config(consumers=3, tile_kv=96, stages=4, registers=(32, 160), parts=2)},
+    128: k6.CONFIGS
+    | {
         64: Config(consumers=2, tile_kv=64, stages=8, registers=(24, 240), parts=2),
         96: Config(consumers=2, tile_kv=128, stages=3, registers=(24, 240)),
         128: Config(consumers=2, tile_kv=128, stages=2, registers=(24, 240)),
-        **{columns: k6.CONFIGS[columns] for columns in (192, 256, NARROW_VALUES)},
     },
     64: {
         64: Config(consumers=1, tile_kv=64, stages=3, registers=(24, 136), parts=2, ctas=3),
@@ -50,8 +51,8 @@ supports = refuse_forward
 run_kernel = run_forward
 
 
-def workspace(problem: Problem, rows: int | None = None, **options: object) -> Scratch:
-    return forward_scratch(problem, rows)
+def workspace(problem: Problem, rows: int, **options: object) -> Scratch:
+    return forward_scratch(problem, ROWS * k6.config_of(problem, SHORT[rows]).consumers)
 
 
 def kernel_for(problem: Problem, rows: int, **options: object) -> k6.FlashAttentionForward:

@@ -19,6 +19,7 @@ LADDER: dict[str, str] = {
     "k6_1": "k6_1",
     "k6_2": "k6_2",
     "k6": "k6",
+    "k6_r192": "k6_rows",
     "k6_r128": "k6_rows",
     "k6_r64": "k6_rows",
     "k7": "k7",

@@ -79,7 +79,7 @@ class QuantizeAhead(Quantize):
         self.quantize_ahead(
             *loads, mQ, mK, mV, mQ8, mK8, mVt8, mQ_scale, mK_scale, mV_scale, mSigns, mCos, mSin, each
         ).launch(
-            grid=(blocks, turns, given[0].shape[0]),
+            grid=(blocks, given[0].shape[0], turns),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.ctas,
             preferred_smem_carveout=100,  # per cent; without it the compiler asks the driver
@@ -91,7 +91,8 @@ class QuantizeAhead(Quantize):
         self, load_Q, tQ, load_K, tK, mQ, mK, mV, mQ8, mK8, mVt8, mQ_scale, mK_scale, mV_scale, mSigns, mCos,
         mSin, each,
     ):  # fmt: skip
-        _, turn, _ = cute.arch.block_idx()
+        # All batches of Q come first, then K's, then V's: CTAs that take equally long run beside each other.
+        _, batch, turn = cute.arch.block_idx()
         smem, warps = SmemAllocator(), self.threads // WARP
         # Maxima of warps, those without what is too large, and both again: a warp may be a head ahead.
         maxima = cute.make_layout((warps, 2, 2), stride=(1, warps, 2 * warps))
@@ -117,7 +118,7 @@ class QuantizeAhead(Quantize):
             if turn >= 0:
                 words = cute.recast_ptr(sX.iterator, None, Int32)
                 sCodes = cute.make_tensor(words, words_layout(self.head_dim))  # (word, unit)
-                self.columns(mV, mVt8, mV_scale, turn, sMax[None, None, 0], sCodes)
+                self.columns(mV, mVt8, mV_scale, batch, turn, sMax[None, None, 0], sCodes)
 
     @cute.jit
     def rows_of_heads(
@@ -126,7 +127,7 @@ class QuantizeAhead(Quantize):
         """A block of Q or K of `each` heads from `first` on. A thread has chunks of 16 columns in each half
         of a row: what RoPE turns lies in it, and all the transform mixes but for what `lanes` differ in."""
         tidx, _, _ = cute.arch.thread_idx()
-        block, _, batch = cute.arch.block_idx()
+        block, batch, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen, end = mX.shape[2], cutlass.min(first + each, mX.shape[1])
         own_row, lane = tidx // self.lanes, tidx % self.lanes

@@ -127,7 +127,8 @@ class Quantize:
             head -= mK.shape[1]
         if const_expr(self.columns_of_v):
             if head >= 0:
-                self.columns(mV, mVt8, mV_scale, head, sMax, sCodes)
+                _, _, batch = cute.arch.block_idx()
+                self.columns(mV, mVt8, mV_scale, batch, head, sMax, sCodes)
         if const_expr(self.rows_of_v):
             if head >= 0:
                 self.rows(mV, mVt8, mV_scale, head, sMax, *rotation)
@@ -175,11 +176,11 @@ class Quantize:
                     cute.autovec_copy(codes[None, half], cute.recast_tensor(gX8, Int32))
 
     @cute.jit
-    def columns(self, mV, mVt8, mScale, head, sMax, sCodes):
+    def columns(self, mV, mVt8, mScale, batch, head, sMax, sCodes):
         """A block of V. A thread has 8 columns of the four tokens of one word, or of several; 8 lanes read
         128 bytes of a row."""
         tidx, _, _ = cute.arch.thread_idx()
-        block, _, batch = cute.arch.block_idx()
+        block, _, _ = cute.arch.block_idx()
         seqlen = mV.shape[2]
         words_of_thread = self.own // OWN
         places = [own_words(self.head_dim // VECTOR, self.threads * i) for i in range(words_of_thread)]
@@ -215,7 +216,7 @@ class Quantize:
                 put_columns(words, sCodes, *places[w])
             cute.arch.sync_threads()
             weights = four_e4m3(weight, weight, weight, weight)
-            store_transposed(sCodes, mVt8, head, seqlen, weights, VECTOR, self.threads)
+            store_transposed(sCodes, mVt8, batch, head, seqlen, weights, VECTOR, self.threads)
 
 
 class Relayout:
@@ -256,7 +257,7 @@ class Relayout:
         words = [code for i in range(QUAD) for code in transposed_bytes([rV[i, j] for j in range(QUAD)])]
         put_columns(words, sCodes, group, word, chunk)
         cute.arch.sync_threads()
-        store_transposed(sCodes, mVt8, head, seqlen, Int32(0x38383838), CHUNK, self.threads)
+        store_transposed(sCodes, mVt8, batch, head, seqlen, Int32(0x38383838), CHUNK, self.threads)
 
 
 class RelayoutAndCheck(Relayout):
@@ -475,12 +476,13 @@ def put_columns(words: list[Int32], sCodes: cute.Tensor, group, word, chunk):
 
 @cute.jit
 def store_transposed(
-    sCodes: cute.Tensor, mVt8, head, seqlen, weights, columns: cutlass.Constexpr, threads: cutlass.Constexpr
+    sCodes: cute.Tensor, mVt8, batch, head, seqlen, weights, columns: cutlass.Constexpr,
+    threads: cutlass.Constexpr,
 ):  # fmt: skip
     """A block's units from shared memory to Vt8, the four of a column next to each other; and the weights of
     one, of which `weights` holds four. Their chunks had `columns` columns."""
     tidx, _, _ = cute.arch.thread_idx()
-    block, _, batch = cute.arch.block_idx()
+    block, _, _ = cute.arch.block_idx()
     units = cute.size(sCodes, mode=[1])
     head_dim, tokens = units // GROUPS, mVt8.shape[3]
     group = tidx % GROUPS

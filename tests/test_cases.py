@@ -31,7 +31,7 @@ NEED_A_GPU = {
     "sanitizer",
 }
 STAGES = {
-    **{x: Stage(x, "", "", None) for x in ("k6", "k6_r128", "k6_r64")},
+    **{x: Stage(x, "", "", None) for x in ("k6", "k6_r192", "k6_r128", "k6_r64")},
     "k7": Stage("k7", "", "", None, direction="fp8"),
     "k7_rows": Stage("k7_rows", "", "", None, direction="fp8_rows"),
     "k8": Stage("k8", "", "", None, direction="fp8_cast"),

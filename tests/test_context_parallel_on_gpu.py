@@ -177,6 +177,7 @@ def dies(rank: int, when: str, seconds: float) -> None:
     """Rank 1 is gone at its second call; rank 0 must not wait for it longer than the group's timeout."""
     port = "29519" if when == "by NCCL" else "29521"
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NCCL_NVLS_ENABLE": "0"}
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # four times so long before it ends, not 60 s
     device, timeout = torch.device("cuda", rank), datetime.timedelta(seconds=seconds)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", rank=rank, world_size=RANKS, device_id=device, timeout=timeout)

@@ -26,7 +26,7 @@ from hopper_attention.kernels.contract import DTYPES
 from hopper_attention.launch import compile_stage
 
 CUDA_CORES = ("k1", "fa1", "k2", "bwd1", "bwd2")  # what these compute with; tensor cores and TMA come later
-K6 = ("k6", "k6_r128", "k6_r64")
+K6 = ("k6", "k6_r192", "k6_r128", "k6_r64")
 BWD4 = ("bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det")
 MIRRORED = tuple(stage_id for stage_id in BWD4 if stage_id.endswith("_det"))  # of these some heads
 WGMMA = ("k4_qk", "k4", "k5", "k6_1", "k6_2", *K6, "bwd3", *BWD4)

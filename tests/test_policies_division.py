@@ -91,3 +91,21 @@ def test_a_side_that_hides_nothing_is_none(
     without = policies.without_idle_window(problem)
     assert (without.window, without.causal) == (left, causal)
     assert without.pairs == pytest.approx(problem.pairs, rel=1e-3)  # FlashAttention counts half a diagonal
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "length", "stage_id"),
+    [
+        (128, True, 1024, production.DETERMINISTIC),
+        (128, True, 2048, production.BACKWARD),
+        (128, False, 1024, production.BACKWARD),
+        (64, True, 1024, production.BACKWARD),
+        (256, True, 1024, production.BACKWARD),
+    ],
+)
+def test_short_packed_sequences_take_turns(head_dim: int, causal: bool, length: int, stage_id: str) -> None:
+    sequences = ((length, length),) * 8
+    problem = Problem(1, 8, 2, 8 * length, 8 * length, head_dim, causal, direction="bwd", sequences=sequences)
+    assert production.backward_stage(problem, False) == (stage_id, None)
+    other = problem.with_(softcap=30.0), problem.with_(window=(500, 0), causal=False)
+    assert {production.backward_stage(x, False)[0] for x in other} == {production.BACKWARD}

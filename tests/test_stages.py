@@ -195,7 +195,7 @@ def test_every_stage_takes_the_sweep(stage_id: str) -> None:
 
 # Where a causal mask is aligned
 
-TAKES_UNEQUAL_LENGTHS = {"k6", "k6_r128", "k6_r64", "k7", "k7_rows", "k8"}
+TAKES_UNEQUAL_LENGTHS = {"k6", "k6_r192", "k6_r128", "k6_r64", "k7", "k7_rows", "k8"}
 TAKES_UNEQUAL_LENGTHS |= {"bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det"}
 
 

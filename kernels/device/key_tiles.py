@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import cpasync
 from ..contract import Problem, Work
 from .constants import LOG2_E, SMS, WARP, WARPGROUP
 from .key_parts import query_parts
-from .limits import COLUMN_BYTES, SECTION_BYTES, TILE_Q, sums_of_dq
+from .limits import COLUMN_BYTES, FINAL_SECTIONS, SECTION_BYTES, TILE_Q, sums_of_dq
 from .masks import Mask
 from .policies import DenseScratch, PackedScratch, Scores, listed
 from .tile_order import ByHead, BySection, final_section
@@ -295,6 +295,18 @@ class Tiles(Scores):
             masked += max(0, end - 1 - first - whole)
         return kv_blocks * problem.batch * problem.heads, masked / kv_blocks, unmasked / kv_blocks
 
+    def mirrored_share(self, problem: Problem) -> float:
+        """The share of heads that `locate` mirrors."""
+        heads = problem.batch * problem.kv_heads
+        if not (self.mirrors and heads) or problem.seqlen_kv > 2 * problem.seqlen_q:
+            return 0.0
+        if problem.seqlen_q * self.column_bytes * self.head_dim > L2_BYTES:
+            return 1.0
+        kv_blocks = math.ceil(problem.seqlen_kv / self.tile_kv)
+        section = self.section_of(heads, kv_blocks, problem.seqlen_q, problem.heads, problem.kv_heads)
+        final = max(heads - FINAL_SECTIONS * section, (heads + 1) // 2) // section * section
+        return 1 - final / heads
+
     # ---- the mask, and P ----------------------------------------------------------------------------------
 
     @cute.jit
@@ -432,6 +444,10 @@ def work_of(kernel: object, problem: Problem, products: int, unit: str, roles: i
     """The `Work` of a main loop with so many products a step; of `roles` consumers that have code of their
     own and as many products each, one is counted."""
     tiles, masked, unmasked = kernel.trips(problem)
+    trips = masked, unmasked
+    if isinstance(kernel, Tiles) and kernel.mirrors:  # heads whose masked tiles are a loop of their own
+        share = kernel.mirrored_share(problem)
+        trips = masked * (1 - share), unmasked, masked * share
     tile_flops = 2 * products * kernel.tile_kv * kernel.tile_q * problem.head_dim / roles
     return Work(
         kernel=type(kernel).__name__,
@@ -439,7 +455,7 @@ def work_of(kernel: object, problem: Problem, products: int, unit: str, roles: i
         threads=WARPGROUP * CONSUMERS // roles,
         ctas=min(kernel.sms, tiles),
         passes=tiles * roles,
-        trips=(masked, unmasked),
+        trips=trips,
         ffma=0,
         hbm_bytes=problem.min_bytes / (max(1, tiles) * roles),
         smem_bytes=kernel.smem_bytes,
