@@ -307,6 +307,11 @@ def measure(arguments: list[str] | None) -> bool:
     if not hopper_gpu():
         raise Usage("the kernels need a Hopper GPU")
     environment = timing.environment(peers.versions(list(PEERS), "fp8"))
+    if args.save:
+        try:
+            results.library_rows(args.save, "accuracy", environment)
+        except ValueError as error:  # of a peer that is not here no row may go
+            raise Usage(str(error)) from None
     rows = []
     for question, ask in QUESTIONS.items():
         for row in ask():

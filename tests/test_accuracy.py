@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import accuracy, quantized, quantizing, reference, rotation
+from harness import accuracy, quantized, quantizing, reference, results, rotation, timing
 from harness.library import NOTHING, accuracy_tables, decode_table, load_rows, quantizing_table
 from harness.quantized import E4M3
+from harness.results import repository
 from hopper_attention import production_fp8
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
@@ -121,6 +122,21 @@ def test_a_rotation_alone_is_worth_as_much_as_with_scales_of_blocks(monkeypatch:
     rows = accuracy.outliers(accuracy.YARDSTICKS, Problem.square(1, 2, 512, 128, False), (small,))
     errors = errors_of(rows)
     assert max(errors.values()) < 1.1 * min(errors.values()), "nothing is gained"
+
+
+def test_no_row_of_a_peer_that_is_not_here_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = json.loads((repository() / "results/h200/library/accuracy.json").read_text("utf-8"))[
+        "environment"
+    ]
+    path = results.save_library("accuracy", [{"question": "outliers"}], environment, tmp_path)
+    before = path.read_bytes()
+    monkeypatch.setattr(accuracy, "hopper_gpu", lambda: True)
+    monkeypatch.setattr(timing, "environment", lambda peers: environment | {"peers": {"fa3": "another"}})
+    monkeypatch.setattr(accuracy, "QUESTIONS", {"outliers": lambda: pytest.fail("measured")})
+    assert accuracy.main(["--save", str(tmp_path)]) == 2
+    assert "cudnn is not there" in capsys.readouterr().err and path.read_bytes() == before
 
 
 def test_a_picture_of_the_rotation(tmp_path: Path) -> None:
