@@ -127,7 +127,8 @@ def plot_margins(rows: Rows, gpu: str, path: Path | str) -> None:
         axes.set_xticks(sorted({x for row in rows for x in margins(row["both"])}))
         axes.set_xlabel("SMs left to NCCL")
         axes.set_ylabel("rate, of that with copy engines")
-        axes.legend(title="tokens of a GPU, heads", fontsize=8, title_fontsize=8, frameon=False)
+        title = "tokens of a GPU, heads"
+        axes.legend(title=title, loc="lower center", ncols=3, fontsize=8, title_fontsize=8, frameon=False)
         plots.heading(figure, "SMs left free, forward + backward", f"{gpu}, two of a host")
         figure.subplots_adjust(left=0.11, right=0.98, bottom=0.13, top=0.84)
         plots.save(figure, path)

@@ -26,19 +26,14 @@ from typing import Any
 
 from harness import cases, decoding_records, machine_code, policy_cases, provenance, record_files
 from harness import head_dims as _head_dims  # noqa: F401  registers its cases
-from harness.registry import CASES
 from harness.results import ENVIRONMENT_IDENTITY, gpu_folder, results_dir
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.kernels.device.limits import HEAD_DIMS
 from hopper_attention.launch import WITH_POLICIES, compile_stage, reachable
 
 KERNEL_FIELDS = ("head_dim", "causal", "top_left", "dtype", "direction", "scaled", "lse_grad", "value_dim")
 FOR_PROCESSES = 16  # kernels to compile, from which on other processes are worth their start
 POLICY_FIELDS = ("window", "softcap", "sink", "sequences")  # written of kernels that have them
-# Stages whose record is from before records listed kernels with policies and of other head dims. The next one
-# lists them: take the stage out then.
-YET_PLAIN: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,12 +107,12 @@ def missing(record: Record) -> str | None:
     """What a record lacks of all that its stage must pass, or None."""
     if lacking := [key for key in ENVIRONMENT_IDENTITY if not record.environment.get(key)]:
         return f"the environment's {', '.join(lacking)}"
-    if lacking := [name for name in _cases_of(record.stage) if name not in record.cases]:
+    if lacking := [name for name in cases.chosen(record.stage) if name not in record.cases]:
         return f"the cases {', '.join(lacking)}"
     if record.repeats < 1:
         return "repeats"
     passed = {x.kernel: x for x in record.kernels}
-    for kernel in plain(record.stage):
+    for kernel in reachable(record.stage):
         for form in cases.forms_of(record.stage, kernel):
             if kernel not in passed or form not in passed[kernel].forms:
                 return f"{form} of {kernel}"
@@ -127,23 +122,9 @@ def missing(record: Record) -> str | None:
     return None
 
 
-def _cases_of(stage_id: str) -> list[str]:
-    yet = stage_id in YET_PLAIN
-    of_plain = lambda name: CASES[name][0] != "library" and not CASES[name][2]
-    return [name for name in cases.chosen(stage_id) if not yet or of_plain(name)]
-
-
-def plain(stage_id: str) -> list[Problem]:
-    """The kernels without policies that a record lists."""
-    yet = stage_id in YET_PLAIN
-    is_own = lambda kernel: kernel.head_dim in HEAD_DIMS and kernel.value_dim is None
-    return [kernel for kernel in reachable(stage_id) if not yet or is_own(kernel)]
-
-
 def with_policies(stage_id: str) -> Counter[Problem]:
     """The kernels with policies that a record lists at least, and how many problems each has passed."""
-    listed = stage_id in WITH_POLICIES and stage_id not in YET_PLAIN
-    return policy_cases.kernels(stage_id) if listed else Counter()
+    return policy_cases.kernels(stage_id) if stage_id in WITH_POLICIES else Counter()
 
 
 def passed(stage_id: str) -> tuple[Checked, ...]:

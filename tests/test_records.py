@@ -23,7 +23,7 @@ ENVIRONMENT = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2", "cutlass_dsl":
 def made_up(stage_id: str, **changes: object) -> records.Record:
     plain = [
         records.Checked(kernel, "a" * 64, forms=tuple(cases.forms_of(stage_id, kernel)))
-        for kernel in records.plain(stage_id)
+        for kernel in reachable(stage_id)
     ]
     others = [
         records.Checked(kernel, "a" * 64, problems=count)
@@ -106,16 +106,8 @@ def test_nothing_else_can_be_reached(stage_id: str) -> None:
     assert taken
 
 
-@pytest.fixture
-def of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records as they are made now."""
-    monkeypatch.setattr(records, "YET_PLAIN", ())
-
-
 @pytest.mark.parametrize("stage_id", WITH_POLICIES)
-def test_what_a_record_lists_of_policies_is_of_every_head_dim_mask_and_policy(
-    stage_id: str, of_everything: None
-) -> None:
+def test_what_a_record_lists_of_policies_is_of_every_head_dim_mask_and_policy(stage_id: str) -> None:
     listed = records.with_policies(stage_id)
     assert set(listed) <= set(reachable_with_policies(stage_id))
     assert len(listed) >= 38
@@ -131,16 +123,14 @@ def policies_of(stage_id: str) -> set[str]:
 # A record that lacks something, or is of other sources
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path: Path, of_everything: None) -> None:
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     record = made_up("k6")
     path = record.save(tmp_path / "k6.json")
     assert records.load(path) == record
     assert records.stale(record) is None
 
 
-def test_records_that_lack_something_are_neither_written_nor_read(
-    tmp_path: Path, of_everything: None
-) -> None:
+def test_records_that_lack_something_are_neither_written_nor_read(tmp_path: Path) -> None:
     whole = made_up("k6")
     path = whole.save(tmp_path / "k6.json")
     fewer_forms = replace(whole.kernels[3], forms=whole.kernels[3].forms[1:])
