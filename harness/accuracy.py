@@ -310,7 +310,7 @@ def measure(arguments: list[str] | None) -> bool:
     if args.save:
         try:
             results.library_rows(args.save, "accuracy", environment)
-        except ValueError as error:  # of a peer that is not here no row may go
+        except ValueError as error:  # rows of a peer that is not here, or of another environment, stay
             raise Usage(str(error)) from None
     rows = []
     for question, ask in QUESTIONS.items():

@@ -1,16 +1,18 @@
 """The time of a ring, from the time of a step's kernels and of a message: 2 to 1024 GPUs.
 
 A forward step's kernels take what `division` expects of their tiles, a backward one's their FLOPs over a
-rate; merges, and the passes of a gradient that are not main kernels, their bytes over another. Beside a step
-travels what the next one needs: it lasts as long as the longer of the two. The first of a forward pass has
-the keys of the second beside it. A backward pass begins with some heads of a rank's own block, beside which
-the same keys travel, and ends with the others, beside which the last dK and dV do.
+rate and the share of SMs that its list of tiles keeps busy; merges, and the passes of a gradient that are not
+main kernels, their bytes over another. Beside a step travels what the next one needs: it lasts as long as the
+longer of the two. The first of a forward pass has the keys of the second beside it. A backward pass begins
+with some heads of a rank's own block, beside which the same keys travel, and ends with the others, beside
+which the last dK and dV do.
 """
 
 from dataclasses import dataclass
 
 from hopper_attention.integrations import zigzag
 from hopper_attention.kernels import division
+from hopper_attention.kernels.calls import UNDIVIDED
 from hopper_attention.kernels.contract import BYTES_PER_ELEMENT, Problem
 
 BACKWARD = 2.5  # a backward step's FLOPs over a forward one's
@@ -71,19 +73,33 @@ def predict(
     forward = [seconds_of(own, rates), *[seconds_of(half, rates) + 3 * o / rates.memory] * (ranks - 1)]
     turns = list(zip(forward, fetches))
     if both:
-        block = BACKWARD * half.flops / rates.backward
-        first = zigzag.first_heads(kv_heads, tokens * heads // kv_heads)
-        before = block * first / kv_heads if ranks > 1 else block
+        first = zigzag.first_heads(kv_heads, tokens * heads // kv_heads) if ranks > 1 else kv_heads
+        block, before, rest = (gradients_of(x, rates) for x in (half, *own_parts(own, first)))
         homing = [0.0, 0.0, *[message(home)] * (ranks - 1)]  # beside each turn, what the one before gave
         # Before: o and do are read, zeros written for dQ in fp32; after: that read and dQ written, dK and dV
         # read in fp32, own and what came, and written. What came from the third rank on is added before.
         begin, end = 4 * o / rates.memory, (3 * o + 5 * kv) / rates.memory
         added = [0.0, 0.0, 0.0, *[6 * kv / rates.memory] * (ranks - 2)]
-        kernels = [begin + before, *[block] * (ranks - 1), block - before + end]
+        kernels = [begin + before, *[block] * (ranks - 1), rest + end]
         beside = zip(kernels, added, [*fetches, 0.0], homing)
         turns += [(x + more, fetch + sent) for x, more, fetch, sent in beside]
     compute, seconds = sum(x for x, _ in turns), sum(map(max, turns))
     return Predicted(seconds, compute)
+
+
+def own_parts(own: Problem, first: int) -> tuple[Problem, Problem]:
+    """A rank's own block: of so many key heads, and of the others."""
+    group = own.heads // own.kv_heads
+    of_heads = lambda n: own.with_(heads=n * group, kv_heads=n)
+    return of_heads(first), of_heads(own.kv_heads - first)
+
+
+def gradients_of(problem: Problem, rates: Rates) -> float:
+    """Seconds of a backward pass's main kernel, by the SM that has most to do."""
+    if not problem.heads:
+        return 0.0
+    loads = division.loads_of(problem, UNDIVIDED)
+    return BACKWARD * problem.flops / rates.backward * max(loads) * len(loads) / sum(loads)
 
 
 def seconds_of(problem: Problem, rates: Rates) -> float:

@@ -176,7 +176,7 @@ def check(drawn: Drawn) -> list[str]:
     if problem.direction == "fwd":
         o, lse = policies.forward(*tensors, more, *options)
         outputs = {"o": as_judged(o), "lse": lse[None] if packed else lse}
-        stage_id = production.forward_stage(policies.without_idle_window(problem))
+        stage_id = chosen_stage(policies.without_idle_window(problem))
     else:
         o, lse = given.saved
         saved = [laid_out(x, drawn.layout, packed) for x in (given.do, o)]

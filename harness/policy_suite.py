@@ -25,7 +25,7 @@ from harness.fuzz import arguments_of
 from harness.measuring import chosen_stage, job_of
 from harness.policies import Given, random_given
 from harness.reference import rounding_of
-from hopper_attention import policies, production
+from hopper_attention import policies
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.kernels.device.limits import has_own_kernel
@@ -300,7 +300,9 @@ class _Ours:
                     outputs[name] = x[at]
             else:
                 outputs[name] = self.seen(x, name)[:, at]
-        stage_id = production.forward_stage(problem) if problem.direction == "fwd" else BACKWARD
+        stage_id = BACKWARD
+        if problem.direction == "fwd":
+            stage_id = chosen_stage(policies.without_idle_window(self.given.problem))
         stage, module = ladder.load(stage_id)
         rounding = rounding_of(stage, module, problem, **stage.options)
         if failures := self.judged.judge(outputs, rounding, poisoned=False):

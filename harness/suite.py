@@ -51,9 +51,10 @@ def way_of(choice: int | Parts, head_dim: int) -> str:
 
 def choice_of(problem: Problem) -> int | Parts:
     """Rows of a tile, or parts, that the library takes."""
+    gpu = tuned.gpu()
     if problem.direction == "fwd":
-        return division.rows_of(problem)
-    return division.parts_of(problem, deterministic=division.turns_pay(problem))
+        return division.rows_of(problem, *gpu)
+    return production.backward_stage(problem, False, gpu=gpu)[1] or UNDIVIDED
 
 
 def chosen(problem: Problem) -> str:

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 from . import cache
-from .kernels import calls_decode, calls_fp8, ladder
+from .kernels import calls_decode, calls_fp8, division, ladder
 from .kernels.contract import DTYPES, Problem
 from .kernels.device.constants import SMS
-from .kernels.device.limits import HEAD_DIMS, compiled_dims, other_dims
+from .kernels.device.limits import HEAD_DIMS, compiled_dims, other_dims, tile_dim
 
 FORWARD = "k6"
 # By the rows that `division.rows_of` may choose instead.
@@ -105,9 +105,21 @@ def reachable(stage_id: str) -> list[Problem]:
                 for more in ({}, {"scaled": True}, *([{"scaled": True, "lse_grad": True}] * backward)):
                     kind = dims | mask | more | {"dtype": dtype, "direction": stage.direction}
                     least = Problem(1, 1, 1, 1, 1, **kind)
-                    if file.supports(least) is None and (what := compiled_for(stage_id, least)) not in found:
+                    if file.supports(least) or not _has_height(stage_id, least):
+                        continue
+                    if (what := compiled_for(stage_id, least)) not in found:
                         found.append(what)
     return found
+
+
+def _has_height(stage_id: str, problem: Problem) -> bool:
+    """Whether `division` may choose the stage for heads of this size: of those in other heights than k6's,
+    where there is such a tile."""
+    for rows, name in FORWARD_IN_ROWS.items():
+        if name == stage_id:
+            _, *others = division.TILES[tile_dim(problem)]
+            return rows in others
+    return True
 
 
 def reachable_with_policies(stage_id: str) -> list[Problem]:
@@ -125,7 +137,7 @@ def reachable_with_policies(stage_id: str) -> list[Problem]:
                 fields = {"causal": False} | mask | softcap | sink | packed
                 fields |= {"dtype": dtype, "direction": stage.direction, "lse_grad": lse_grad}
                 least = Problem.square(1, 1, 1, head_dim, scaled=True, **fields)
-                if file.supports(least) is None:
+                if file.supports(least) is None and _has_height(stage_id, least):
                     found.append(compiled_for(stage_id, least))
     return found
 

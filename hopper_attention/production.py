@@ -292,9 +292,12 @@ def _plan_backward(
 
 def forward_stage(problem: Problem, rows: int | None = None, gpu: tuned.Gpu = tuned.H200) -> str:
     """The stage that computes O of a problem that FORWARD takes, by default in tiles of as many rows as
-    `division` chooses."""
+    `division` chooses. Raises ValueError for rows that no tile of this head_dim has."""
     rows = rows or division.rows_of(problem, *gpu)
-    return FORWARD if rows == next(iter(division.TILES[tile_dim(problem)])) else FORWARD_IN_ROWS[rows]
+    own, *others = division.TILES[tile_dim(problem)]
+    if rows not in (own, *others):
+        raise ValueError(f"tiles of head_dim {problem.head_dim} have {own} or {others} rows, not {rows}")
+    return FORWARD if rows == own else FORWARD_IN_ROWS[rows]
 
 
 def backward_stage(

@@ -45,7 +45,7 @@ def costs(head_dim: int, rows: int, sms: int, time_us: Timer) -> Tile:
     tile = (twice - few) / ctas - FEW * step
     call = few - ctas * (FEW * step + tile)
     found = Tile(built_in.keys, ctas, step, max(step, alone), max(0.0, tile), max(0.0, call))
-    if not 0 < step <= found.alone:
+    if step <= 0 or alone > 1.05 * ctas * step:
         raise RuntimeError(
             f"the times of tiles of {rows} queries at head_dim {head_dim} make no sense: {found}"
         )

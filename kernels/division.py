@@ -90,7 +90,7 @@ def forward_us(problem: Problem, rows: int, sms: int = SMS, tiles: Tiles = TILES
     count = len(steps) * heads
     if count > MANY_TILES * sms:
         mean = heads * (sum(steps) * tile.step + len(steps) * tile.tile) / sms
-        return mean + max(steps) * tile.step * tile.ctas / 2 + tile.call
+        return mean + max(steps) * tile.step / 2 + tile.call
     costs = lambda step: (x * step + tile.tile for x in sorted(steps, reverse=True) for _ in range(heads))
     # An SM takes its tiles' steps one after the other, and each of its CTAs takes longer for one than the SM.
     busiest = max(_loads(costs(tile.step), sms))
@@ -140,7 +140,7 @@ QUERY_PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 TURNS_SHORT = 512  # up to head_dim 128, with undivided tiles
 TURNS_SEQLEN = 8192  # at 128, with so many tiles for each SM that nobody ends late
 TURNS_TILES = 3
-TURNS_PACKED = 1300  # at 128, mean length of packed sequences (notes/bwd4_policies.md, "Turns")
+TURNS_PACKED = 1300  # at 128, mean length of packed sequences where heads are grouped (bwd4_policies.md)
 
 
 def parts_of(problem: Problem, sms: int = SMS, deterministic: bool = False) -> Parts:
@@ -164,8 +164,8 @@ def parts_of(problem: Problem, sms: int = SMS, deterministic: bool = False) -> P
 def turns_pay(problem: Problem, sms: int = SMS) -> bool:
     """Whether gradients come sooner with turns at dQ, where who comes first stores, than with zeros."""
     columns, equal = tile_dim(problem), problem.seqlen_q == problem.seqlen_kv
-    if problem.policies == ("sequences",) and problem.causal and equal and columns == 128:
-        return problem.seqlen_kv <= TURNS_PACKED * len(problem.sequences)
+    if problem.policies == ("sequences",) and equal and _is_grouped(problem):
+        return columns == 128 and problem.seqlen_kv <= TURNS_PACKED * len(problem.sequences)
     if problem.policies or not (problem.causal and equal and problem.seqlen_kv) or columns > 128:
         return False
     if problem.seqlen_kv <= TURNS_SHORT and parts_of(problem, sms) == UNDIVIDED:

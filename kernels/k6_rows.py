@@ -6,7 +6,7 @@ The idea          A CTA of k6 takes as many queries as keep its tensor cores bus
 What changes      against k6: the `Config`; of the shortest tiles at head_dim 64 an SM has three CTAs at once,
                   whose softmax and products lie beside each other as a tall tile's consumers do.
 What does not     k6.py, line for line.
-Supports          as k6.
+Supports          as k6; of head dims where a height has no tile of its own it has k6's, and is not called.
 Where to read     k6.py; `division.rows_of` has the choice.
 """
 
@@ -51,8 +51,10 @@ supports = refuse_forward
 run_kernel = run_forward
 
 
-def workspace(problem: Problem, rows: int, **options: object) -> Scratch:
-    return forward_scratch(problem, ROWS * k6.config_of(problem, SHORT[rows]).consumers)
+def workspace(problem: Problem, rows: int | None = None, **options: object) -> Scratch:
+    if rows is not None:  # of a head_dim that has no such tile they are others
+        rows = ROWS * k6.config_of(problem, SHORT[rows]).consumers
+    return forward_scratch(problem, rows)
 
 
 def kernel_for(problem: Problem, rows: int, **options: object) -> k6.FlashAttentionForward:

@@ -194,6 +194,6 @@ def test_the_model_against_what_was_measured() -> None:
         for direction, both in (("forward", False), ("both", True)):
             inputs = size.tokens, size.heads, size.kv_heads, 128, 2, context_model.H200, context_model.NVLINK
             expected = context_model.predict(*inputs, both).seconds * 1e3
-            assert expected == pytest.approx(row[direction]["ours"]["ms"], rel=0.09), (str(size), direction)
+            assert expected == pytest.approx(row[direction]["ours"]["ms"], rel=0.05), (str(size), direction)
             compared += 1
-    assert compared >= 6
+    assert compared >= 8

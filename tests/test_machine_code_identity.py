@@ -8,9 +8,9 @@ from rotating import recorded
 
 from harness import machine_code
 from harness.machine_code import cubin_of
-from hopper_attention.kernels import ladder
+from hopper_attention.kernels import division, ladder
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.launch import compile_kernel, compile_stage, compiled_for
+from hopper_attention.launch import FORWARD_IN_ROWS, compile_kernel, compile_stage, compiled_for
 
 
 def identity_of(stage_id: str, problem: Problem) -> str:
@@ -53,8 +53,11 @@ def test_hash_follows_the_tile() -> None:
 
 
 def test_hash_tells_configurations_apart() -> None:
-    """Of every stage, compiled here or recorded, the plain ones."""
-    every = [(stage_id, *config) for stage_id in STAGES for config in MASKED]
+    """Of every stage, compiled here or recorded, the plain ones, but a height that is k6's own."""
+    own = {(FORWARD_IN_ROWS.get(rows), d) for d, (rows, *_) in division.TILES.items()}
+    every = [
+        (stage_id, *config) for stage_id in STAGES for config in MASKED if (stage_id, config[0]) not in own
+    ]
     found = {identity_of(stage_id, problem_at(stage_id, d, causal)) for stage_id, d, causal in every}
     assert len(found) == len(every)
 

@@ -107,5 +107,11 @@ def test_short_packed_sequences_take_turns(head_dim: int, causal: bool, length: 
     sequences = ((length, length),) * 8
     problem = Problem(1, 8, 2, 8 * length, 8 * length, head_dim, causal, direction="bwd", sequences=sequences)
     assert production.backward_stage(problem, False) == (stage_id, None)
-    other = problem.with_(softcap=30.0), problem.with_(window=(500, 0), causal=False)
+    other = (
+        problem.with_(softcap=30.0),
+        problem.with_(window=(500, 0), causal=False),
+        problem.with_(kv_heads=8),
+        problem.with_(seqlen_q=9 * length),
+        problem.with_(seqlen_q=8 * 2049, seqlen_kv=8 * 2049),
+    )
     assert {production.backward_stage(x, False)[0] for x in other} == {production.BACKWARD}

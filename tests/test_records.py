@@ -11,9 +11,16 @@ from rotating import sample
 
 from harness import cases, provenance, records
 from hopper_attention import cache
-from hopper_attention.kernels import ladder
+from hopper_attention.kernels import division, ladder
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.launch import WITH_POLICIES, compiled_for, reachable, reachable_with_policies
+from hopper_attention.kernels.device.limits import tile_dim
+from hopper_attention.launch import (
+    FORWARD_IN_ROWS,
+    WITH_POLICIES,
+    compiled_for,
+    reachable,
+    reachable_with_policies,
+)
 
 STAGES = list(ladder.LADDER)
 SAMPLE = 1  # kernels beside the plain ones that a run of the tests recompiles
@@ -82,7 +89,9 @@ def test_what_can_be_reached(stage_id: str, kernels: int) -> None:
 
 @pytest.mark.parametrize("stage_id", STAGES)
 def test_nothing_else_can_be_reached(stage_id: str) -> None:
-    """Whatever problem a stage takes, what is compiled for it is on the list."""
+    """Whatever problem a stage takes, and the library gives it, what is compiled for it is on the list: of
+    k6's heights a head_dim has some."""
+    rows = next((rows for rows, name in FORWARD_IN_ROWS.items() if name == stage_id), None)
     direction, chance = ladder.load(stage_id)[0].direction, random.Random(stage_id)
     supports, listed = ladder.load(stage_id)[1].supports, set(reachable(stage_id))
     taken = 0
@@ -100,7 +109,7 @@ def test_nothing_else_can_be_reached(stage_id: str) -> None:
             scaled=scaled,
             lse_grad=scaled and direction == "bwd" and chance.random() < 0.5,
         )
-        if supports(problem) is None:
+        if supports(problem) is None and (not rows or rows in [*division.TILES[tile_dim(problem)]][1:]):
             taken += 1
             assert compiled_for(stage_id, problem) in listed
     assert taken
@@ -110,10 +119,13 @@ def test_nothing_else_can_be_reached(stage_id: str) -> None:
 def test_what_a_record_lists_of_policies_is_of_every_head_dim_mask_and_policy(stage_id: str) -> None:
     listed = records.with_policies(stage_id)
     assert set(listed) <= set(reachable_with_policies(stage_id))
-    assert len(listed) >= 38
+    head_dims = {x.head_dim for x in reachable_with_policies(stage_id)}
+    assert head_dims == {"k6_r192": {64}, "k6_r128": {64, 128}}.get(stage_id, {64, 128, 256})
+    assert len(listed) >= 38 * len(head_dims) // 3
     of = {(x.head_dim, name, x.dtype) for x in listed for name in x.policies}
-    assert {x[:2] for x in of} == set(itertools.product((64, 128, 256), policies_of(stage_id)))
-    assert {x[1] for x in of if x[2] == "float16"} == set(policies_of(stage_id))
+    assert {x[:2] for x in of} == set(itertools.product(head_dims, policies_of(stage_id)))
+    in_fp16 = {x[1] for x in of if x[2] == "float16"}  # each at one head_dim at least
+    assert in_fp16 == set(policies_of(stage_id)) or (in_fp16 and len(head_dims) < 3)
 
 
 def policies_of(stage_id: str) -> set[str]:

@@ -337,3 +337,27 @@ def test_zeros_are_written_before_anyone_waits(
             shares[head + first].add(kv_block)
         seen.add((kv_block, head))
     assert len(seen) == kv_blocks * heads
+
+
+@pytest.mark.parametrize("rows", [256, 192, 128, 64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_list_and_the_mean_load_agree(rows: int, causal: bool) -> None:
+    """Of so many tiles that one gives way to the other."""
+    blocks = math.ceil(1024 / rows)
+    heads = division.MANY_TILES * 132 // blocks
+    listed, mean = (
+        division.forward_us(Problem(1, n, n, 1024, 1024, 64, causal), rows) for n in (heads, heads + 1)
+    )
+    tile = division.TILES[64][rows]
+    assert abs(mean - listed) < math.ceil(1024 / tile.keys) * tile.step + tile.tile
+
+
+@pytest.mark.parametrize(("head_dim", "trips"), [(64, (0.5, 15.0, 0.0)), (128, (1.0, 30.5, 0.5))])
+def test_trips_of_mirrored_heads(head_dim: int, trips: tuple[float, ...]) -> None:
+    """Half of the heads have their tiles of queries in the opposite order: what needs the mask comes last,
+    and the last, which is apart, is one of these."""
+    problem = Problem(1, 2, 2, 4096, 4096, head_dim, True, direction="bwd")
+    work = bwd4.work(problem, deterministic=True)[0]
+    assert work.trips == pytest.approx(trips, abs=0.04)
+    assert sum(work.trips) == sum(bwd4.work(problem)[0].trips)
+    assert bwd4.work(problem.with_(seqlen_q=0, seqlen_kv=0), deterministic=True)[0].trips == (0, 0, 0)

@@ -269,20 +269,11 @@ class Tiles(Scores):
             means = [sum(x[0] * x[1] * x[i] for x in found) / max(1, tiles) for i in (2, 3)]
             return tiles, *means
         last, masked, unmasked = math.ceil(problem.seqlen_q / self.tile_q), 0, 0
-        keys, lengths = problem.seqlen_kv, (problem.seqlen_q, problem.seqlen_kv)
-        if problem.top_left:  # no tile of queries sees later ones, whose passes have no product
-            keys = min(keys, last * self.tile_q)
-        kv_blocks = math.ceil(keys / self.tile_kv)
+        lengths, kv_blocks = (problem.seqlen_q, problem.seqlen_kv), self.kv_blocks_seen(problem)
         if kv_blocks == 0:
             return 0, 0.0, 0.0
         for kv_block in range(kv_blocks):
-            first = split = 0
-            if self.mask.hides:
-                query = self.mask.first_query(kv_block * self.tile_kv, *lengths)
-                first = min(last, max(0, query) // self.tile_q)
-                split = math.ceil(max(0, query + self.tile_kv - 1) / self.tile_q)
-            if (kv_block + 1) * self.tile_kv > problem.seqlen_kv:
-                split = last
+            first, split = self.masked_tiles(problem, kv_block)
             end, to = last, last - 1  # whole tiles end at `to`
             if self.mask.hides_first:
                 first_key = kv_block * self.tile_kv
@@ -295,10 +286,34 @@ class Tiles(Scores):
             masked += max(0, end - 1 - first - whole)
         return kv_blocks * problem.batch * problem.heads, masked / kv_blocks, unmasked / kv_blocks
 
+    def kv_blocks_seen(self, problem: Problem) -> int:
+        """Tiles of keys up to the last that a query sees."""
+        keys = problem.seqlen_kv
+        if problem.top_left:  # no tile of queries sees later ones, whose passes have no product
+            keys = min(keys, math.ceil(problem.seqlen_q / self.tile_q) * self.tile_q)
+        return math.ceil(keys / self.tile_kv)
+
+    def masked_tiles(self, problem: Problem, kv_block: int) -> tuple[int, int]:
+        """The first tile of queries that sees a tile of keys, and behind which none needs the mask."""
+        last, first, split = math.ceil(problem.seqlen_q / self.tile_q), 0, 0
+        if self.mask.hides:
+            query = self.mask.first_query(kv_block * self.tile_kv, problem.seqlen_q, problem.seqlen_kv)
+            first = min(last, max(0, query) // self.tile_q)
+            split = math.ceil(max(0, query + self.tile_kv - 1) / self.tile_q)
+        if (kv_block + 1) * self.tile_kv > problem.seqlen_kv:
+            split = last
+        return first, max(first, min(split, last))
+
+    def mirrored_masked(self, problem: Problem) -> float:
+        """As `trips` has masked tiles, of a head that `locate` mirrors: they come last, the last is apart."""
+        kv_blocks = self.kv_blocks_seen(problem)
+        found = (self.masked_tiles(problem, kv_block) for kv_block in range(kv_blocks))
+        return sum(max(0, split - first - 1) for first, split in found) / max(1, kv_blocks)
+
     def mirrored_share(self, problem: Problem) -> float:
         """The share of heads that `locate` mirrors."""
         heads = problem.batch * problem.kv_heads
-        if not (self.mirrors and heads) or problem.seqlen_kv > 2 * problem.seqlen_q:
+        if not (self.mirrors and heads and problem.seqlen_kv) or problem.seqlen_kv > 2 * problem.seqlen_q:
             return 0.0
         if problem.seqlen_q * self.column_bytes * self.head_dim > L2_BYTES:
             return 1.0
@@ -446,8 +461,8 @@ def work_of(kernel: object, problem: Problem, products: int, unit: str, roles: i
     tiles, masked, unmasked = kernel.trips(problem)
     trips = masked, unmasked
     if isinstance(kernel, Tiles) and kernel.mirrors:  # heads whose masked tiles are a loop of their own
-        share = kernel.mirrored_share(problem)
-        trips = masked * (1 - share), unmasked, masked * share
+        share, apart = kernel.mirrored_share(problem), kernel.mirrored_masked(problem)
+        trips = masked * (1 - share), unmasked + (masked - apart) * share, apart * share
     tile_flops = 2 * products * kernel.tile_kv * kernel.tile_q * problem.head_dim / roles
     return Work(
         kernel=type(kernel).__name__,
