@@ -105,14 +105,14 @@ def reachable(stage_id: str) -> list[Problem]:
                 for more in ({}, {"scaled": True}, *([{"scaled": True, "lse_grad": True}] * backward)):
                     kind = dims | mask | more | {"dtype": dtype, "direction": stage.direction}
                     least = Problem(1, 1, 1, 1, 1, **kind)
-                    if file.supports(least) or not _has_height(stage_id, least):
+                    if file.supports(least) or not has_height(stage_id, least):
                         continue
                     if (what := compiled_for(stage_id, least)) not in found:
                         found.append(what)
     return found
 
 
-def _has_height(stage_id: str, problem: Problem) -> bool:
+def has_height(stage_id: str, problem: Problem) -> bool:
     """Whether `division` may choose the stage for heads of this size: of those in other heights than k6's,
     where there is such a tile."""
     for rows, name in FORWARD_IN_ROWS.items():
@@ -137,7 +137,7 @@ def reachable_with_policies(stage_id: str) -> list[Problem]:
                 fields = {"causal": False} | mask | softcap | sink | packed
                 fields |= {"dtype": dtype, "direction": stage.direction, "lse_grad": lse_grad}
                 least = Problem.square(1, 1, 1, head_dim, scaled=True, **fields)
-                if file.supports(least) is None and _has_height(stage_id, least):
+                if file.supports(least) is None and has_height(stage_id, least):
                     found.append(compiled_for(stage_id, least))
     return found
 

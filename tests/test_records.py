@@ -11,13 +11,12 @@ from rotating import sample
 
 from harness import cases, provenance, records
 from hopper_attention import cache
-from hopper_attention.kernels import division, ladder
+from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.kernels.device.limits import tile_dim
 from hopper_attention.launch import (
-    FORWARD_IN_ROWS,
     WITH_POLICIES,
     compiled_for,
+    has_height,
     reachable,
     reachable_with_policies,
 )
@@ -91,7 +90,6 @@ def test_what_can_be_reached(stage_id: str, kernels: int) -> None:
 def test_nothing_else_can_be_reached(stage_id: str) -> None:
     """Whatever problem a stage takes, and the library gives it, what is compiled for it is on the list: of
     k6's heights a head_dim has some."""
-    rows = next((rows for rows, name in FORWARD_IN_ROWS.items() if name == stage_id), None)
     direction, chance = ladder.load(stage_id)[0].direction, random.Random(stage_id)
     supports, listed = ladder.load(stage_id)[1].supports, set(reachable(stage_id))
     taken = 0
@@ -109,7 +107,7 @@ def test_nothing_else_can_be_reached(stage_id: str) -> None:
             scaled=scaled,
             lse_grad=scaled and direction == "bwd" and chance.random() < 0.5,
         )
-        if supports(problem) is None and (not rows or rows in [*division.TILES[tile_dim(problem)]][1:]):
+        if supports(problem) is None and has_height(stage_id, problem):
             taken += 1
             assert compiled_for(stage_id, problem) in listed
     assert taken
