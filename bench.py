@@ -37,7 +37,7 @@ from harness import (
     suites,
     timing,
 )
-from harness.command import Parser, Usage, run
+from harness.command import Parser, Usage, as_usage, run
 from harness.inputs import hopper_gpu
 from harness.measuring import Bench, Contender, Saved, stages_for
 from harness.results import PUBLIC_CALLS
@@ -100,7 +100,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         args.stages = [x for x in args.stages if ladder.load(x)[0].direction in ("fwd", "bwd")]
     if args.suite and (other := [x for x in args.stages if x not in suite.DIRECTIONS]):
         raise Usage(f"--suite is for {' and '.join(suite.DIRECTIONS)}, the library's stages, not {other[0]}")
-    try:
+    with as_usage(ValueError):
         args.problems = [
             sweep_problem(n, d, causal, direction)
             for direction in dict.fromkeys(ladder.load(stage_id)[0].direction for stage_id in args.stages)
@@ -113,8 +113,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         for problem in args.problems:
             for stage_id in stages_for(problem, args.stages):
                 refuse(stage_id, problem)
-    except ValueError as error:
-        raise Usage(str(error)) from None
     return args
 
 
@@ -221,10 +219,8 @@ def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
     bench = Bench(contenders, list(env["peers"]), args.check, env)
     if args.save:
         folder = args.save / results.gpu_folder(env["gpu"])
-        try:
+        with as_usage(ValueError, OSError):
             files = {x: Saved(x, folder / f"{x}.json", env | {"host_us": {}}) for x in args.stages}
-        except (ValueError, OSError) as error:
-            raise Usage(str(error)) from None
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         for problem in progress.track(args.problems, description="sweep"):
             rows = bench.measure(problem)

@@ -13,7 +13,7 @@ import sys
 import torch
 
 from harness import case_runs, cases, mutations, policy_cases, provenance, records, results, timing
-from harness.command import Parser, Usage, run
+from harness.command import Parser, Usage, as_usage, run
 from harness.inputs import hopper_gpu
 from harness.sweep import sweep
 from hopper_attention.kernels import ladder
@@ -35,12 +35,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         raise Usage("name a stage, or --mutations")
     if args.repeats < 1:
         raise Usage(f"--repeats must be at least 1, not {args.repeats}")
-    try:
+    with as_usage(ValueError):
         for stage_id in args.stages:
             if not cases.chosen(stage_id, args.only):
                 raise Usage(f"no case of {stage_id} has {args.only!r} in its name")
-    except ValueError as error:
-        raise Usage(str(error)) from None
     if args.save and (args.only is not None or args.no_sanitizer):
         raise Usage("--save is of every case: not with --only or --no-sanitizer")
     if args.save and not hopper_gpu():

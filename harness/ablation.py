@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from harness import edits, results, timing
-from harness.command import Parser, Usage, run
+from harness.command import Parser, Usage, as_usage, run
 from harness.inputs import hopper_gpu
 from harness.measuring import Bench, Contender, Saved
 from harness.sweep import HEAD_DIMS, sweep_problem
@@ -77,10 +77,8 @@ def ablate(arguments: list[str] | None) -> bool:
     parser.add_argument("stage")
     parser.add_argument("--save", nargs="?", const=results.results_dir(), type=Path, help="write the rows")
     args = parser.parse_args(arguments)
-    try:
+    with as_usage(ValueError):
         ladder.load(args.stage)
-    except ValueError as error:
-        raise Usage(str(error)) from None
     if not edits.labels(args.stage):
         raise Usage(f"{args.stage} declares no VARIANTS")
     if not hopper_gpu():
@@ -88,10 +86,8 @@ def ablate(arguments: list[str] | None) -> bool:
     environment, saved, passed = timing.environment({}), None, True
     if args.save:
         folder = args.save / results.gpu_folder(environment["gpu"]) / "ablations"
-        try:
+        with as_usage(ValueError, OSError):
             saved = Saved(args.stage, folder / f"{ladder.LADDER[args.stage]}.json", environment)
-        except (ValueError, OSError) as error:
-            raise Usage(str(error)) from None
     compile_ahead(args.stage)
     for rows in measure(args.stage, environment):
         for row in rows:

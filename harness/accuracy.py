@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from harness import judging, peers, quantized, reference, results, timing
-from harness.command import Parser, Usage, run
+from harness.command import Parser, Usage, as_usage, run
 from harness.inputs import hopper_gpu
 from harness.stages import allocate
 from hopper_attention import attention, production_fp8
@@ -308,10 +308,8 @@ def measure(arguments: list[str] | None) -> bool:
         raise Usage("the kernels need a Hopper GPU")
     environment = timing.environment(peers.versions(list(PEERS), "fp8"))
     if args.save:
-        try:
+        with as_usage(ValueError):  # rows of a peer that is not here, or of another environment, stay
             results.library_rows(args.save, "accuracy", environment)
-        except ValueError as error:  # rows of a peer that is not here, or of another environment, stay
-            raise Usage(str(error)) from None
     rows = []
     for question, ask in QUESTIONS.items():
         for row in ask():

@@ -1,8 +1,9 @@
 """What the commands share: an error of usage is one line and exit status 2."""
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import torch
@@ -15,6 +16,15 @@ class Usage(Exception):
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise Usage(message)
+
+
+@contextlib.contextmanager
+def as_usage(*errors: type[Exception]) -> Iterator[None]:
+    """What is refused inside, before anything is measured, is an error of usage."""
+    try:
+        yield
+    except errors as error:
+        raise Usage(str(error)) from None
 
 
 def saving(name: str, about: str, arguments: list[str] | None) -> bool:

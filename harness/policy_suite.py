@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from harness import fa3, peers, results, timing
-from harness.command import Usage
+from harness.command import Usage, as_usage
 from harness.fuzz import arguments_of
 from harness.measuring import chosen_stage, job_of
 from harness.policies import Given, random_given
@@ -369,12 +369,10 @@ def run(
     key_of = lambda name, problem: f"{name}: {problem}"
     for stage_id in stage_ids:
         direction = DIRECTIONS[stage_id]
-        try:
-            kept, joined = [], environment
-            if folder:
+        kept, joined = [], environment
+        if folder:
+            with as_usage(ValueError):
                 kept, joined = results.library_rows(folder, direction, environment, place=suite)
-        except ValueError as error:
-            raise Usage(str(error)) from None
         rows = {key_of(row["name"], row["problem"]): row for row in kept}
         for named in sorted(problems, key=lambda named: named.problem.flops):
             problem = named.problem.with_(direction=direction)

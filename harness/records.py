@@ -29,7 +29,7 @@ from harness import head_dims as _head_dims  # noqa: F401  registers its cases
 from harness.results import ENVIRONMENT_IDENTITY, gpu_folder, results_dir
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.launch import WITH_POLICIES, compile_stage, reachable, reachable_with_policies
+from hopper_attention.launch import compile_stage, reachable, reachable_with_policies
 
 KERNEL_FIELDS = ("head_dim", "causal", "top_left", "dtype", "direction", "scaled", "lse_grad", "value_dim")
 FOR_PROCESSES = 16  # kernels to compile, from which on other processes are worth their start
@@ -124,23 +124,17 @@ def missing(record: Record) -> str | None:
 
 def with_policies(stage_id: str) -> Counter[Problem]:
     """The kernels with policies that a record lists at least, and how many problems each has passed."""
-    if stage_id not in WITH_POLICIES:
-        return Counter()
     of_cases, listed = policy_cases.kernels(stage_id), reachable_with_policies(stage_id)
     return Counter({kernel: count for kernel, count in of_cases.items() if kernel in listed})
 
 
 def passed(stage_id: str) -> tuple[Checked, ...]:
     """For who has just seen every case pass, of what a call can reach. Compiles what the cases did not."""
-    identity, listed = functools.partial(_identity, stage_id), listed_of(stage_id)
+    identity = functools.partial(_identity, stage_id)
+    listed = {*reachable(stage_id), *reachable_with_policies(stage_id)}
     of_forms = [(x, {"forms": tuple(forms)}) for x, forms in cases.forms_passed.items()]
     others = [(x, {"problems": count}) for x, count in policy_cases.problems_passed.items()]
     return tuple(Checked(x, identity(x), **found) for x, found in of_forms + others if x in listed)
-
-
-def listed_of(stage_id: str) -> set[Problem]:
-    """The kernels that a call can reach."""
-    return {*reachable(stage_id), *(reachable_with_policies(stage_id) if stage_id in WITH_POLICIES else ())}
 
 
 def _identity(stage_id: str, kernel: Problem) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from harness import judging, peers, reference, results, timing
-from harness.command import Usage
+from harness.command import Usage, as_usage
 from harness.inputs import random_inputs
 from harness.measuring import chosen_stage, job_of
 from harness.results import PUBLIC_CALLS
@@ -184,10 +184,8 @@ def run(
     kept, environments = {}, {}
     for stage_id in stage_ids if folder else ():
         direction = DIRECTIONS[stage_id]
-        try:
+        with as_usage(ValueError):
             rows, environments[stage_id] = results.library_rows(folder, f"{suite}_{direction}", environment)
-        except ValueError as error:
-            raise Usage(str(error)) from None
         kept[stage_id] = {problem_of(row, direction): row for row in rows}
     asked = [x.with_(direction=DIRECTIONS[stage_id]) for stage_id in stage_ids for x in models]
     ahead(job for problem in asked for job in kernels(problem))

@@ -122,8 +122,8 @@ def test_what_a_record_lists_of_policies_is_of_every_head_dim_mask_and_policy(st
     assert len(listed) >= 38 * len(head_dims) // 3
     of = {(x.head_dim, name, x.dtype) for x in listed for name in x.policies}
     assert {x[:2] for x in of} == set(itertools.product(head_dims, policies_of(stage_id)))
-    in_fp16 = {x[1] for x in of if x[2] == "float16"}  # each at one head_dim at least
-    assert in_fp16 == set(policies_of(stage_id)) or (in_fp16 and len(head_dims) < 3)
+    in_fp16 = {x[1] for x in of if x[2] == "float16"}  # the cases have each at one head_dim: packed at 128
+    assert in_fp16 == set(policies_of(stage_id)) - ({"sequences"} if stage_id == "k6_r192" else set())
 
 
 def policies_of(stage_id: str) -> set[str]:
