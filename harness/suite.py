@@ -101,8 +101,9 @@ class _One:
     def way(self, choice: int | Parts) -> Call:
         """A way by itself: one launch after another of a plan that is made already."""
         if not self.backward:
-            plan = production._plan_forward(self.q, self.k, self.v, None, self.problem.causal, False, choice)
-            return lambda: production._forward(plan, self.q, self.k, self.v, self.q.device)
+            inputs, options = (self.q, self.k, self.v), (None, self.problem.causal, False)
+            plan = production._plan_forward(*inputs, *options, choice)
+            return lambda: production.forward(*inputs, *options, plan=plan)
         inputs = *self.do, self.q, self.k, self.v, self.o, self.lse, None
         plan = production._plan_backward(*inputs, None, self.problem.causal, False, False, choice)
         return lambda: production._backward(plan, *inputs, self.q.device)

@@ -116,11 +116,17 @@ def forward(
             o, lse = (torch.empty_strided(*x[:2], dtype=x[2], device=device) for x in plan.outputs)
             return o, lse
         plans.keep(options, (q, k, v), plan)
-    try:
-        if device.index == current_device():
-            return _forward(plan, q, k, v, device)
+    if device.index != current_device():
         with torch.cuda.device(device):
-            return _forward(plan, q, k, v, device)
+            return forward(q, k, v, softmax_scale, causal, top_left, with_lse, plan)
+    try:
+        o, scratch = empty(*plan.outputs[0]), _scratch(plan.parts[0], device)
+        if not with_lse:  # the first of the scratch
+            plan.launch(q, k, v, o, *scratch, *plan.given)
+            return o, None
+        lse = empty(*plan.outputs[1])
+        plan.launch(q, k, v, o, lse, *scratch, *plan.given)
+        return o, lse
     except Exception:
         _plan_forward(q, k, v, softmax_scale, causal, top_left)  # raises with the name of what is wrong
         raise
@@ -129,17 +135,6 @@ def forward(
 def recent_forward(q, k, v, softmax_scale, causal: bool, top_left: bool, with_lse: bool) -> Plan | None:
     """The plan of a call like this, if there was one of late and PyTorch would dispatch it alike."""
     return plans.recently(("fwd", softmax_scale, causal, top_left, with_lse, margin()), q, k, v)
-
-
-def _forward(plan: Plan, q, k, v, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    of_o, *of_lse = plan.outputs
-    o, scratch = empty(*of_o), _scratch(plan.parts[0], device)
-    if not of_lse:  # the first of the scratch
-        plan.launch(q, k, v, o, *scratch, *plan.given)
-        return o, None
-    lse = empty(*of_lse[0])
-    plan.launch(q, k, v, o, lse, *scratch, *plan.given)
-    return o, lse
 
 
 def backward(
