@@ -102,7 +102,7 @@ def forward(
     plan: Plan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o and lse, or None in its place, on PyTorch's current stream; o is dense, its dimensions in memory in
-    the order of q's. `plan` is one that `recent_forward` found.
+    the order of q's. `plan` is one made already, with this `with_lse`: what `recent_forward` found.
 
     Raises TypeError or ValueError before anything is launched.
     """
