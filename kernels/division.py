@@ -140,7 +140,8 @@ QUERY_PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 TURNS_SHORT = 512  # up to head_dim 128, with undivided tiles
 TURNS_SEQLEN = 8192  # at 128, with so many tiles for each SM that nobody ends late
 TURNS_TILES = 3
-TURNS_PACKED = 1300  # at 128, mean length of packed sequences where heads are grouped (bwd4_policies.md)
+# So long may packed sequences be in the mean, at 128; where heads are grouped the shorter (bwd4_policies.md):
+TURNS_PACKED, TURNS_GROUPED = 4096, 2048
 
 
 def parts_of(problem: Problem, sms: int = SMS, deterministic: bool = False) -> Parts:
@@ -164,8 +165,9 @@ def parts_of(problem: Problem, sms: int = SMS, deterministic: bool = False) -> P
 def turns_pay(problem: Problem, sms: int = SMS) -> bool:
     """Whether gradients come sooner with turns at dQ, where who comes first stores, than with zeros."""
     columns, equal = tile_dim(problem), problem.seqlen_q == problem.seqlen_kv
-    if problem.policies == ("sequences",) and equal and _is_grouped(problem):
-        return columns == 128 and problem.seqlen_kv <= TURNS_PACKED * len(problem.sequences)
+    if problem.policies == ("sequences",) and problem.causal and equal:
+        longest = TURNS_GROUPED if _is_grouped(problem) else TURNS_PACKED
+        return columns == 128 and problem.seqlen_kv <= longest * len(problem.sequences)
     if problem.policies or not (problem.causal and equal and problem.seqlen_kv) or columns > 128:
         return False
     if problem.seqlen_kv <= TURNS_SHORT and parts_of(problem, sms) == UNDIVIDED:

@@ -131,6 +131,77 @@ def test_heads_longer_than_l2_are_all_mirrored() -> None:
         assert found == expected
 
 
+class List:
+    """What `packed.ListTiles` lists of sequences in this order."""
+
+    def __init__(self, lengths: list[tuple[int, int]], tile_kv: int):
+        self.rows: list[tuple[int, ...]] = []
+        start_q = start_kv = 0
+        for i, (seqlen_q, seqlen_kv) in enumerate(lengths):
+            first, blocks = len(self.rows), math.ceil(seqlen_kv / tile_kv)
+            self.rows += [(i, first, blocks, start_q, seqlen_q, start_kv, seqlen_kv, 0)] * blocks
+            start_q, start_kv = start_q + seqlen_q, start_kv + seqlen_kv
+
+    def __getitem__(self, at: tuple[int, int]) -> int:
+        row, i = at
+        return self.rows[row - 1][i] if row else len(self.rows)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(1024, 1024)],
+        [(1024, 1024)] * 4,
+        [(2048, 2048), (300, 300), (65, 300), (300, 65)],
+        [(50_000, 50_000), (700, 700)],
+        [(257, 1100)],
+    ],
+)
+@pytest.mark.parametrize("kv_heads", [1, 2, 5, 16])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_packed_tiles_come_in_the_order_of_their_turns(
+    head_dim: int, kv_heads: int, lengths: list[tuple[int, int]]
+) -> None:
+    """Each tile of keys once, and nobody before those it waits for. Beyond head_dim 64 heads of the last
+    sequence are mirrored, and of one that does not stay in L2."""
+    total_q, total_kv = map(sum, zip(*lengths))
+    problem = Problem(
+        1, kv_heads * GROUP, kv_heads, total_q, total_kv, head_dim, True,
+        direction="bwd", scaled=True, sequences=tuple(lengths),
+    )  # fmt: skip
+    kernel = bwd4.kernel_for(problem, deterministic=True).main
+    mList = List(lengths, kernel.tile_kv)
+    mQ, mK = (
+        SimpleNamespace(shape=(x, head_dim, heads, 1))
+        for x, heads in ((total_q, kv_heads * GROUP), (total_kv, kv_heads))
+    )
+    before, mirrored, seen = {}, defaultdict(set), set()
+    for tile in range(mList[0, 0] * kv_heads):
+        kv_block, head, *of_sequence = place = tuple(map(int, kernel.locate_in_list(tile, mQ, mK, mList)))
+        assert len(place) == kernel.words
+        own = kernel.batch.lengths(place, None)
+        start = of_sequence[0]
+        seen.add((start, head, kv_block))
+        if kernel.mirrors:
+            mirrored[start].add(place[-1])
+        _, first, _, _, last = map(int, kernel.work_on(kv_block, mK, *own))
+        visited = [int(kernel.q_tile_at(i, first, last, place, *own)) for i in range(first, last)]
+        assert sorted(visited) == list(range(first, last))
+        for q_tile in (x for x in visited if x % 29 == 0 or own[0] < 4096):
+            at, turn, _ = map(int, kernel.turn_of(kv_block, q_tile, *own, place))
+            assert (at, turn) == (0, before.get((start, head, q_tile), -1) + 1)
+            before[start, head, q_tile] = turn
+    assert len(seen) == mList[0, 0] * kv_heads, "a tile of keys is fetched twice"
+    assert kernel.mirrors == (head_dim > 64)
+    if kernel.mirrors:
+        starts = [sum(x for x, _ in lengths[:i]) for i in range(len(lengths))]
+        for start, (seqlen_q, seqlen_kv) in zip(starts, lengths):
+            expected = seqlen_kv <= 2 * seqlen_q and (len(lengths) > 1 or kv_heads > 1)
+            if start != starts[-1]:
+                expected = seqlen_q * kernel.column_bytes * head_dim > 48 * 2**20
+            assert (1 in mirrored[start]) == expected
+
+
 def test_how_many_sums_there_are() -> None:
     """As the note has it; whoever has a window, a soft cap or packed sequences has a fixed number."""
     plain = Problem(1, 24, 24, 4096, 4096, 128, False, direction="bwd")

@@ -258,7 +258,8 @@ class Postprocess:
                 mSums = cute.domain_offset((0, at * self.packed, 0, 0), mDQ_sum)
                 own_place = (tile - first) * self.packed + own, head, *sequence
                 own_lengths = self.batch.lengths(own_place, None)
-                self.round_block(mma, store_DQ, mDQ, mSums, None, own_lengths, None, own_place, head)
+                if own_place[0] * BLOCK < own_lengths[0]:  # a tile's blocks may be more than have rows
+                    self.round_block(mma, store_DQ, mDQ, mSums, None, own_lengths, None, own_place, head)
 
     @cute.jit
     def round_block(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed, lengths, parts, place, head_index):

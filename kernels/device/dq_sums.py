@@ -113,7 +113,7 @@ class SummedTiles(Tiles):
     def left_to_zero(self, mQ, mK):
         """(first, last): the key heads whose dQ sums the main kernel zeroes. The preprocess has the rest."""
         section, heads = self.section(mQ, mK), mK.shape[2] * mK.shape[3]
-        return section, self.final(heads, section)
+        return section, self.final(heads, section, (heads + 1) // 2)
 
     @cute.jit
     def write_zeros(self, tile_ring, sTile, mQ, mK, mDQ_sum, mZeroed):
@@ -231,7 +231,7 @@ class SummedTiles(Tiles):
     def q_tile_at(self, i, first, last, place, seqlen_q, seqlen_kv):
         """The tile of queries of a step, counted from `first` to `last` − 1."""
         if const_expr(self.mirrors):
-            if place[3] != 0:
+            if place[-1] != 0:
                 i = first + last - 1 - i
         if const_expr(self.rotates):
             if self.is_rotated(seqlen_q, seqlen_kv):
@@ -298,7 +298,7 @@ class SummedTiles(Tiles):
             # From the diagonal to the left: CTAs that begin together reach the tile in this order.
             turn = end - 1 - kv_block
             if const_expr(self.mirrors):
-                if place[3] != 0:
+                if place[-1] != 0:
                     turn = kv_block
         at, own_turn, final = turn % self.sums, turn // self.sums, turn + self.sums >= turns
         if const_expr(self.rotates):

@@ -70,11 +70,12 @@ class Tiles(Scores):
         self.in_waves = deterministic and not mask.hides and self.blocks == 1
         # Tiles that take turns are fetched in the order of their turns: under a mask with the shortest first,
         # which leaves the longest to the end. So the last heads are mirrored: their longest tiles come first,
-        # and queries from the last to the first, and long tiles begin where short ones end.
-        plain = not (capped or packed or mask.hides_first)
-        self.mirrors = deterministic and plain and mask.hides
-        self.rotates = deterministic and plain and self.in_waves and not divides
-        self.counts_sums = deterministic and plain  # `count_sums`; otherwise:
+        # and queries from the last to the first, and long tiles begin where short ones end. (At 128 queries a
+        # step packed sequences leave no register for it: with 22 words in memory for each tile it lost.)
+        plain = deterministic and not (capped or mask.hides_first)
+        self.mirrors = plain and mask.hides and not (packed and self.blocks > 1)
+        self.rotates = plain and self.in_waves and not (packed or divides)
+        self.counts_sums = plain and not packed  # `count_sums`; otherwise:
         self.sums = sums_of_dq(deterministic, mask.hides)
         self.column_bytes = COLUMN_BYTES[head_dim]
         # With a mask the tile that is seen by most comes first, or as `turn_of` wants it last; deterministic,
@@ -121,7 +122,7 @@ class Tiles(Scores):
         count steps, from the last tile of queries on (`q_tile_at`), and the first one is apart."""
         split = cutlass.min(masked, last - 1)
         if self.mirrors:
-            first_masked, unmasked = masked_runs(first, masked, last, place[3])
+            first_masked, unmasked = masked_runs(first, masked, last, place[-1])
             yield first, first_masked, True
             yield first_masked, unmasked, False
             yield unmasked, last - 1, True
@@ -165,10 +166,16 @@ class Tiles(Scores):
         """How many key heads are worked on together; their dQ sums are zeroed while the section before them
         is."""
         heads, kv_blocks = mK.shape[2] * mK.shape[3], cute.ceil_div(mK.shape[0], self.tile_kv)
-        return self.section_of(heads, kv_blocks, mQ.shape[0], mQ.shape[2], mK.shape[2])
+        most = self.most_last(heads)
+        return self.section_of(most, kv_blocks, mQ.shape[0], mQ.shape[2], mK.shape[2])
 
-    def section_of(self, heads, kv_blocks, seqlen_q, q_heads, kv_heads):
-        """Of so many key heads of all batches, or of a sequence."""
+    def most_last(self, heads):
+        """How many of all heads may be a section, and the last ones that are worked on as one: if those are
+        mirrored, half of them."""
+        return heads // 2 if self.mirrors else heads
+
+    def section_of(self, most, kv_blocks, seqlen_q, q_heads, kv_heads):
+        """How many key heads, `most` at most, of all batches or of a sequence."""
         section, row_bytes = TILES_AHEAD // kv_blocks, self.column_bytes * self.head_dim
         if self.mask.hides and self.packed:
             # Of any length: divided twice, never multiplied up (`limits.refuse_long_heads`).
@@ -182,19 +189,29 @@ class Tiles(Scores):
                 section = cutlass.max(self.blocks, 2 * SECTION_BYTES // head_bytes)
         elif self.deterministic:
             section = self.sms // kv_blocks  # so that CTAs begin in the order of their turns
-        if self.mirrors:
-            heads = heads // 2
-        return cutlass.max(1, cutlass.min(heads, section))
+        return cutlass.max(1, cutlass.min(most, section))
 
     @cute.jit
-    def final(self, heads, section):
-        """The head from which on the rest are one section."""
+    def final(self, heads, section, least):
+        """The head from which on the rest are one section; of mirrored ones `least` come before."""
         final = heads // section * section
         if const_expr(self.mask.hides or (self.deterministic and not self.in_waves)):
             final = final_section(heads, section)
-        if const_expr(self.mirrors):  # at most half of the heads
-            final = cutlass.max(final, (heads + 1) // 2 // section * section)
+        if const_expr(self.mirrors):
+            final = cutlass.max(final, least // section * section)
         return final
+
+    @cute.jit
+    def is_mirrored(self, head, final, seqlen_q, seqlen_kv):
+        """1 if this head is, else 0: from `final` on. Of queries that do not stay in L2 every one: the
+        longest tiles first read the same ones for longest. With many more keys than queries all tiles are
+        about as long, and none is."""
+        mirrored = Int32(head >= final)
+        if seqlen_q * self.column_bytes * self.head_dim > L2_BYTES:
+            mirrored = Int32(1)
+        if seqlen_kv > 2 * seqlen_q:
+            mirrored = Int32(0)
+        return mirrored
 
     @cute.jit
     def ctas(self, tiles, kv_blocks):
@@ -214,17 +231,11 @@ class Tiles(Scores):
         section, final, all_heads = None, None, heads * mK.shape[3]
         if const_expr(self.mask.hides or self.deterministic):
             section = self.section(mQ, mK)
-            final = self.final(all_heads, section)
+            final = self.final(all_heads, section, (all_heads + 1) // 2)
         kv_block, head = self.order.locate(tile, kv_blocks, all_heads, section, final)
         place = kv_block, head % heads, head // heads
         if const_expr(self.mirrors):
-            # With many more keys than queries all tiles are about as long. Of queries that do not stay in L2
-            # the longest tiles first: those read the same ones for longest.
-            mirrored = Int32(head >= final)
-            if mQ.shape[0] * self.column_bytes * self.head_dim > L2_BYTES:
-                mirrored = Int32(1)
-            if mK.shape[0] > 2 * mQ.shape[0]:
-                mirrored = Int32(0)
+            mirrored = self.is_mirrored(head, final, mQ.shape[0], mK.shape[0])
             place = kv_blocks - 1 - kv_block if mirrored != 0 else kv_block, *place[1:], mirrored
         return place
 
@@ -239,17 +250,25 @@ class Tiles(Scores):
         first, kv_blocks, *sequence, place = listed(mList, tile // heads)
         section, final = self.sections(first, kv_blocks, sequence[1], mQ, mK, mList[0, 0])
         kv_block, head = self.order.locate(tile - first * heads, kv_blocks, heads, section, final)
-        return kv_block, head, *sequence, place * (TILE_Q[self.head_dim] // ROWS), first
+        place = kv_block, head, *sequence, place * (TILE_Q[self.head_dim] // ROWS), first
+        if const_expr(self.mirrors):
+            final = final if first + kv_blocks == mList[0, 0] else heads
+            mirrored = self.is_mirrored(head, final, sequence[1], sequence[3])
+            place = kv_blocks - 1 - kv_block if mirrored != 0 else kv_block, *place[1:], mirrored
+        return place
 
     @cute.jit
     def sections(self, first, kv_blocks, seqlen_q, mQ, mK, listed_tiles):
         """Of a sequence whose tiles begin at the first-th of the list: how many of its key heads are worked
-        on together, and from which on the rest are."""
-        heads = mK.shape[2]
-        section = self.section_of(heads, kv_blocks, seqlen_q, mQ.shape[2], heads)
+        on together, and from which on the rest are. The last sequence is as without a list, and the one of
+        which heads are mirrored; all of them, perhaps, if it is not the only one."""
+        most = heads = mK.shape[2]
+        if kv_blocks == listed_tiles:
+            most = self.most_last(heads)
+        section = self.section_of(most, kv_blocks, seqlen_q, mQ.shape[2], heads)
         final = heads // section * section
-        if first + kv_blocks == listed_tiles:  # the last sequence, as without a list
-            final = self.final(heads, section)
+        if first + kv_blocks == listed_tiles:
+            final = self.final(heads, section, heads - most)
         return section, final
 
     @cute.jit
@@ -318,7 +337,8 @@ class Tiles(Scores):
         if problem.seqlen_q * self.column_bytes * self.head_dim > L2_BYTES:
             return 1.0
         kv_blocks = math.ceil(problem.seqlen_kv / self.tile_kv)
-        section = self.section_of(heads, kv_blocks, problem.seqlen_q, problem.heads, problem.kv_heads)
+        most = self.most_last(heads)
+        section = self.section_of(most, kv_blocks, problem.seqlen_q, problem.heads, problem.kv_heads)
         final = max(heads - FINAL_SECTIONS * section, (heads + 1) // 2) // section * section
         return 1 - final / heads
 
