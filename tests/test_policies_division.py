@@ -97,7 +97,8 @@ def test_a_side_that_hides_nothing_is_none(
     ("head_dim", "causal", "length", "stage_id"),
     [
         (128, True, 1024, production.DETERMINISTIC),
-        (128, True, 2048, production.BACKWARD),
+        (128, True, 2048, production.DETERMINISTIC),
+        (128, True, 4096, production.BACKWARD),
         (128, False, 1024, production.BACKWARD),
         (64, True, 1024, production.BACKWARD),
         (256, True, 1024, production.BACKWARD),
@@ -110,8 +111,10 @@ def test_short_packed_sequences_take_turns(head_dim: int, causal: bool, length: 
     other = (
         problem.with_(softcap=30.0),
         problem.with_(window=(500, 0), causal=False),
-        problem.with_(kv_heads=8),
         problem.with_(seqlen_q=9 * length),
         problem.with_(seqlen_q=8 * 2049, seqlen_kv=8 * 2049),
+        problem.with_(kv_heads=8, seqlen_q=8 * 4097, seqlen_kv=8 * 4097),
     )
     assert {production.backward_stage(x, False)[0] for x in other} == {production.BACKWARD}
+    ungrouped = production.DETERMINISTIC if head_dim == 128 and causal else production.BACKWARD
+    assert production.backward_stage(problem.with_(kv_heads=8), False) == (ungrouped, None)
