@@ -112,7 +112,7 @@ def test_short_packed_sequences_take_turns(head_dim: int, causal: bool, length: 
         problem.with_(softcap=30.0),
         problem.with_(window=(500, 0), causal=False),
         problem.with_(seqlen_q=9 * length),
-        problem.with_(seqlen_q=8 * 2049, seqlen_kv=8 * 2049),
+        problem.with_(seqlen_q=8 * 4096 + 1, seqlen_kv=8 * 4096 + 1),
         problem.with_(kv_heads=8, seqlen_q=8 * 4097, seqlen_kv=8 * 4097),
     )
     assert {production.backward_stage(x, False)[0] for x in other} == {production.BACKWARD}
