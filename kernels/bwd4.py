@@ -111,7 +111,7 @@ class Backward(LoadingTiles):
                                 shared memory
 
     named barriers              who arrives                          who waits                       threads
-    DS_READY + c + 2 · parity   the other consumer: its dS is there  c, before dQ                    256
+    DS_READY + c + 2 · parity   the other consumer: its dS is there  c, before what dQ takes of it   256
     TURN + c                    the other consumer: its next Sᵀ is   c, before dK, dQ and next Sᵀ    256
                                 issued (at first: consumer 1)
     DQ_FULL + c + 2 · parity    c: its part of dQ is there           adder `parity`                  160
@@ -141,10 +141,10 @@ class Backward(LoadingTiles):
         self, head_dim: int, mask: Mask, dtype: type, deterministic: bool, config: Config,
         divides: bool = False, sms: int = SMS, **policies: bool,
     ):  # fmt: skip
-        options = divides, sms
-        super().__init__(head_dim, mask, dtype, deterministic, config.tile_q, TILE_KV, *options, **policies)
-        self.config = config
-        self.part = ROWS * dq_columns(head_dim)
+        tile = config.tile_q, TILE_KV
+        super().__init__(head_dim, mask, dtype, deterministic, *tile, divides, sms, **policies)
+        self.config, self.part = config, ROWS * dq_columns(head_dim)
+        self.own_first = head_dim == 128 and not any((mask.hides, deterministic, divides, *policies.values()))
 
     @property
     def smem_bytes(self) -> int:
@@ -367,11 +367,11 @@ class Backward(LoadingTiles):
             issue dV (early_dV)       wait for dPᵀ; dS = P∘(dPᵀ − D), rounded   the queries: `Config.parts`)
             dS to shared memory; tell the other consumer that it is there
             wait for the turn ── the other issues nothing from here ──
-            issue dV (otherwise), dK; wait for the other's dS; issue dQ; wait for dV and dK
+            issue dV (otherwise), dK; wait for the other's dS (`own_first`: when half of dQ is issued)
+            issue dQ; wait for dV and dK
             issue the next tile's Sᵀ, unless `final`
             pass the turn ──────────────────────────────────────────
-            wait for dQ; leave Q and dO; dQ to shared memory, for an adding warp
-            wait for Sᵀ
+            wait for dQ; leave Q and dO; dQ to shared memory, for an adding warp; wait for Sᵀ
 
         Nothing is in flight at either end: across a loop's back edge ptxas would serialise every WGMMA of the
         kernel (notes/bwd4.md, "What the assembler takes").
@@ -399,8 +399,8 @@ class Backward(LoadingTiles):
         if not self.config.early_dV:
             dV.issue(True)
         f.dK.of(None, stage).issue(True)
-        self.sync(Barrier.DS_READY, 2 * parity + x.index, BOTH)
-        issue_dQ(f, self.config, x.index, k_get, parity)
+        ready = lambda: self.sync(Barrier.DS_READY, 2 * parity + x.index, BOTH)
+        issue_dQ(f, self.config, x, k_get, parity, ready, self.own_first)
         warpgroup.wait_group(1)  # dV and dK: the registers of P and dS are needed
         if not final:
             rings.q.consumer_wait(q_next)

@@ -14,6 +14,7 @@ the columns of 64 queries (d = 128; of 96, 48), or all 64 columns of 64 of the 1
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
@@ -315,19 +316,26 @@ def fragments(
     )
 
 
-def issue_dQ(f: Fragments, config: Config, consumer: Int32, k_get, parity) -> None:
+def issue_dQ(
+    f: Fragments, config: Config, x: Consumer, k_get, parity, wait: Callable[[], None], own_first: bool
+) -> None:
     """Issue dQ = dS·K over the keys of both consumers, as one commit group. At head_dim 128: of the one block
-    of 64 queries the consumer's 64 columns, at 96 its 48; at 64: all columns of the consumer's block."""
+    of 64 queries the consumer's 64 columns, at 96 its 48; at 64: all columns of the consumer's block. `wait`
+    is for the other's dS; with `own_first` what this consumer's own gives comes before it."""
     d = cute.size(f.dV.acc) * WARPGROUP // ROWS
     columns = d // dq_columns(d)  # tiles beside each other as the product takes K
+    if not own_first:
+        wait()
     warpgroup.fence()
     atom = cute.make_mma_atom(f.dQ.mma.op)  # its own, as in `multiply`
-    own_block, own_column = (consumer, 0) if config.blocks == CONSUMERS else (0, consumer)
-    for c in range(CONSUMERS):
+    own_block, own_column = (x.index, 0) if config.blocks == CONSUMERS else (0, x.index)
+    for i, c in enumerate((x.index, x.other) if own_first else range(CONSUMERS)):
+        if own_first and i == 1:
+            wait()
         part = own_block + config.blocks * (c + CONSUMERS * parity)
         column = own_column + columns * (c + CONSUMERS * k_get.index)
         for k in range(ROWS // 16):
-            atom.set(warpgroup.Field.ACCUMULATE, c > 0 or k > 0)
+            atom.set(warpgroup.Field.ACCUMULATE, i > 0 or k > 0)
             tA, tB = f.dQ.A[None, None, k, part], f.dQ.B[None, None, k, column]
             cute.gemm(atom, f.dQ.acc, tA, tB, f.dQ.acc)
     warpgroup.commit_group()

@@ -142,16 +142,16 @@ class FlashAttentionForward(QueryTiles):
         """`rest` is `calls.forward_scratch`, what `calls.given_of` names, and the stream."""
         mList, mCounter, given, stream = take_apart(rest, self.has)
         batch, heads, seqlen_q, _ = mQ.shape
-        tiles = cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
+        listing, tiles = None, cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
         if const_expr(self.packed):
             totals = seqlen_q, mK.shape[2]
-            mList, tiles = self.list_tiles(mList, given, totals, heads, self.sms * self.config.ctas, stream)
+            listing, tiles = self.list_tiles(mList, given, totals, heads, self.sms * self.config.ctas, stream)
         mQ, mK, mV, mO = [self.batch.view(mX) for mX in (mQ, mK, mV, mO)]
         loads = *load_atom(mQ, ROWS, self.head_dim), *load_atom(mK, self.tile_kv, self.head_dim)
         loads = *loads, *load_atom(mV, self.tile_kv, self.value_dim)
         mmas = attention_mmas(self.dtype, self.tile_kv, self.value_dim)
         tensors = *loads, *store_atom(mO, WARP_ROWS, self.value_dim), mLSE, mCounter
-        self.kernel(*mmas, *tensors, tiles, mList, *self.on_host(*given[:3]), given.sink).launch(
+        self.kernel(*mmas, *tensors, tiles, listing, *self.on_host(*given[:3]), given.sink).launch(
             grid=(cutlass.min(tiles, self.sms * self.config.ctas), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas,  # who share the registers of an SM
@@ -162,7 +162,7 @@ class FlashAttentionForward(QueryTiles):
 
     @cute.kernel
     def kernel(
-        self, mma_qk, mma_pv, load_Q, mQ, load_K, mK, load_V, mV, store_O, mO, mLSE, mCounter, tiles, mList,
+        self, mma_qk, mma_pv, load_Q, mQ, load_K, mK, load_V, mV, store_O, mO, mLSE, mCounter, tiles, listing,
         scale, window, cap, mSink,
     ):  # fmt: skip
         self.take(scale, window, cap)
@@ -209,9 +209,7 @@ class FlashAttentionForward(QueryTiles):
                 if const_expr(self.packed):
                     for atom in (load_Q, load_K, load_V):
                         cpasync.prefetch_descriptor(atom)
-                    cute.arch.griddepcontrol_wait()  # for the list
-                    tiles, alone = self.batch.listed_tiles(mList, mQ.shape[2])
-                    listed = self.locate_listed(tile, alone, mQ, mK, mList)
+                    listed, tiles, alone = self.locate_first(tile, tiles, mQ, mK, listing)
                 while tile < tiles:
                     place = listed if const_expr(self.packed) else self.locate(tile, mQ, mK)
                     tell(tile_ring, tile_put, sTile, (announced, *place))
@@ -237,10 +235,12 @@ class FlashAttentionForward(QueryTiles):
                     for block in range(first + 1, last, unroll=1):
                         put_both(*kv, kv_put, self.batch.keys_at(place, block))
                         kv_put.advance()
+                    if const_expr(self.packed):
+                        tiles, alone = self.once_listed(announced == FIRST, tiles, alone, mQ, listing)
                     tile = fetch(mCounter, tiles)
                     if const_expr(self.packed):
                         # What the list says of the next tile comes while the last stage is waited for.
-                        listed = self.locate_listed(tile, alone, mQ, mK, mList)
+                        listed = self.locate_listed(tile, alone, mQ, mK, listing[0])
                         for block in range(last, kv_blocks, unroll=1):
                             put_both(*kv, kv_put, self.batch.keys_at(place, block))
                             kv_put.advance()

@@ -1,8 +1,9 @@
 """Packed batches: sequences that follow each other in one tensor, with lengths that only the GPU knows.
 
 A small kernel, `list_tiles`, makes of the lengths a list of tiles, those with the longest loops first; the
-main kernel, launched behind it with PDL, fetches from it. A `Dense` or a `Packed` object tells a main loop
-where rows lie, and nothing else of it changes.
+main kernel, launched behind it with PDL, fetches from it, and finds a CTA's first tile itself meanwhile, if
+sequences are few (`ListTiles.look_up`). A `Dense` or a `Packed` object tells a main loop where rows lie, and
+nothing else of it changes.
 
 Clipping without a descriptor for each sequence (the idea is Triton's `ragged_tma`): `ragged` views (total, d,
 heads) as (FAR, d, heads, (total + 1, FAR + 1)). The first mode and the fourth both go from row to row; a step
@@ -111,14 +112,22 @@ class Packed(Dense):
     def query_values(self, mX, place):
         return cute.domain_offset((place[2],), mX[0, place[1], None])
 
+    def ctas_for(self, heads):
+        """How many tiles have heads of a sequence together that share them."""
+        return heads
+
     def listed_tiles(self, mList, heads):
         """How many tiles a list (`ListTiles`) has, of all heads; and how many of each head that it has for
-        itself, or None if none are shared."""
-        return mList[0, 0] * heads, None
+        itself, where some are shared."""
+        return Int32(mList[0, 0] * heads), Int32(0)
 
     def locate_listed(self, tile, alone, heads, kv_heads, mList, locate):
         """The place of the tile-th of them."""
         return locate_listed(tile, heads, mList, locate)
+
+    def place(self, block, head, sequence, shared, inside, heads, kv_heads):
+        """The place of a block and head, or of the inside-th of the tiles that heads share."""
+        return block, head, *sequence
 
 
 Batch = Dense | Packed
@@ -363,6 +372,38 @@ class ListTiles:
             start_kv, length_kv = rows_used(*of_kv, which_used & 2, total_kv)
         blocks = cute.ceil_div(length_kv if const_expr(self.of_keys) else length_q, self.rows)
         return (start_q, length_q, start_kv, length_kv), blocks
+
+    @cute.jit
+    def look_up(self, tile, heads, ctas_for_heads, given, final):
+        """One warp, while the list is made: what it will say of the tile-th tile of all heads, as (whether
+        that is known, whether heads share it, which of them or of its sequence's it is, how many of each
+        head that has, start_q, seqlen_q, start_kv, seqlen_kv).
+
+        Known it is of up to 32 sequences, a lane each, in the class that comes first, and where it is not
+        among the `final` ones of each head, which have an order of their own.
+        """
+        known = shared = cutlass.Boolean(False)
+        inside = blocks = start_q = seqlen_q = start_kv = seqlen_kv = Int32(0)
+        sequences = given[0].shape[0] - 1
+        if sequences <= WARP:
+            sequence, tiles = self.read(cute.arch.lane_idx(), sequences, given)
+            own_class = Int32(self.class_of(sequence))
+            first_class = cute.arch.warp_redux_sync(own_class if tiles > 0 else CLASSES, "min")
+            alone, row = tiles, tile // heads
+            if const_expr(self.shared_keys):
+                alone = tiles if own_class < CLASSES - 1 else 0
+                shared = first_class == CLASSES - 1
+                row = tile // ctas_for_heads if shared else row
+            first_final = cute.arch.warp_redux_sync(alone, "add") - final
+            tiles = tiles if own_class == first_class else 0
+            up_to = sum_up_to(tiles)
+            here = cute.arch.vote_ballot_sync((up_to - tiles <= row) & (row < up_to))
+            lane = cute.arch.popc(here - 1) % WARP  # of the one bit; any, if there is none
+            first, blocks = [cute.arch.shuffle_sync(x, lane) for x in (up_to - tiles, tiles)]
+            start_q, seqlen_q, start_kv, seqlen_kv = [cute.arch.shuffle_sync(x, lane) for x in sequence]
+            inside = tile if shared else tile - first * heads
+            known = (here != 0) & (shared | (first < first_final))
+        return known, shared, inside, blocks, start_q, seqlen_q, start_kv, seqlen_kv
 
     @cute.jit
     def class_of(self, sequence):

@@ -223,24 +223,52 @@ class QueryTiles:
             section = self.section_bytes(seqlen_kv) // (4 * self.head_dim) // seqlen_kv
         return section
 
+    @property
+    def lists(self) -> ListTiles:
+        return ListTiles(self.tile_q, mask=self.mask, shared_keys=self.tile_kv if self.batch.shares else 0)
+
     @cute.jit
     def list_tiles(self, mList, given, totals, heads, ctas, stream):
-        """Launch the kernel that lists a packed batch's tiles in the scratch mList: (the list, how many tiles
-        of all heads there may be)."""
+        """Launch the kernel that lists a packed batch's tiles in the scratch mList: (the list and what it is
+        made of, how many tiles of all heads there may be)."""
         mList = cute.recast_tensor(mList, Int32)
         final = cutlass.min(FINAL_LISTED, cute.ceil_div(2 * ctas, heads))
-        lists = ListTiles(self.tile_q, mask=self.mask, shared_keys=self.tile_kv if self.batch.shares else 0)
-        lists(mList, *given.sequences, *totals, stream, final)
-        return mList, cutlass.max(1, (mList.shape[0] - 1) * heads)
+        self.lists(mList, *given.sequences, *totals, stream, final)
+        return (mList, final, *given.sequences, *totals), cutlass.max(1, (mList.shape[0] - 1) * heads)
+
+    @cute.jit
+    def locate_first(self, tile, tiles, mQ, mK, listing):
+        """Of a CTA's first tile, its number, of packed ones: (place, tiles, alone). Found from the lengths
+        alone its loads begin before the list is there, and for the other two see `once_listed`."""
+        mList, final, *given = listing
+        heads, kv_heads, alone = mQ.shape[2], mK.shape[2], Int32(0)
+        found = self.lists.look_up(tile, heads, self.batch.ctas_for(heads), given, final)
+        known, shared, inside, blocks, *sequence = found
+        block, head = self.locate_in_sequence(inside, cutlass.max(1, blocks), heads, sequence[3])
+        place = self.batch.place(block, head, sequence, shared, inside, heads, kv_heads)
+        if not known:
+            tiles, alone = self.once_listed(True, tiles, alone, mQ, listing)
+            place = self.locate_listed(tile, alone, mQ, mK, mList)
+        return place, tiles, alone
+
+    @cute.jit
+    def once_listed(self, first, tiles, alone, mQ, listing):
+        """Behind a CTA's first tile, when the list is there: how many tiles it has, of all heads, and how
+        many of each head that it has for itself. Behind others the same as they are."""
+        if first:
+            cute.arch.griddepcontrol_wait()
+            tiles, alone = self.batch.listed_tiles(listing[0], mQ.shape[2])
+        return tiles, alone
+
+    def locate_in_sequence(self, inside, blocks, heads, seqlen_kv):
+        """(block, head) of the inside-th tile of a packed sequence with so many of each head."""
+        return self.order.locate(inside, blocks, heads, self.section(cutlass.max(1, seqlen_kv)))
 
     def locate_listed(self, tile, alone, mQ, mK, mList):
         """The place of the tile-th tile of a list of packed ones: (block, head, start_q, …), `Packed`'s, of
         which `alone` are a head's own."""
-
-        def locate(inside, blocks, heads, seqlen_kv):
-            return self.order.locate(inside, blocks, heads, self.section(cutlass.max(1, seqlen_kv)))
-
-        return self.batch.locate_listed(tile, alone, mQ.shape[2], mK.shape[2], mList, locate)
+        heads, kv_heads = mQ.shape[2], mK.shape[2]
+        return self.batch.locate_listed(tile, alone, heads, kv_heads, mList, self.locate_in_sequence)
 
     @cute.jit
     def hide(

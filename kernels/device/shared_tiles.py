@@ -80,22 +80,31 @@ class SharedTiles(Packed):
         kv_blocks, before = kv_blocks + self.behind(place, consumer), self.before(place, consumer)
         return (first_row, kv_blocks, own_blocks, visible), (begin[0] + before, *begin[1:])
 
+    def ctas_for(self, heads):
+        return cute.ceil_div(heads, self.consumers)
+
     def listed_tiles(self, mList, heads):
         alone = mList[0, 1]
-        return alone * heads + (mList[0, 0] - alone) * cute.ceil_div(heads, self.consumers), alone
+        return alone * heads + (mList[0, 0] - alone) * self.ctas_for(heads), alone
 
     @cute.jit
     def locate_listed(self, tile, alone, heads, kv_heads, mList, locate):
         # Of a tile that nobody shares the list is read without waiting for what `alone` is.
         block, head, start_q, seqlen_q, start_kv, seqlen_kv = locate_listed(tile, heads, mList, locate)
-        sharing, inside = Int32(0), tile - alone * heads  # among the shared ones
+        inside = tile - alone * heads  # among the shared ones
         if inside >= 0:
-            together = cute.ceil_div(heads, self.consumers)
-            row = cutlass.min(1 + alone + inside // together, mList.shape[0] - 1)
-            block, head = Int32(0), inside % together * self.consumers
+            row = cutlass.min(1 + alone + inside // self.ctas_for(heads), mList.shape[0] - 1)
             start_q, seqlen_q, start_kv, seqlen_kv = [mList[row, i] for i in range(3, 7)]
+        sequence = start_q, seqlen_q, start_kv, seqlen_kv
+        return self.place(block, head, sequence, inside >= 0, inside, heads, kv_heads)
+
+    @cute.jit
+    def place(self, block, head, sequence, shared, inside, heads, kv_heads):
+        sharing = Int32(0)
+        if shared:
+            block, head = Int32(0), inside % self.ctas_for(heads) * self.consumers
             sharing = self.sharing(head, heads, heads // kv_heads)
-        return block, head, start_q, seqlen_q, start_kv, seqlen_kv, sharing
+        return block, head, *sequence, sharing
 
     def sharing(self, head, heads, group):
         """The number `sharing` of a tile with the heads from `head` on, of which `group` have a key head."""
