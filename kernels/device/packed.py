@@ -113,7 +113,7 @@ class Packed(Dense):
         return cute.domain_offset((place[2],), mX[0, place[1], None])
 
     def ctas_for(self, heads):
-        """How many tiles have heads of a sequence together that share them."""
+        """Among how many tiles the heads of a short sequence are dealt out."""
         return heads
 
     def listed_tiles(self, mList, heads):
@@ -376,11 +376,11 @@ class ListTiles:
     @cute.jit
     def look_up(self, tile, heads, ctas_for_heads, given, final):
         """One warp, while the list is made: what it will say of the tile-th tile of all heads, as (whether
-        that is known, whether heads share it, which of them or of its sequence's it is, how many of each
-        head that has, start_q, seqlen_q, start_kv, seqlen_kv).
+        that is known, whether heads share it, which one it is of those or of its sequence's, how many tiles
+        of each head its sequence has, start_q, seqlen_q, start_kv, seqlen_kv).
 
-        Known it is of up to 32 sequences, a lane each, in the class that comes first, and where it is not
-        among the `final` ones of each head, which have an order of their own.
+        It is known of up to 32 sequences, a lane each, if they are of the class that comes first, and not
+        among the `final` tiles of each head, which have an order of their own.
         """
         known = shared = cutlass.Boolean(False)
         inside = blocks = start_q = seqlen_q = start_kv = seqlen_kv = Int32(0)

@@ -238,8 +238,10 @@ class QueryTiles:
 
     @cute.jit
     def locate_first(self, tile, tiles, mQ, mK, listing):
-        """Of a CTA's first tile, its number, of packed ones: (place, tiles, alone). Found from the lengths
-        alone its loads begin before the list is there, and for the other two see `once_listed`."""
+        """Of a CTA's first tile of packed ones, by its number: (place, tiles, alone), the last two as
+        `once_listed` says. Where lengths alone say where it lies, its loads begin before the list is there.
+        Nothing that is read until then is the list's kernel's: that is launched without PDL, so that all
+        before it has ended when this one begins."""
         mList, final, *given = listing
         heads, kv_heads, alone = mQ.shape[2], mK.shape[2], Int32(0)
         found = self.lists.look_up(tile, heads, self.batch.ctas_for(heads), given, final)
@@ -253,8 +255,8 @@ class QueryTiles:
 
     @cute.jit
     def once_listed(self, first, tiles, alone, mQ, listing):
-        """Behind a CTA's first tile, when the list is there: how many tiles it has, of all heads, and how
-        many of each head that it has for itself. Behind others the same as they are."""
+        """Behind the loads of a CTA's first tile: wait for the list, and say how many tiles it has, of all
+        heads, and how many of each head that it has for itself. Behind others these are known."""
         if first:
             cute.arch.griddepcontrol_wait()
             tiles, alone = self.batch.listed_tiles(listing[0], mQ.shape[2])
