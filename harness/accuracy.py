@@ -193,13 +193,13 @@ def rotated(attend: Attend) -> Attend:
 STAGES: dict[str, Attend] = {
     "k6": in_16_bits,
     "k7": by_stage("k7"),
-    "k8, not rotated": by_stage("k8", rotate=False),
+    "k7, scales of blocks": by_stage("k8", rotate=False),  # k7's kernel, as its `block_scales` has it
     "k8": by_stage("k8"),
 }
 YARDSTICKS: dict[str, Attend] = {
     "k7's yardstick": yardstick("k7"),
     "k7's yardstick, rotated": rotated(yardstick("k7")),
-    "k8's yardstick, not rotated": yardstick("k8", rotate=False),
+    "k7's yardstick, scales of blocks": yardstick("k8", rotate=False),
     "k8's yardstick": yardstick("k8"),
 }
 PEERS: dict[str, Attend] = {name: by_peer(name) for name, peer in peers.PEERS.items() if peer.fp8}
