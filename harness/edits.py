@@ -48,14 +48,21 @@ _SCORES = """\
             self.scores(x, f, k_get, q_next)
 """
 _IN_STEP = "        self.sync(Barrier.TURN, x."
+_ALL_OF_DS_FIRST = ("self.own_first = head_dim == 128 and", "self.own_first = False and")
 _FETCH = "tile = fetch(mCounter, tiles, own_first=False)\n"
 # By kernel file, by what the variant is called.
 LACKING: dict[str, dict[str, Lacking]] = {
     "bwd4": {
         "no turns": Lacking(
             _edits(
-                "bwd4.py", (f"{_IN_STEP}index, BOTH)\n", ""), (f"{_IN_STEP}other, BOTH, arrive=True)\n", "")
+                "bwd4.py",
+                (f"{_IN_STEP}index, BOTH)\n", ""),
+                (f"{_IN_STEP}other, BOTH, arrive=True)\n", ""),
+                _ALL_OF_DS_FIRST,  # without a turn nobody knows that a consumer's own dS is there
             )
+        ),
+        "dQ when all of dS is there": Lacking(
+            _edits("bwd4.py", _ALL_OF_DS_FIRST), head_dims=(128,), masks=(False,)
         ),
         "exponentials when dPᵀ is done": Lacking(
             _edits(

@@ -321,7 +321,8 @@ def issue_dQ(
 ) -> None:
     """Issue dQ = dS·K over the keys of both consumers, as one commit group. At head_dim 128: of the one block
     of 64 queries the consumer's 64 columns, at 96 its 48; at 64: all columns of the consumer's block. `wait`
-    is for the other's dS; with `own_first` what this consumer's own gives comes before it."""
+    is for the other's dS; with `own_first` what this consumer's own gives comes before it. That is all there
+    behind the turn, at whose barrier each of its threads arrives behind its own fence."""
     d = cute.size(f.dV.acc) * WARPGROUP // ROWS
     columns = d // dq_columns(d)  # tiles beside each other as the product takes K
     if not own_first:
