@@ -1,6 +1,7 @@
 """A kernel file's variants against each other: each idea switched on and off.
 
     python -m harness.ablation fa1 [--save]
+    python -m harness.ablation bwd4 --head-dim 128 --causal 0    only these problems
 
 Times the `VARIANTS` of a kernel file (label → arguments of its kernel; only those that its `variants_for`
 names, if it has one) in one interleaved run, each row judged before and after; or, of a file that
@@ -44,16 +45,17 @@ def variants(stage_id: str, problem: Problem) -> list[Contender]:
     return [variant(stage_id, label) for label in found]
 
 
-def problems(stage_id: str, seqlens: tuple[int, ...] = SEQLENS) -> list[Problem]:
+def problems(
+    stage_id: str, head_dims: tuple[int, ...] = HEAD_DIMS, causals: tuple[bool, ...] = (False, True)
+) -> list[Problem]:
     direction = ladder.load(stage_id)[0].direction
-    return [
-        sweep_problem(n, d, causal, direction) for n in seqlens for d in HEAD_DIMS for causal in (False, True)
-    ]
+    return [sweep_problem(n, d, causal, direction) for n in SEQLENS for d in head_dims for causal in causals]
 
 
-def compile_ahead(stage_id: str) -> None:
+def compile_ahead(stage_id: str, wanted: list[Problem]) -> None:
     """All variants into the cache, a process a core."""
-    jobs = [(x, problem) for problem in problems(stage_id, SEQLENS[:1]) for x in variants(stage_id, problem)]
+    of_one_length = [problem for problem in wanted if problem.seqlen_q == SEQLENS[0]]
+    jobs = [(x, problem) for problem in of_one_length for x in variants(stage_id, problem)]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as pool:
         list(pool.map(_compile, jobs))
 
@@ -63,11 +65,9 @@ def _compile(job: tuple[Contender, Problem]) -> None:
     contender.compile(problem)
 
 
-def measure(
-    stage_id: str, environment: dict, seqlens: tuple[int, ...] = SEQLENS
-) -> Iterator[list[results.Row]]:
+def measure(stage_id: str, environment: dict, wanted: list[Problem]) -> Iterator[list[results.Row]]:
     """The rows of each problem."""
-    for problem in problems(stage_id, seqlens):
+    for problem in wanted:
         bench = Bench(variants(stage_id, problem), [], True, environment, sustains=False)
         yield bench.measure(problem)
 
@@ -75,6 +75,8 @@ def measure(
 def ablate(arguments: list[str] | None) -> bool:
     parser = Parser(prog="harness.ablation", description=__doc__.splitlines()[0])
     parser.add_argument("stage")
+    parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, help="one head dimension")
+    parser.add_argument("--causal", type=int, choices=(0, 1), help="with a causal mask, or without")
     parser.add_argument("--save", nargs="?", const=results.results_dir(), type=Path, help="write the rows")
     args = parser.parse_args(arguments)
     with as_usage(ValueError):
@@ -88,8 +90,10 @@ def ablate(arguments: list[str] | None) -> bool:
         folder = args.save / results.gpu_folder(environment["gpu"]) / "ablations"
         with as_usage(ValueError, OSError):
             saved = Saved(args.stage, folder / f"{ladder.LADDER[args.stage]}.json", environment)
-    compile_ahead(args.stage)
-    for rows in measure(args.stage, environment):
+    head_dims = HEAD_DIMS if args.head_dim is None else (args.head_dim,)
+    wanted = problems(args.stage, head_dims, (False, True) if args.causal is None else (bool(args.causal),))
+    compile_ahead(args.stage, wanted)
+    for rows in measure(args.stage, environment, wanted):
         for row in rows:
             rate = f"{row.tflops:7.2f} TFLOP/s" if row.tflops else f"{row.check or ''} {row.error}"
             print(f"{row.problem!s:38} {row.provider:30} {rate}", flush=True)
