@@ -184,7 +184,8 @@ def environment_line(measured: Mapping[str, Results]) -> str:
 
     def values(key: str, unit: str = "") -> str:
         found = dict.fromkeys(e[key] for e in environments if e.get(key) is not None)
-        return " and ".join(f"{value:g}{unit}" if unit else str(value) for value in found) or "not recorded"
+        *others, last = [f"{value:g}{unit}" if unit else str(value) for value in found] or ["not recorded"]
+        return f"{', '.join(others)} and {last}" if others else last
 
     versions: dict[str, list[str]] = {}  # providers that share a version share a mention
     for peer in sorted({peer for e in environments for peer in e.get("peers") or {}}, key=peer_order):
