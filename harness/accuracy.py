@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from harness import judging, peers, quantized, reference, results, timing
+from harness import judging, peers, quantized, reference, results, row_files, timing
 from harness.command import Parser, Usage, as_usage, run
 from harness.inputs import hopper_gpu
 from harness.stages import allocate
@@ -309,14 +309,14 @@ def measure(arguments: list[str] | None) -> bool:
     environment = timing.environment(peers.versions(list(PEERS), "fp8"))
     if args.save:
         with as_usage(ValueError):  # rows of a peer that is not here, or of another environment, stay
-            results.library_rows(args.save, "accuracy", environment)
+            row_files.rows_to_join(args.save, "accuracy", environment)
     rows = []
     for question, ask in QUESTIONS.items():
         for row in ask():
             rows.append({"question": question, **row})
             print(question, *(f"{x:.3g}" if isinstance(x, float) else x for x in row.values()), flush=True)
     if args.save:
-        results.save_library("accuracy", rows, environment, args.save)
+        row_files.save("accuracy", rows, environment, args.save)
     return True
 
 

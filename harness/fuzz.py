@@ -21,7 +21,7 @@ from multiprocessing import get_context
 
 import torch
 
-from harness import machine_code, results, timing
+from harness import machine_code, row_files, timing
 from harness.inputs import hopper_gpu
 from harness.measuring import chosen_stage, job_of
 from harness.policies import Given, random_given
@@ -279,7 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
         for stage_id, least, options in kernels:
             identity = machine_code.identity(compile_kernel(stage_id, least, **options))
             rows.append({"stage": stage_id, "kernel": str(least), "cubin_sha256": identity})
-        print(results.save_library("fuzz", rows, timing.environment({})))
+        print(row_files.save("fuzz", rows, timing.environment({})))
     return 1 if failed else 0
 
 

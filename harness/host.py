@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from harness import results, timing
+from harness import row_files, timing
 from harness.command import run, saving
 from hopper_attention import attention
 
@@ -68,7 +68,7 @@ def measured(arguments: list[str] | None) -> bool:
     for row in rows:
         print(f"{row['shape']!s:18} {row['what']:21} {row['provider']:12} {row['us']:7.2f} µs")
     if save:
-        print(f"wrote {results.save_library('host', rows, timing.environment({}))}")
+        print(f"wrote {row_files.save('host', rows, timing.environment({}))}")
     return True
 
 

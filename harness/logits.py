@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from harness import results, timing
+from harness import row_files, timing
 from harness.command import run, saving
 
 POSITIONS, PROMPT, BATCH, VOCABULARY = 200, 8, 2, 5000
@@ -119,7 +119,7 @@ def measured(arguments: list[str] | None) -> bool:
     for x in wrong:
         print(f"FAILED {x}")
     if save and not wrong:
-        print(f"wrote {results.save_library('logits', rows, timing.environment({}))}")
+        print(f"wrote {row_files.save('logits', rows, timing.environment({}))}")
     return not wrong
 
 

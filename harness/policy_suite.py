@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from harness import fa3, peers, results, timing
+from harness import fa3, peers, row_files, timing
 from harness.command import Usage, as_usage
 from harness.fuzz import arguments_of
 from harness.measuring import chosen_stage, job_of
@@ -372,7 +372,7 @@ def run(
         kept, joined = [], environment
         if folder:
             with as_usage(ValueError):
-                kept, joined = results.library_rows(folder, direction, environment, place=suite)
+                kept, joined = row_files.rows_to_join(folder, direction, environment, place=suite)
         rows = {key_of(row["name"], row["problem"]): row for row in kept}
         for named in sorted(problems, key=lambda named: named.problem.flops):
             problem = named.problem.with_(direction=direction)
@@ -389,7 +389,7 @@ def run(
             if folder:
                 every = [key_of(x.name, x.problem.with_(direction=direction)) for x in SUITES[suite]]
                 in_order = [rows[x] for x in every if x in rows]
-                results.save_library(direction, in_order, joined, folder, place=suite)
+                row_files.save(direction, in_order, joined, folder, place=suite)
     return passed
 
 

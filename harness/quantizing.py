@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from harness import quantized, results, timing
+from harness import quantized, results, row_files, timing
 from harness.command import Parser, Usage, run
 from harness.inputs import hopper_gpu, random_inputs
 from harness.sweep import sweep_problem
@@ -209,7 +209,7 @@ def command(arguments: list[str] | None) -> bool:
         share = f"{row['of_copy']:.3f} of a copy's rate"
         print(f"d{row['head_dim']:<4}{row['way']:15}{row['us']:8.1f} µs  {share}", flush=True)
     if args.save and not failures:
-        results.save_library("quantizing", rows, timing.environment({}), args.save)
+        row_files.save("quantizing", rows, timing.environment({}), args.save)
     return not failures
 
 

@@ -236,15 +236,15 @@ def merge(old: Results, new: Results) -> Results:
             rows[row.key] = row
 
     kept = {row.provider for row in old.rows if rows[row.key] is row and row.ms_median is not None}
-    if differing := _differing(old.environment, new.environment, kept):
+    if differing := differing_in(old.environment, new.environment, kept):
         raise ValueError(
             f"the results of {old.stage} were measured in another environment: {differing}. Go back to that "
             f"one, or remove the old file and measure the whole sweep again"
         )
-    return Results(old.stage, _joined(old.environment, new.environment), list(rows.values()))
+    return Results(old.stage, joined(old.environment, new.environment), list(rows.values()))
 
 
-def _differing(old: dict[str, Any], new: dict[str, Any], kept: Iterable[str]) -> str:
+def differing_in(old: dict[str, Any], new: dict[str, Any], kept: Iterable[str]) -> str:
     """What keeps rows of two environments from standing in one table, "" if nothing does: a version of a peer
     only if rows of it are `kept`, and both have it."""
     before, after = old.get("peers", {}), new.get("peers", {})
@@ -254,7 +254,7 @@ def _differing(old: dict[str, Any], new: dict[str, Any], kept: Iterable[str]) ->
     return "; ".join(f"{key} was {was!r} and is {now!r}" for key, was, now in pairs if was != now)
 
 
-def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """The environment of rows of both."""
     of_each = {key: old.get(key, {}) | new.get(key, {}) for key in ("peers", "host_us") if key in old | new}
     return old | new | of_each
@@ -313,46 +313,6 @@ def load_all(folder: Path | None = None) -> dict[str, dict[str, Results]]:
             raise ValueError(f"{path}: holds results of {results.stage}; the file's name is its stage")
         everything.setdefault(path.parent.name, {})[results.stage] = results
     return everything
-
-
-def save_library(
-    name: str,
-    rows: list[dict[str, Any]],
-    environment: dict[str, Any],
-    folder: Path | None = None,
-    place: str = "library",
-) -> Path:
-    """Write results/<gpu>/<place>/<name>.json, a row a line; `harness.library` reads those of "library".
-    `folder` stands for results/."""
-    path = _library_path(folder, name, environment, place)
-    write = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
-    lines = ",\n  ".join(map(write, rows))
-    text = f'{{"environment": {write(environment)},\n"rows": [\n  {lines}\n]}}\n'
-    write_atomically(path, text.encode())
-    return path
-
-
-def library_rows(
-    folder: Path | None, name: str, environment: dict[str, Any], place: str = "library"
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The rows that `save_library` wrote there, which new ones may join, and the environment of both. Raises
-    ValueError where they were measured in another one, or beside a peer that new ones would lack."""
-    path = _library_path(folder, name, environment, place)
-    if not path.exists():
-        return [], environment
-    data = json.loads(path.read_text(encoding="utf-8"))
-    was, peers = data["environment"], environment.get("peers", {})
-    lacking = [f"{peer} is not there" for peer in was.get("peers", {}) if peer not in peers]
-    if differing := "; ".join(filter(None, (_differing(was, environment, peers), *lacking))):
-        raise ValueError(
-            f"{path} was measured in another environment: {differing}. Go back to that one, or remove the "
-            f"file and measure the whole suite again"
-        )
-    return data["rows"], _joined(was, environment)
-
-
-def _library_path(folder: Path | None, name: str, environment: dict[str, Any], place: str) -> Path:
-    return (folder or results_dir()) / gpu_folder(environment["gpu"]) / place / f"{name}.json"
 
 
 def probe(path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from harness import judging, peers, reference, results, timing
+from harness import judging, peers, reference, row_files, timing
 from harness.command import Usage, as_usage
 from harness.inputs import random_inputs
 from harness.measuring import chosen_stage, job_of
@@ -186,7 +186,7 @@ def run(
     for stage_id in stage_ids if folder else ():
         direction = DIRECTIONS[stage_id]
         with as_usage(ValueError):
-            rows, environments[stage_id] = results.library_rows(folder, f"{suite}_{direction}", environment)
+            rows, environments[stage_id] = row_files.rows_to_join(folder, f"{suite}_{direction}", environment)
         kept[stage_id] = {problem_of(row, direction): row for row in rows}
     asked = [x.with_(direction=DIRECTIONS[stage_id]) for stage_id in stage_ids for x in models]
     ahead(job for problem in asked for job in kernels(problem))
@@ -209,7 +209,7 @@ def run(
             if folder:
                 every = (model.problem.with_(direction=direction) for model in SUITES[suite])
                 in_order = [rows[problem] for problem in every if problem in rows]
-                results.save_library(f"{suite}_{direction}", in_order, environments[stage_id], folder)
+                row_files.save(f"{suite}_{direction}", in_order, environments[stage_id], folder)
     return passed
 
 

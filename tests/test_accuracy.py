@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import accuracy, quantized, quantizing, reference, results, rotation, timing
+from harness import accuracy, quantized, quantizing, reference, rotation, row_files, timing
 from harness.library import NOTHING, accuracy_tables, decode_table, load_rows, quantizing_table
 from harness.quantized import E4M3
 from harness.results import repository
@@ -130,7 +130,7 @@ def test_no_row_of_a_peer_that_is_not_here_is_lost(
     environment = json.loads((repository() / "results/h200/library/accuracy.json").read_text("utf-8"))[
         "environment"
     ]
-    path = results.save_library("accuracy", [{"question": "outliers"}], environment, tmp_path)
+    path = row_files.save("accuracy", [{"question": "outliers"}], environment, tmp_path)
     before = path.read_bytes()
     monkeypatch.setattr(accuracy, "hopper_gpu", lambda: True)
     monkeypatch.setattr(timing, "environment", lambda peers: environment | {"peers": {"fa3": "another"}})

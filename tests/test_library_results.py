@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import host, library, logits, policy_suite, results, suite, suites
+from harness import host, library, logits, policy_suite, results, row_files, suite, suites
 from harness.command import Usage
 from harness.host import BOTH, FORWARD, OURS, PLAIN
 from harness.policy_suite import PACKED, WINDOW
@@ -265,7 +265,7 @@ def test_logits_beside_sdpa() -> None:
 def test_what_is_saved_is_what_is_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     committed = json.loads((FOLDER / "library" / f"{name}.json").read_text(encoding="utf-8"))
     monkeypatch.setattr(results, "results_dir", lambda: tmp_path)
-    path = results.save_library(name, committed["rows"], committed["environment"])
+    path = row_files.save(name, committed["rows"], committed["environment"])
     assert path == tmp_path / "h200" / "library" / f"{name}.json"
     assert json.loads(path.read_text(encoding="utf-8")) == committed
     assert library.load(tmp_path / "h200", name) == library.load(FOLDER, name)
@@ -279,10 +279,10 @@ def test_rows_of_another_environment_are_neither_mixed_nor_lost(tmp_path: Path) 
         "cutlass_dsl": "4",
         "peers": {"fa4": "1"},
     }
-    assert results.library_rows(tmp_path, "models_fwd", environment) == ([], environment)
-    path = results.save_library("models_fwd", [{"us": {"k6": 1.0}}], environment, tmp_path)
+    assert row_files.rows_to_join(tmp_path, "models_fwd", environment) == ([], environment)
+    path = row_files.save("models_fwd", [{"us": {"k6": 1.0}}], environment, tmp_path)
     rows = [{"us": {"k6": 1.0}}]
-    assert results.library_rows(tmp_path, "models_fwd", environment) == (rows, environment)
+    assert row_files.rows_to_join(tmp_path, "models_fwd", environment) == (rows, environment)
     before = path.read_bytes()
     others = {
         "driver was '1' and is '2'": {"driver": "2"},
@@ -291,10 +291,10 @@ def test_rows_of_another_environment_are_neither_mixed_nor_lost(tmp_path: Path) 
     }
     for said, other in others.items():
         with pytest.raises(ValueError, match=f"another environment: {said}"):
-            results.library_rows(tmp_path, "models_fwd", environment | other)
+            row_files.rows_to_join(tmp_path, "models_fwd", environment | other)
     assert path.read_bytes() == before
     more = environment | {"peers": {"fa4": "1", "flex": "3"}}
-    assert results.library_rows(tmp_path, "models_fwd", more) == (rows, more)
+    assert row_files.rows_to_join(tmp_path, "models_fwd", more) == (rows, more)
 
 
 @pytest.fixture
