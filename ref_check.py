@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from harness import case_runs, cases, mutations, policy_cases, provenance, records, results, timing
+from harness import case_list, case_runs, cases, mutations, policy_cases, provenance, records, results, timing
 from harness.command import Parser, Usage, as_usage, run
 from harness.inputs import hopper_gpu
 from harness.sweep import sweep
@@ -37,7 +37,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         raise Usage(f"--repeats must be at least 1, not {args.repeats}")
     with as_usage(ValueError):
         for stage_id in args.stages:
-            if not cases.chosen(stage_id, args.only):
+            if not case_list.chosen(stage_id, args.only):
                 raise Usage(f"no case of {stage_id} has {args.only!r} in its name")
     if args.save and (args.only is not None or args.no_sanitizer):
         raise Usage("--save is of every case: not with --only or --no-sanitizer")
@@ -48,7 +48,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def check_model(stage_id: str) -> bool:
     """What can be checked without a GPU. Returns whether it passed."""
-    failures = cases.run_model(stage_id)
+    failures = case_list.run_model(stage_id)
     verdict = "fails" if failures else "passes"
     print(f"{stage_id}: no Hopper GPU, no kernel was executed; its model {verdict}")
     print("".join(f"    {line}\n" for line in failures), end="")
@@ -64,7 +64,7 @@ def check_stage(stage_id: str, args: argparse.Namespace) -> bool:
     if args.save:
         results.probe(records.path_of(environment["gpu"], stage_id))
     outcomes = []
-    for outcome in cases.run_cases(stage_id, args):
+    for outcome in case_list.run_cases(stage_id, args):
         verdict = "FAIL" if outcome.failures else "pass"
         print(f"{stage_id}  {verdict}  {outcome.name}  ({outcome.seconds:.1f} s)", flush=True)
         for line in outcome.failures[:5]:

@@ -11,17 +11,25 @@ from harness.stages import backward, forward, prepare, prepare_backward
 from harness.sweep import HEAD_DIMS
 from hopper_attention.checks import problem_of
 from hopper_attention.kernels import ladder
-from hopper_attention.kernels.contract import LazyMaximum, Problem, Tensors
+from hopper_attention.kernels.contract import LazyMaximum, Problem, Stage, Tensors
 
 worst_seen: dict[str, float] = {}
 Outputs = dict[str, torch.Tensor]  # o and lse, or dq, dk and dv
 
 
 def small(stage_id: str, **changes: object) -> list[Problem]:
-    """A ragged problem of the stage's direction for each head_dim and mask."""
-    direction = ladder.load(stage_id)[0].direction
-    plain = Problem.square(2, 3, 203, 64, False, direction=direction)
-    return [plain.with_(head_dim=d, causal=causal, **changes) for d in HEAD_DIMS for causal in (False, True)]
+    """A ragged problem of the stage's direction for each head_dim and mask, `fitted`."""
+    stage = ladder.load(stage_id)[0]
+    length = 203 if stage.most_keys is None else 113
+    plain = fitted(stage, Problem.square(2, 3, length, 64, False, direction=stage.direction).with_(**changes))
+    return [plain.with_(head_dim=d, causal=causal) for d in HEAD_DIMS for causal in (False, True)]
+
+
+def fitted(stage: Stage, problem: Problem) -> Problem:
+    """The problem with no more keys than the stage takes, and as ragged as it was."""
+    if stage.most_keys is None or problem.seqlen_kv <= stage.most_keys:
+        return problem
+    return problem.with_(seqlen_kv=stage.most_keys - problem.seqlen_kv % 32)
 
 
 def inputs_for(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ...]:

@@ -5,9 +5,7 @@ stands in and no kernel is executed.
 """
 
 import math
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +13,7 @@ from harness import judging, models, needles, policy_cases, reference  # noqa: F
 from harness.case_runs import (
     as_multiplied,
     differing,
+    fitted,
     inputs_for,
     judged,
     noted,
@@ -24,14 +23,14 @@ from harness.case_runs import (
     small,
 )
 from harness.inputs import as_read, random_inputs
-from harness.registry import CASES, case, same
+from harness.registry import case, same
 from harness.stages import forward
 from harness.sweep import HEAD_DIMS
 from hopper_attention import attention, attention_backward, production
 from hopper_attention.kernels import ladder
-from hopper_attention.kernels.contract import LazyMaximum, Problem
+from hopper_attention.kernels.contract import Problem
 from hopper_attention.kernels.device.fp8 import BLOCK
-from hopper_attention.launch import BACKWARD, LIBRARY, compile_stage, reachable
+from hopper_attention.launch import BACKWARD, compile_stage, reachable
 
 LENGTHS = (1, 3, 63, 64, 65, 113, 127, 128, 129, 203, 255, 257, 1023, 1025, 4097)
 NEEDLE_LENGTHS = (16, 64, 65, 257, 1024, 4097)
@@ -55,6 +54,12 @@ def needle(stage_id, args):
     for n in NEEDLE_LENGTHS:
         for problem in small(stage_id, batch=1, heads=2, kv_heads=2, seqlen_q=n, seqlen_kv=n):
             yield from needle_in(stage_id, problem)
+
+
+def with_targets(problem: Problem) -> Problem:
+    """The problem with a mask under which every query sees a key."""
+    blind = problem.causal and problem.seqlen_q > problem.seqlen_kv
+    return problem.with_(top_left=problem.top_left or blind)
 
 
 def needle_in(stage_id: str, problem: Problem) -> Iterator[str]:
@@ -87,7 +92,7 @@ def needle_in(stage_id: str, problem: Problem) -> Iterator[str]:
 def gradient_needle(stage_id, args):
     for n in NEEDLE_LENGTHS:
         for problem in small(stage_id, batch=1, heads=2, kv_heads=2, seqlen_q=n, seqlen_kv=n):
-            yield from needle_in(stage_id, problem)
+            yield from needle_in(stage_id, with_targets(problem))
 
 
 @case()
@@ -218,7 +223,7 @@ def other_shapes(stage_id, args):
     stage, module = ladder.load(stage_id)
     plain = Problem.square(1, 4, 203, 64, False, direction=stage.direction)
     problems = [plain.with_(causal=causal, **shape) for causal in (False, True) for shape in OTHER_SHAPES]
-    for problem in problems:
+    for problem in (fitted(stage, x) for x in problems):
         q, k, v, *do = random_inputs(problem)
         inputs = judging.Expected(q, k, v, problem.causal, *do).inputs
         if reason := module.supports(problem):
@@ -239,7 +244,7 @@ def top_left_mask(stage_id, args):
     plain = Problem.square(1, 4, 203, 64, True, direction=stage.direction, top_left=True)
     problems = [plain.with_(head_dim=d, **shape) for d in HEAD_DIMS for shape in TOP_LEFT_SHAPES]
     problems += [plain.with_(head_dim=256, kv_heads=2, **shape) for shape in TOP_LEFT_WIDE_SHAPES]
-    for problem in problems:
+    for problem in (fitted(stage, x) for x in problems):
         q, k, v, *do = random_inputs(problem)
         if reason := module.supports(problem):
             inputs = inputs_for(problem)
@@ -259,10 +264,10 @@ forms_passed: dict[Problem, list[str]] = {}  # by what is compiled; what `record
 
 
 def forms_of(stage_id: str, kernel: Problem) -> dict[str, Problem]:
-    """The problems of FORMS that a kernel is for."""
-    supports = ladder.load(stage_id)[1].supports
-    problems = {name: kernel.with_(**form) for name, form in FORMS.items()}
-    return {name: problem for name, problem in problems.items() if supports(problem) is None}
+    """The problems of FORMS that a kernel is for, with as many keys as the stage takes."""
+    stage, module = ladder.load(stage_id)
+    problems = {name: fitted(stage, kernel.with_(**form)) for name, form in FORMS.items()}
+    return {name: problem for name, problem in problems.items() if module.supports(problem) is None}
 
 
 @case()
@@ -441,71 +446,3 @@ def gradients_at_extreme_logits(stage_id, args):
 
 
 from harness import call_cases  # noqa: E402, F401  registers its own behind these: values first, sanitizers last
-
-# ---- running them ------------------------------------------------------------------------------------------
-
-
-def run_model(stage_id: str) -> list[str]:
-    """The stage's NumPy model in float64 against the reference: what can be checked without a GPU."""
-    stage, module = ladder.load(stage_id)
-    by_name = models.BACKWARD_MODELS if stage.direction == "bwd" else models.MODELS
-    model, failures = by_name[stage.model], []
-    square = Problem.square(1, 1, 1, 64, False, direction=stage.direction)
-    problems = [
-        square.with_(seqlen_q=n, seqlen_kv=n, head_dim=d, causal=causal)
-        for n in (1, 3, 64, 65, 203, 512)
-        for d in HEAD_DIMS
-        for causal in (False, True)
-    ]
-    top_left = square.with_(causal=True, top_left=True)
-    unequal = [top_left.with_(seqlen_q=n, seqlen_kv=m) for n, m in ((65, 203), (203, 65), (1, 3), (3, 1))]
-    problems += [problem for problem in unequal if module.supports(problem) is None]
-    for problem in problems:
-        mask = {"causal": problem.causal, "top_left": problem.top_left}
-        q, k, v, *do = (x.double() for x in random_inputs(problem, "cpu", seed=problem.seqlen_q))
-        rounding, lazy = reference.rounding_of(stage, module, problem, **stage.options), {}
-        if isinstance(rounding, LazyMaximum):
-            lazy = rounding.behind
-            q *= 32  # as they are, hardly a score is 2⁸ ahead of its row's first tile
-        expected = judging.Expected(q, k, v, do=do[0] if do else None, **mask)
-        inputs, exact = (q, k, v), expected.forward
-        if do:
-            inputs, exact = (q, k, v, *expected.forward, *do), expected.gradients
-        found = model(*(x[0, 0].numpy() for x in inputs), **mask, **lazy)
-        off = max(abs(x - ref[0, 0].numpy()).max() for x, ref in zip(found, exact))
-        if not off <= 1e-12:
-            failures.append(f"{problem}: {stage.model} is {off:.3g} away from the reference")
-    return failures
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a case."""
-
-    name: str
-    failures: list[str]
-    seconds: float
-
-
-def chosen(stage_id: str, only: str | None = None) -> list[str]:
-    """The cases of a stage's direction, by name; with `only` those whose name contains it."""
-    stage, module = ladder.load(stage_id)
-    kinds = None, "bwd" if stage.direction == "bwd" else "fwd", "library" if stage_id in LIBRARY else None
-    square = Problem.square(1, 1, 1, 64, False, direction=stage.direction, sequences=((1, 1),))
-    takes = module.supports(square) is None
-    return [
-        name
-        for name, (of, _, policies) in CASES.items()
-        if of in kinds and (takes or not policies) and (only or "") in name
-    ]
-
-
-def run_cases(stage_id: str, args: object) -> Iterator[Outcome]:
-    """Run a stage's cases, one after the other."""
-    for name in chosen(stage_id, args.only):
-        begin = time.perf_counter()
-        try:
-            failures = list(CASES[name][1](stage_id, args))
-        except Exception as error:  # a case that breaks is a case that fails; the others still run
-            failures = [f"{type(error).__name__}: {error}"]
-        yield Outcome(name, failures, time.perf_counter() - begin)

@@ -49,7 +49,7 @@ def expected_times(problem: Problem) -> dict[str, float]:
         choices, time = division.TILES[problem.head_dim], partial(division.forward_us, problem)
     else:
         choices, time = division.divisions(problem), partial(division.steps_of, problem)
-    return {suite.way_of(x, problem.head_dim): time(x) for x in choices}
+    return {suite.way_of(x, problem): time(x) for x in choices}
 
 
 def plot_choices(found: dict[str, Rows], path: Path | str) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import torch
 
 from harness import judging, reference
-from harness.case_runs import noted, refused
-from harness.cases import needle_in
+from harness.case_runs import fitted, noted, refused
+from harness.cases import needle_in, with_targets
 from harness.inputs import poison, random_inputs
 from harness.registry import case, same
 from harness.stages import prepare, prepare_backward
 from hopper_attention.kernels import ladder
-from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.contract import Problem, Stage
 
 # Ends and middles of every tile (`limits.TILE_DIMS`): of models 40, 72, 80, 96, 112, 160 and 192.
 HEAD_DIMS = (8, 24, 40, 56, 72, 80, 96, 104, 112, 120, 136, 160, 192, 200, 248)
@@ -27,12 +27,12 @@ BESIDE = 8  # columns on either side of a row's own: 16 bytes
 REFUSED = (4, 12, 59, 100, 260, 264)
 
 
-def problems(direction: str) -> Iterator[Problem]:
+def problems(stage: Stage) -> Iterator[Problem]:
     for head_dim, value_dim in (*((x, None) for x in HEAD_DIMS), *WITH_VALUES):
         for queries, keys in LENGTHS:
             for causal in (False, True):
-                plain = Problem(2, 4, 2, queries, keys, head_dim, causal, direction=direction)
-                yield plain.with_(value_dim=value_dim)
+                plain = Problem(2, 4, 2, queries, keys, head_dim, causal, direction=stage.direction)
+                yield fitted(stage, plain.with_(value_dim=value_dim))
 
 
 def between_others(x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def surrounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def head_dims_between(stage_id, args):
     """Every multiple of 8 up to 256, in rows of wider tensors: computed correctly, or refused by name."""
     stage, module = ladder.load(stage_id)
-    for problem in problems(stage.direction):
+    for problem in problems(stage):
         q, k, v, *do = random_inputs(problem)
         expected = judging.Expected(q, k, v, problem.causal, *do)
         q, k, v, *saved = (between_others(x) if x.dim() == 4 else x for x in expected.inputs)
@@ -82,9 +82,9 @@ def needles_of_head_dims_between(stage_id, args):
     stage, module = ladder.load(stage_id)
     for head_dim in NEEDLES:
         for causal in (False, True):
-            problem = Problem.square(1, 2, 1025, head_dim, causal, direction=stage.direction)
+            problem = fitted(stage, Problem.square(1, 2, 1025, head_dim, causal, direction=stage.direction))
             if module.supports(problem) is None:
-                yield from needle_in(stage_id, problem)
+                yield from needle_in(stage_id, with_targets(problem))
 
 
 @case("library")

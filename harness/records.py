@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import cases, decoding_records, machine_code, policy_cases, provenance, record_files
+from harness import case_list, cases, decoding_records, machine_code, policy_cases, provenance, record_files
 from harness import head_dims as _head_dims  # noqa: F401  registers its cases
 from harness.results import ENVIRONMENT_IDENTITY, gpu_folder, results_dir
 from hopper_attention.kernels import ladder
@@ -107,7 +107,7 @@ def missing(record: Record) -> str | None:
     """What a record lacks of all that its stage must pass, or None."""
     if lacking := [key for key in ENVIRONMENT_IDENTITY if not record.environment.get(key)]:
         return f"the environment's {', '.join(lacking)}"
-    if lacking := [name for name in cases.chosen(record.stage) if name not in record.cases]:
+    if lacking := [name for name in case_list.chosen(record.stage) if name not in record.cases]:
         return f"the cases {', '.join(lacking)}"
     if record.repeats < 1:
         return "repeats"
@@ -173,8 +173,8 @@ def changed(record: Record, kernels: list[Problem] | None = None) -> list[str]:
 
 
 def committed() -> dict[str, list[Record]]:
-    """Every committed record of the ladder by stage."""
-    found: dict[str, list[Record]] = {stage_id: [] for stage_id in ladder.LADDER}
+    """Every committed record by stage."""
+    found: dict[str, list[Record]] = {stage_id: [] for stage_id in ladder.CHECKED}
     for path in sorted(results_dir().glob("*/checks/*.json")):
         if path.stem in ladder.BESIDE:
             continue

@@ -27,7 +27,14 @@ from hopper_attention import attention, attention_backward, production, tuned
 from hopper_attention.kernels import division, ladder
 from hopper_attention.kernels.calls import UNDIVIDED, Parts
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.launch import BACKWARD, DETERMINISTIC, FORWARD, IN_PARTS
+from hopper_attention.launch import (
+    BACKWARD,
+    DETERMINISTIC,
+    FORWARD,
+    IN_PARTS,
+    ONE_TILE,
+    ONE_TILE_IN_PARTS,
+)
 from hopper_attention.precompile import Job, ahead
 
 PEERS = ("fa2", "cudnn", "fa3", "fa4")
@@ -41,11 +48,13 @@ IDENTITY = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_kv", "head_dim", "
 Call = Callable[[], tuple[torch.Tensor, ...]]
 
 
-def way_of(choice: int | Parts, head_dim: int) -> str:
+def way_of(choice: int | Parts, problem: Problem) -> str:
     """The name of a way: rows of a tile of the forward pass, or parts of a backward one."""
     if isinstance(choice, Parts):
-        return BACKWARD if choice == UNDIVIDED else f"{IN_PARTS} {choice.heads}×{choice.queries}"
-    first = next(iter(division.TILES[head_dim]))
+        one_tile = division.has_one_tile(problem)
+        whole, in_parts = (ONE_TILE, ONE_TILE_IN_PARTS) if one_tile else (BACKWARD, IN_PARTS)
+        return whole if choice == UNDIVIDED else f"{in_parts} {choice.heads}×{choice.queries}"
+    first = next(iter(division.TILES[problem.head_dim]))
     return FORWARD if choice == first else f"{FORWARD} {choice} rows"
 
 
@@ -59,7 +68,7 @@ def choice_of(problem: Problem) -> int | Parts:
 
 def chosen(problem: Problem) -> str:
     """The way that the library takes."""
-    return way_of(choice_of(problem), problem.head_dim)
+    return way_of(choice_of(problem), problem)
 
 
 def ways(problem: Problem) -> list[int | Parts]:
@@ -142,7 +151,7 @@ def measure(problem: Problem, peer_names: list[str]) -> dict[str, float]:
         found = call()
         one.judge(found, stage_id)
     for choice in ways(problem):
-        name = way_of(choice, problem.head_dim)
+        name = way_of(choice, problem)
         calls[name] = one.way(choice)
         for x, y in zip(calls[name](), found):
             if not (x - y).abs().max() <= AGREE * y.abs().max():

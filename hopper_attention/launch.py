@@ -25,14 +25,19 @@ from .kernels.device.limits import HEAD_DIMS, compiled_dims, other_dims, tile_di
 FORWARD = "k6"
 # By the rows that `division.rows_of` may choose instead.
 FORWARD_IN_ROWS = {192: "k6_r192", 128: "k6_r128", 64: "k6_r64"}
-# What gradients are computed with: where tiles of keys are few (`division.parts_of`), in parts.
+# What gradients are computed with: where tiles of keys are few (`division.parts_of`), in parts; of no more
+# keys than one tile has, without sums of dQ.
 BACKWARD, IN_PARTS = "bwd4", "bwd4_parts"
 DETERMINISTIC, DETERMINISTIC_IN_PARTS = "bwd4_det", "bwd4_parts_det"
+ONE_TILE, ONE_TILE_IN_PARTS = "bwd4_one", "bwd4_one_parts"
 DECODE = "decode"  # what queries to a cache are computed with
 # The stages that take windows, soft caps, sinks and packed sequences.
 WITH_POLICIES = [FORWARD, *FORWARD_IN_ROWS.values(), BACKWARD, DETERMINISTIC]
 # The stages that a call may run.
-LIBRARY = [FORWARD, *FORWARD_IN_ROWS.values(), BACKWARD, IN_PARTS, DETERMINISTIC, DETERMINISTIC_IN_PARTS]
+LIBRARY = [
+    *(FORWARD, *FORWARD_IN_ROWS.values(), BACKWARD, IN_PARTS, DETERMINISTIC, DETERMINISTIC_IN_PARTS),
+    *(ONE_TILE, ONE_TILE_IN_PARTS),
+]
 FP8, FP8_ROWS, FP8_CAST = "k7", "k7_rows", "k8"  # of what `quantize` gave, of e4m3 in rows, of 16 bits
 QUANTIZE = "quantize"  # no stage, but the file of the kernel that makes what FP8 reads
 FUNCTION = "hopper_attention_kernel"  # in a cached file
@@ -198,11 +203,11 @@ def warn_unless_proven() -> None:
 
 def _compile_or_load(stage_id: str, problem: Problem, options: dict[str, object]) -> Kernel:
     def compile_now() -> object:
-        file = ladder.load(stage_id)[1] if stage_id in ladder.LADDER else ladder.load_file(stage_id)
+        file = ladder.load_file(ladder.FILES.get(stage_id, stage_id))
         return file.compile_kernel(problem, **options)
 
     what = {"problem": repr(problem), "options": repr(sorted(options.items()))}
-    return kept(compile_now, file=ladder.LADDER.get(stage_id, stage_id), **what)
+    return kept(compile_now, file=ladder.FILES.get(stage_id, stage_id), **what)
 
 
 def kept(compile_now: Callable[[], object], **what: str) -> Kernel:

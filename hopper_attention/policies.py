@@ -25,7 +25,6 @@ from .checks import general_problem_of as problem_of
 from .kernels import calls
 from .kernels.contract import Problem
 from .kernels.device.limits import bounds, has_own_kernel
-from .launch import DETERMINISTIC, DETERMINISTIC_IN_PARTS
 from .plans import Plans
 from .production import WHOLE, Plan, run_on
 
@@ -280,9 +279,8 @@ def _plan_backward(
         return Made(Plan(None, (), (), ()), numbers)
     gpu = tuned.gpu(q.device)
     stage_id, in_parts = production.backward_stage(problem, deterministic, parts, gpu)
-    deterministic = stage_id in (DETERMINISTIC, DETERMINISTIC_IN_PARTS)
     launches = [
-        production._part(at_q, at_kv, calls.backward_scratch(part, deterministic, in_parts), "bwd")
+        production._part(at_q, at_kv, production.backward_scratch(stage_id, part, in_parts), "bwd")
         for at_q, at_kv, part in production._split(problem)
     ]
     outputs = tuple(map(production._dense_like, (q, k, v)))

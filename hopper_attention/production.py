@@ -24,7 +24,7 @@ from .kernels import calls, division
 from .kernels.calls import UNDIVIDED, Parts
 from .kernels.contract import Problem, Scratch
 from .kernels.device.constants import GRID_YZ_MAX
-from .kernels.device.limits import TILE_KV, has_own_kernel, tile_dim
+from .kernels.device.limits import has_own_kernel, tile_dim
 from .launch import (
     BACKWARD,
     DETERMINISTIC,
@@ -32,6 +32,8 @@ from .launch import (
     FORWARD,
     FORWARD_IN_ROWS,
     IN_PARTS,
+    ONE_TILE,
+    ONE_TILE_IN_PARTS,
     kernel_for,
     least_of,
     sms_option,
@@ -57,6 +59,7 @@ WHOLE: Place = slice(None), slice(None)
 OPTIONS: dict[str, dict[str, object]] = {
     DETERMINISTIC: calls.DETERMINISTIC,
     DETERMINISTIC_IN_PARTS: calls.DETERMINISTIC,
+    ONE_TILE_IN_PARTS: calls.DIVIDED,
     **{stage_id: {"rows": rows} for rows, stage_id in FORWARD_IN_ROWS.items()},
 }
 
@@ -275,9 +278,8 @@ def _plan_backward(
         return Plan(None, (), (), given)
     gpu = tuned.gpu(q.device)
     stage_id, in_parts = backward_stage(problem, deterministic, parts, gpu)
-    deterministic = stage_id in (DETERMINISTIC, DETERMINISTIC_IN_PARTS)
     launches = [
-        _part(at_q, at_kv, calls.backward_scratch(part, deterministic, in_parts), "bwd")
+        _part(at_q, at_kv, backward_scratch(stage_id, part, in_parts), "bwd")
         for at_q, at_kv, part in _split(problem)
     ]
     outputs = tuple(map(_dense_like, (q, k, v)))
@@ -300,19 +302,23 @@ def backward_stage(
 ) -> tuple[str, Parts | None]:
     """The stage that computes the gradients of a problem that BACKWARD takes, and its parts, if it has any:
     by default those that `division` chooses."""
-    # Where a query's gradient comes from one tile of keys nobody waits for a turn, and no zeros are needed:
-    # of packed sequences where it would if they were equally long.
-    columns, count = tile_dim(problem), len(problem.sequences or (None,))
-    deterministic |= columns <= 128 and problem.seqlen_kv <= count * TILE_KV[columns]
-    deterministic |= parts is None and division.turns_pay(problem, gpu.sms)
-    if problem.policies:  # which the stages in parts do not take
-        parts = UNDIVIDED
+    one_tile = division.has_one_tile(problem)  # nobody waits for a turn then, and no zeros are needed
+    deterministic |= one_tile or (parts is None and division.turns_pay(problem, gpu.sms))
+    stages = (DETERMINISTIC, DETERMINISTIC_IN_PARTS) if deterministic else (BACKWARD, IN_PARTS)
+    if problem.policies:  # which the stages in parts do not take, nor those of one tile
+        return stages[0], None
+    if one_tile:
+        stages = ONE_TILE, ONE_TILE_IN_PARTS
     if parts is None:
         one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
         parts = division.parts_of(problem, gpu.sms, deterministic) if one_launch else UNDIVIDED
-    if parts == UNDIVIDED:
-        return DETERMINISTIC if deterministic else BACKWARD, None
-    return DETERMINISTIC_IN_PARTS if deterministic else IN_PARTS, parts
+    return (stages[0], None) if parts == UNDIVIDED else (stages[1], parts)
+
+
+def backward_scratch(stage_id: str, problem: Problem, parts: Parts | None) -> Scratch:
+    """What a launch of the stage that `backward_stage` gave needs beside its tensors."""
+    turns = stage_id in (DETERMINISTIC, DETERMINISTIC_IN_PARTS)
+    return calls.backward_scratch(problem, turns, parts, stage_id in (ONE_TILE, ONE_TILE_IN_PARTS))
 
 
 def _scaled(problem: Problem, softmax_scale: float | None) -> tuple[Problem, tuple[float, ...]]:

@@ -14,10 +14,10 @@ Supports          bf16 and fp16; head_dims as k6, in tiles of 64, 96, 128, 192, 
                   256; seqlens ≥ 1; GQA and MQA. A causal mask is aligned at the bottom right or, with
                   top_left, there, as k6's; a query that sees no key, and a key that no query sees, gives and
                   gets no gradient. Windows, caps, sinks, packed sequences: notes/bwd4_policies.md.
-Where to read     The schedule, drawn: notes/bwd4.md, "The schedule". Here are the roles of the warps and the
-                  main loop up to head_dim 128; in bwd4_operands.py shared memory, registers, operands; in
-                  bwd4_dkv.py and bwd4_dq.py the kernels of more columns; in bwd4_passes.py what else a call
-                  launches; in device/key_tiles.py which tiles see which; in device/dq_sums.py dQ's sums.
+Where to read     The schedule, drawn: notes/bwd4.md. Here are the warps' roles and the main loop up to
+                  head_dim 128; in bwd4_operands.py shared memory, registers, operands; in bwd4_dkv.py and
+                  bwd4_dq.py the kernels of more columns; in bwd4_passes.py what else a call launches; in
+                  device/key_tiles.py which tiles see which; in device/dq_sums.py dQ's way.
 """
 
 from enum import IntEnum
@@ -42,7 +42,9 @@ from .bwd4_operands import (
     fragments,
     issue_dQ,
     k_block,
+    leave_dQ,
     make_rings,
+    rounded_dQ,
     shared_bytes,
     tiled_mmas,
 )
@@ -106,7 +108,7 @@ class Backward(LoadingTiles):
                   k's empty     the same, but each consumer's first warp only when dV has left from there
     tile          full          32, the producer's lanes             consumers, adders, zero writer
                   empty         352, all of their threads            the producer
-                                (bwd4_det: 320, no zero writer)
+                                (where nobody writes zeros: 320)
     own + c       ready         128, c's threads: dK and dV are in   c's first warp, which stores them
                                 shared memory
 
@@ -152,11 +154,11 @@ class Backward(LoadingTiles):
 
     @cute.jit
     def launch(
-        self, mQ, mK, mV, mDO, mDK, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, stream, numbers,
-        mTiled=None, mParts=None, mList=None,
+        self, mQ, mK, mV, mDO, mDK, mDV, mStats, sums, mCounter, stream, numbers, mTiled=None, mParts=None,
+        mList=None,
     ):  # fmt: skip
-        """`numbers` are `policies.Given`'s. Divided, dK and dV are left in mParts, and mDK and mDV are
-        not there."""
+        """`sums` are mDQ_sum, mZeroed and mOrder, or of one tile of keys mDQ; `numbers` `policies.Given`'s.
+        Divided, dK and dV are left in mParts, and mDK and mDV are not there."""
         batch, kv_heads, seqlen_kv, _ = mK.shape
         mQ, mDO, mK, mV, mDK, mDV = [self.batch.view(mX) for mX in (mQ, mDO, mK, mV, mDK, mDV)]
         tma = []
@@ -170,13 +172,14 @@ class Backward(LoadingTiles):
         else:
             for mX in (mDK, mDV):
                 tma += store_atom(mX, ROWS, self.head_dim)
+        if const_expr(self.one_tile):
+            sums = tuple(store_atom(self.batch.view(sums), ROWS, dq_columns(self.head_dim), of_K))
         mmas = tiled_mmas(self.config, self.head_dim, self.dtype)
         kv_blocks = cute.ceil_div(seqlen_kv, TILE_KV)
         tiles = kv_blocks * kv_heads * batch
         if const_expr(self.packed):
             tiles = (mList.shape[0] - 1) * kv_heads  # at most
-        rest = mCounter, tiles, numbers, mTiled, mList
-        self.kernel(*mmas, *tma, mStats, mDQ_sum, mZeroed, mOrder, *rest).launch(
+        self.kernel(*mmas, *tma, mStats, sums, mCounter, tiles, numbers, mTiled, mList).launch(
             grid=(self.ctas(tiles, kv_blocks), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # the registers of an SM are all for one CTA
@@ -187,14 +190,13 @@ class Backward(LoadingTiles):
     @cute.kernel
     def kernel(
         self, mma_s, mma_p, mma_kv, mma_q, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV,
-        store_dK, mDK, store_dV, mDV, mStats, mDQ_sum, mZeroed, mOrder, mCounter, tiles, numbers, mTiled,
-        mList,
+        store_dK, mDK, store_dV, mDV, mStats, sums, mCounter, tiles, numbers, mTiled, mList,
     ):  # fmt: skip
         """mQ, mDO, mK, mV, mDK, mDV are (seqlen, head_dim, heads, batch), as TMA descriptors see them;
         divided, mDK and mDV are mParts' halves. mTiled and mParts: `key_parts`."""
         # 1. shared memory, rings, and who is who
         self.take(numbers)
-        self.count_sums(mDQ_sum, mOrder.shape[0])
+        self.count_sums(sums[0], sums[-1].shape[0])
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
@@ -203,6 +205,8 @@ class Backward(LoadingTiles):
         lengths = seqlen_q, seqlen_kv, mQ.shape[2] // mTiled.shape[2]  # the last: query heads of a key head
         smem = SmemAllocator()
         shared = allocate(smem, self.config, self.head_dim, self.dtype, self.divides, self.words)
+        if const_expr(self.one_tile):
+            sums = *sums, rounded_dQ(shared.dQ, self.dtype, self.head_dim)
         # All but the producer hear of tiles, and where the first stores nobody writes zeros.
         listeners = THREADS - (1 if self.zeroes_ahead else 2) * WARP
         rings = make_rings(smem, self.config, self.head_dim, listeners)
@@ -218,14 +222,12 @@ class Backward(LoadingTiles):
                 loads = load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV
                 self.produce(rings, shared, loads, mStats, mCounter, tiles, lengths, mTiled, mList)
             elif warp_idx <= CONSUMER_WARPS + CONSUMERS:
-                sums = mDQ_sum, mZeroed, mOrder
                 barriers = Barrier.DQ_FULL, Barrier.DQ_EMPTY
-                given = rings.tile, shared, mQ, mTiled, *sums, lengths, *barriers, mList
-                self.add_gradients(warp_idx, *given)
+                self.add_gradients(warp_idx, rings.tile, shared, mQ, mTiled, sums, lengths, *barriers, mList)
             elif const_expr(self.zeroes_ahead and self.packed):
-                self.write_listed_zeros(rings.tile, shared.tile, mQ, mTiled, mDQ_sum, mZeroed, mList)
+                self.write_listed_zeros(rings.tile, shared.tile, mQ, mTiled, *sums[:2], mList)
             elif const_expr(self.zeroes_ahead):
-                self.write_zeros(rings.tile, shared.tile, mQ, mTiled, mDQ_sum, mZeroed)
+                self.write_zeros(rings.tile, shared.tile, mQ, mTiled, *sums[:2])
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             mmas, stores = (mma_s, mma_p, mma_kv, mma_q), (store_dK, mDK, store_dV, mDV)
@@ -411,10 +413,8 @@ class Backward(LoadingTiles):
         rings.q.consumer_release(q_get)
         rings.do.consumer_release(q_get)
         self.sync(Barrier.DQ_EMPTY, x.index, AND_ADDER)
-        for quad in range(cute.size(f.dQ.acc) // 4):
-            registers = cute.make_tensor(f.dQ.acc.iterator + 4 * quad, cute.make_layout(4))
-            cute.autovec_copy(registers, shared.dQ[None, x.thread, quad, x.index])
-        cute.arch.fence_view_async_shared()  # written by threads, read by the bulk reduction
+        leave_dQ(f, x, self.scale if self.one_tile else None)
+        cute.arch.fence_view_async_shared()  # written by threads, read by the bulk reduction or the TMA
         self.sync(Barrier.DQ_FULL, CONSUMERS * parity + x.index, AND_ADDER, arrive=True)
         warpgroup.wait_group(0)
 

@@ -73,8 +73,8 @@ class Block:
         # Without turns and zeros nothing is counted but tiles.
         mZeroed, mOrder = None, cute.make_tensor(mCounter.iterator, cute.make_layout((1, 1)))
         mTiled = tiled_in_parts(mK, mParts, self.main.tile_kv)
-        sums = mStats, mDQ_sum, mZeroed, mOrder, mCounter
-        self.main.launch(mQ, mK, mV, mDO, None, None, *sums, stream, Numbers(*scale), mTiled, mParts)
+        scratch = mStats, (mDQ_sum, mZeroed, mOrder), mCounter
+        self.main.launch(mQ, mK, mV, mDO, None, None, *scratch, stream, Numbers(*scale), mTiled, mParts)
 
     @staticmethod
     def stand_ins(problem: Problem) -> list[object]:

@@ -31,7 +31,7 @@ from .device.limits import TILE_Q, tile_dim
 from .device.rings import tma_rings
 from .device.rows import in_parts
 from .device.tile_order import message_ring
-from .device.tma import allocate_tiles, row_slices, swizzled_tiles
+from .device.tma import allocate_tiles, row_slices, swizzled_tiles, tiles_at
 from .device.wgmma import by_row, exchanged, operand_a
 
 TILE_KV = ROWS * CONSUMERS
@@ -314,6 +314,28 @@ def fragments(
         copy_V=copy_V,
         parts=parts,
     )
+
+
+def rounded_dQ(sdQ: cute.Tensor, dtype: type, head_dim: int) -> cute.Tensor:
+    """`Shared.dQ` as the TMA stores it: (query, column, 2 · consumer), half of a consumer's part."""
+    columns, tiles = dq_columns(head_dim), 2 * CONSUMERS
+    return tiles_at(sdQ.iterator, dtype, ROWS, columns, tiles, k_block(head_dim))
+
+
+def leave_dQ(f: Fragments, x: Consumer, scale: Float32 | float | None = None) -> None:
+    """dQ of a step to shared memory, for the warps that add it; with a `scale` dQ itself, rounded."""
+    if scale is None:
+        for quad in range(cute.size(f.dQ.acc) // 4):
+            registers = cute.make_tensor(f.dQ.acc.iterator + 4 * quad, cute.make_layout(4))
+            cute.autovec_copy(registers, x.shared.dQ[None, x.thread, quad, x.index])
+        return
+    dtype, head_dim = x.shared.K.element_type, cute.size(x.shared.K, mode=[1])
+    rdQ16 = cute.make_rmem_tensor(f.dQ.acc.layout, dtype)
+    rdQ16.store((f.dQ.acc.load() * scale).to(dtype))
+    stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+    copy = cute.make_tiled_copy_C(stmatrix, f.dQ.mma).get_slice(x.thread)
+    tQsQ = copy.partition_D(rounded_dQ(x.shared.dQ, dtype, head_dim))  # (CPY, CPY_M, CPY_N, 2 · consumer)
+    cute.copy(copy, copy.retile(rdQ16), tQsQ[None, None, None, 2 * x.index])
 
 
 def issue_dQ(

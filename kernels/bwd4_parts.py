@@ -4,9 +4,9 @@ The idea          bwd4 keeps dK and dV of a tile of keys in one CTA, over all qu
                   the key head. Of 8 query heads on one key head at 8k tokens that is 64 tiles for 132 SMs, of
                   unequal length under a causal mask; of 4096 queries on 77 keys, one tile for each head. Here
                   a tile is for some of the query heads, or for some of the queries, and leaves its part of dK
-                  and dV in fp32; two more passes add the parts.
+                  and dV in fp32; the postprocess adds the parts.
 What changes      against bwd4: tiles of keys count parts; the epilogue stores accumulators as they are
-                  (device/key_parts.py), and two postprocesses round their sum.
+                  (device/key_parts.py), and the postprocess rounds their sums, too.
 What does not     the main loops, and everything of dQ, deterministic or not.
 Supports          as bwd4.
 Where to read     bwd4.py, at head_dim 256 bwd4_dkv.py; `division.parts_of` has the choice of parts.
@@ -21,13 +21,13 @@ from .bwd4_passes import (
     DividedWideFlashAttentionBackward,
     compile_backward,
 )
-from .calls import DETERMINISTIC, UNDIVIDED, backward_scratch, refuse_backward, run_backward
+from .calls import DETERMINISTIC, backward_scratch, refuse_backward, run_backward
 from .contract import Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS
 from .device.constants import SMS
 from .device.limits import refuse_policies, tile_dim
 from .device.masks import mask_of
-from .division import divisions, parts_of
+from .division import parts_to_try
 
 STAGES = (
     Stage(
@@ -74,11 +74,7 @@ def kernel_for(
 
 
 def workspace(problem: Problem, deterministic: bool = False, sms: int = SMS) -> Scratch:
-    """Divided as `parts_of` has it, and where that has bwd4 as faster, in as few parts as there can be."""
-    parts = parts_of(problem, sms, deterministic)
-    if parts == UNDIVIDED and len(ways := divisions(problem, sms, deterministic)) > 1:
-        parts = min(ways[1:], key=lambda parts: parts.count)
-    return backward_scratch(problem, deterministic, parts)
+    return backward_scratch(problem, deterministic, parts_to_try(problem, sms, deterministic))
 
 
 def work(problem: Problem, **options: object) -> list[Work]:

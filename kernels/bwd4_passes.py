@@ -21,9 +21,9 @@ from .device.given import Given, fake_given, fake_heads, fake_list, take_given
 from .device.key_parts import PartSums, fake_parts, tiled_in_parts
 from .device.key_tiles import CONSUMERS, ROWS, Tiles, work_of
 from .device.limits import has_own_kernel
-from .device.packed import ListBoth
 from .device.policies import Numbers
 from .device.query_tiles import QueryTiles
+from .device.tile_list import ListBoth
 
 
 class Pass:
@@ -74,26 +74,28 @@ class Pass:
 
 
 class FlashAttentionBackward(Pass):
-    """head_dim 64 and 128: preprocess, `main` (bwd4.Backward), postprocess."""
+    """Up to head_dim 128: preprocess, `main` (bwd4.Backward), postprocess; of one tile of keys without."""
 
     floats, counters = ("mStats", "mDQ_sum"), ("mZeroed", "mOrder", "mCounter")
 
     def __init__(self, main: SummedTiles, problem: Problem):
         super().__init__(problem)
         self.main = main
+        if main.one_tile:
+            self.floats, self.counters = tuple(x for x in self.floats if x != "mDQ_sum"), ("mCounter",)
         self.preprocess = Preprocess(main.head_dim, main.tile_q if self.packed else None)
         tiles = main if main.deterministic else None
         self.postprocess = Postprocess(main.head_dim, tiles, packed=main.tile_q if self.packed else None)
 
     def launch(
-        self, given, mDLSE, mDsink, stream, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mDQ_sum,
-        mZeroed, mOrder, mCounter, mParts=None, mListQ=None, mListKV=None,
+        self, given, mDLSE, mDsink, stream, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter,
+        mDQ_sum=None, mZeroed=None, mOrder=None, mParts=None, mListQ=None, mListKV=None,
     ):  # fmt: skip
         mTiled, numbers = None, self.numbers(given)
         self.list_tiles(self.main, self.main.tile_q, given, stream, mQ, mK, mListQ, mListKV)
         if mParts is not None:
             mTiled = tiled_in_parts(mK, mParts, self.main.tile_kv)
-        if self.main.deterministic:
+        if self.main.deterministic or self.main.one_tile:
             self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, mDLSE, mListQ)
         elif self.packed:
             lists = mListQ, mListKV
@@ -104,16 +106,21 @@ class FlashAttentionBackward(Pass):
                 tiles[1] = mTiled
             theirs = tiles[1].shape[2], *self.main.left_to_zero(*tiles)
             self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs, mDLSE)
-        sums, inputs = (mDQ_sum, mZeroed, mOrder, mCounter), (mQ, mK, mV, mDO)
-        self.main.launch(*inputs, mDK, mDV, mStats, *sums, stream, numbers, mTiled, mParts, mListKV)
-        if self.main.deterministic:
-            self.postprocess(mDQ_sum, mDQ, stream, None, mK.shape[2], numbers, mList=mListQ)
-        else:
-            self.postprocess(mDQ_sum, mDQ, stream, mZeroed, None, numbers, mList=mListQ)
+        sums, inputs = mDQ if self.main.one_tile else (mDQ_sum, mZeroed, mOrder), (mQ, mK, mV, mDO)
+        self.main.launch(*inputs, mDK, mDV, mStats, sums, mCounter, stream, numbers, mTiled, mParts, mListKV)
+        counted, seqlen_kv = (None, mK.shape[2]) if self.main.deterministic else (mZeroed, None)
+        if mParts is not None:
+            add = PartSums(self.main.head_dim, None if self.main.one_tile else self.postprocess)
+            add(mParts, mDK, mDV, stream, numbers, mDQ, mDQ_sum, counted)
+        elif not self.main.one_tile:
+            self.postprocess(mDQ_sum, mDQ, stream, counted, seqlen_kv, numbers, mList=mListQ)
         if mDsink is not None:
             SinkGradient(self.main.blocks)(mStats, given.sink, mDsink, stream, mListQ)
 
     def fake_workspace(self) -> tuple[object, ...]:
+        if self.main.one_tile:
+            counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
+            return fake_scratch(self.main.head_dim)[0], *self.fake_lists(), counter
         order = (cute.sym_int(), cute.sym_int())
         return (
             *fake_scratch(self.main.head_dim, 2 if self.main.counts_sums else self.main.sums),
@@ -133,13 +140,9 @@ class DividedFlashAttentionBackward(FlashAttentionBackward):
 
     floats = "mStats", "mDQ_sum", "mParts"
 
-    def launch(self, given, mDLSE, mDsink, stream, mDK, mDV, mParts, **tensors):
-        super().launch(given, mDLSE, mDsink, stream, mDK=mDK, mDV=mDV, mParts=mParts, **tensors)
-        PartSums(self.main.head_dim)(mParts, mDK, mDV, stream, self.numbers(given))
-
     def fake_workspace(self) -> tuple[object, ...]:
-        stats, sums, *counters = super().fake_workspace()
-        return stats, sums, fake_parts(self.main.head_dim), *counters
+        before, after = len(self.floats) - 1, super().fake_workspace()
+        return *after[:before], fake_parts(self.main.head_dim), *after[before:]
 
 
 class WideFlashAttentionBackward(Pass):

@@ -29,6 +29,7 @@ from .device.limits import (
 )
 
 DETERMINISTIC = {"deterministic": True}  # bwd4_det's options
+DIVIDED = {"divides": True}  # bwd4_one_parts'
 # Tiles of keys up to which one sum of dQ is better than two, and tiles of queries of all heads: with half as
 # many there is work for two sums (`sums_for`).
 ONE_SUM, FEW_QUERIES = {64: 12, 96: 8, 128: 8}, 660
@@ -79,9 +80,11 @@ def given_names(problem: Problem) -> tuple[str, ...]:
     return ("scale",) * (problem.scaled or not has_own_kernel(problem)) + problem.policies
 
 
-def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None = None) -> Scratch:
+def backward_scratch(
+    problem: Problem, deterministic: bool, parts: Parts | None = None, one_tile: bool = False
+) -> Scratch:
     """No two launches at once may share any of it. Floats come before counters. With `parts`, that of
-    bwd4_parts."""
+    bwd4_parts; of one tile of keys, that of bwd4_one, which has no sums of dQ."""
     columns, of_keys = tile_dim(problem), {}
     tile_q, tile_kv = TILE_Q[columns], TILE_KV[columns]
     key_heads = problem.batch * problem.kv_heads * (parts.heads if parts else 1)
@@ -97,10 +100,10 @@ def backward_scratch(problem: Problem, deterministic: bool, parts: Parts | None 
         lists = {"tiles_q": (shapes[0], "float32"), "tiles_kv": (shapes[1], "float32")}
         tiles = listed_tiles(problem.seqlen_q, len(problem.sequences), tile_q)
         zeroed *= listed_tiles(problem.seqlen_kv, len(problem.sequences), tile_kv)
-    if columns > 128:
-        # of tiles taken, a kernel each
+    if columns > 128 or one_tile:
+        taken = 2 if columns > 128 else 1  # counters of tiles taken, a kernel each
         stats = scratch_shapes(problem, tile_q)["stats"]
-        return {"stats": stats, **of_keys, **lists, "counter": ((2,), "int32")}
+        return {"stats": stats, **of_keys, **lists, "counter": ((taken,), "int32")}
     sums, heads = sums_for(problem, deterministic), problem.batch * problem.heads
     return (
         scratch_shapes(problem, tile_q, sums)

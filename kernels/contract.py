@@ -280,6 +280,7 @@ class Stage:
     # yardstick then does.
     rounds_p: bool = False
     atomics: bool = False  # float atomics: the order of additions, and so the last bits, differ between runs
+    most_keys: int | None = None  # that it takes, where the sweep's are more
     options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -144,6 +144,13 @@ TURNS_TILES = 3
 TURNS_PACKED, TURNS_GROUPED = 4096, 2048
 
 
+def has_one_tile(problem: Problem) -> bool:
+    """Whether a query's gradient comes from one tile of keys, in tiles that otherwise add to sums of dQ; of
+    packed sequences, whether it would if they were equally long."""
+    columns, count = tile_dim(problem), len(problem.sequences or (None,))
+    return columns <= 128 and problem.seqlen_kv <= count * TILE_KV[columns]
+
+
 def parts_of(problem: Problem, sms: int = SMS, deterministic: bool = False) -> Parts:
     """How to divide a backward pass: with the least time, by what the busiest SM has to do and what parts
     cost."""
@@ -160,6 +167,15 @@ def parts_of(problem: Problem, sms: int = SMS, deterministic: bool = False) -> P
         return UNDIVIDED
     ways = divisions(problem, sms, deterministic)
     return min(ways, key=lambda parts: steps_of(problem, parts, sms, deterministic))
+
+
+def parts_to_try(problem: Problem, sms: int = SMS, deterministic: bool = False) -> Parts:
+    """`parts_of`, and where that has what is undivided as faster, as few parts as there can be: for who tries
+    the kernels that divide."""
+    parts = parts_of(problem, sms, deterministic)
+    if parts == UNDIVIDED and len(ways := divisions(problem, sms, deterministic)) > 1:
+        parts = min(ways[1:], key=lambda parts: parts.count)
+    return parts
 
 
 def turns_pay(problem: Problem, sms: int = SMS) -> bool:
@@ -229,6 +245,8 @@ def loads_of(problem: Problem, parts: Parts, sms: int = SMS) -> list[float]:
         section = max(1, min(heads, SECTION_BYTES // max(1, head_bytes)))
     final = max(0, heads - FINAL_SECTIONS * section) // section * section
     offset = 0 if problem.top_left else problem.seqlen_kv - problem.seqlen_q
+    if has_one_tile(problem):
+        offset = 0  # who has all keys visits the queries that see none, too: bwd4_one
     steps = []
     for first_key in range(0, problem.seqlen_kv, tile_kv):
         unseen = max(0, first_key - offset) // tile_q if problem.causal else 0

@@ -34,18 +34,22 @@ LADDER: dict[str, str] = {
     "bwd4_parts_det": "bwd4_parts",
 }
 
+# Stages for fewer keys than the sweep has. All else is as of the others.
+FEW_KEYS: dict[str, str] = {"bwd4_one": "bwd4_one", "bwd4_one_parts": "bwd4_one"}
+CHECKED = LADDER | FEW_KEYS
+
 # Stages that have other problems than the ladder's, and so other peers and another judge: harness.decoding.
 BESIDE: dict[str, str] = {"decode": "decode"}
-FILES = LADDER | BESIDE
+FILES = CHECKED | BESIDE
 
 
 def stages_named(names: list[str]) -> list[str]:
     """The stages that a user names: by id, by kernel file, whose stages they then are ("k3" is three), or
     "all". What is neither stays, for `load` to refuse."""
     if names == ["all"]:
-        return list(LADDER)
-    of_file = lambda name: [stage_id for stage_id, file in LADDER.items() if file == name]
-    return [x for name in names for x in ([name] if name in LADDER else of_file(name) or [name])]
+        return list(CHECKED)
+    of_file = lambda name: [stage_id for stage_id, file in CHECKED.items() if file == name]
+    return [x for name in names for x in ([name] if name in CHECKED else of_file(name) or [name])]
 
 
 def load(stage_id: str) -> tuple[Stage, KernelFile]:

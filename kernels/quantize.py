@@ -7,10 +7,11 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32
 
 from .contract import Compiled, Problem
+from .device.columns_to_rows import QUAD
 from .device.compiling import ELEMENTS, compile_for_torch, fake_rows
 from .device.fp8 import ONES_ROWS
 from .quantize_ahead import QuantizeAhead
-from .quantize_rows import QUAD, Casting, Quantize, Relayout
+from .quantize_rows import Casting, Quantize, Relayout
 
 
 def quantizer(head_dim: int, dtype: type, casting: Casting) -> Quantize:

@@ -15,28 +15,25 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
+from .device.columns_to_rows import QUAD, words_layout
 from .device.constants import SMS, VECTOR, WARP
 from .device.cuda_cores import swizzle
 from .device.e4m3 import four_e4m3
 from .device.fp8 import BLOCK, OWN_ROTATED, SMALLEST_MAXIMUM
+from .device.hadamard import hadamard, transformed_chunks, transformed_signs
 from .device.tma import allocate_tiles, load_atom, partition_tma, swizzled_chunks
 from .quantize_rows import (
     CHUNK,
     FP32_MAX,
     OWN,
-    QUAD,
     Casting,
     Quantize,
     find_largest,
-    hadamard,
     keep,
     load_fp32,
     scaled,
-    transformed_chunks,
-    transformed_signs,
     values,
     wide,
-    words_layout,
 )
 
 HEADS = 4  # of a CTA, at most

@@ -3,8 +3,10 @@
     one CTA       a block of 64 rows of Q, K or V; it stays in registers between its maximum and its codes:
                   32 elements a thread, loaded and stored 16 bytes at a time
     Q, K          optionally rotated by RoPE, then by random signs and a Walsh–Hadamard transform, in fp32
+                  (`device.hadamard`)
     V             transposed: a conversion takes two values and may take them from two rows, so that the words
                   it leaves are already columns of four tokens; through shared memory they become rows
+                  (`device.columns_to_rows`)
     relayout      the same transposition of e4m3 that is there already
 
 What becomes of what e4m3 cannot say. NaN stays NaN. ±∞ becomes NaN, and with it, if rotated, its row; the
@@ -21,6 +23,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
+from .device.columns_to_rows import (
+    QUAD,
+    blank_past_end,
+    own_words,
+    put_columns,
+    store_transposed,
+    token_of,
+    transposed_bytes,
+    words_layout,
+)
 from .device.constants import VECTOR, WARP
 from .device.cuda_cores import widen
 from .device.e4m3 import absolute, four_e4m3, larger_pair
@@ -30,16 +42,13 @@ from .device.fp8 import (
     EXPONENT_MAX,
     EXPONENT_MIN,
     LARGEST_V,
-    ONES_ROWS,
     SMALLEST_MAXIMUM,
     TOKENS,
 )
+from .device.hadamard import hadamard, transformed_chunks, transformed_signs
 
 CHUNK = 16  # codes in 16 bytes
 OWN = 32  # elements of a thread, or a multiple of them
-QUAD = 4  # tokens of a word, words of 16 bytes, lanes of a warp that share a column's 16 tokens
-GROUPS = BLOCK // TOKENS  # of 16 tokens
-BYTES = (0xFF, 0xFF00, 0xFF0000, -0x1000000)  # of a word; as Int32, or the word would become 64-bit
 # For which registers must suffice: plain, rotated. 1024 are 64 KiB on their way.
 THREADS_PER_SM = 1536, 1024
 FP32_MAX = 3.4028234663852886e38
@@ -312,62 +321,6 @@ def load_fp32(mX: cute.Tensor, chunk: Int32) -> list[Float32]:
     return values(rX)
 
 
-def hadamard(x: list[Float32], lanes: int) -> list[Float32]:
-    """√d times the Walsh–Hadamard transform of a row: sums and differences of all that differ in one bit of
-    their column, bit after bit; those of a thread's chunks, that of its two halves, its neighbours'.
-
-    Two neighbours differ in a bit of their columns. One keeps its sums and gives its differences, the other
-    the reverse: then each has all that one half of the next sums and differences are of, and half as much is
-    sent as if each were to have both. What comes out is where `transformed_chunks` says, and of the signs of
-    `transformed_signs`.
-    """
-    half = len(x) // 2
-    x = butterflies(x, [1 << i for i in range(half.bit_length() - 1)])
-    kept, given = x[:half], x[half:]
-    bits = lanes.bit_length() - 1
-    for bit in range(bits + 1):
-        sign = minus_one_if(1 << bit) if bit < bits else 1.0
-        pairs = list(zip(kept, given))
-        kept, given = [a + b * sign for a, b in pairs], [a - b * sign for a, b in pairs]
-        if bit < bits:
-            given = [cute.arch.shuffle_sync_bfly(b, 1 << bit) for b in given]
-    return kept + given
-
-
-def transformed_chunks(lane: Int32, lanes: int, chunks: int) -> tuple[Int32, ...]:
-    """Where a thread's `chunks`, those of one half and then of the other, are after `hadamard`: each exchange
-    swaps what the halves differ in, at first the highest bit of the chunk, with a bit of the lane."""
-    of_half = chunks // 2
-    first = (lane & 1) * (lanes * of_half) + (lane >> 1)
-    further = [lanes * i + lanes // 2 * half for half in range(2) for i in range(of_half)]
-    return tuple(first + places if places else first for places in further)
-
-
-def transformed_signs(lane: Int32, lanes: int) -> tuple[Float32, Float32]:
-    """What a thread's two halves are to be multiplied by after `hadamard`: the difference of two neighbours
-    is that of the lower from the higher in the one with the bit, and is kept there if the next bit is set."""
-    bits = lanes.bit_length() - 1
-    swapped = lane & lane >> 1
-    odd = swapped ^ swapped >> 1  # of its bits, which are two at most
-    return minus_if(odd), minus_if(odd ^ lane >> bits - 1)
-
-
-def minus_one_if(bit: int) -> Float32:
-    """−1 in lanes with this bit, 1 in others."""
-    return minus_if(cute.arch.lane_idx() >> bit.bit_length() - 1)
-
-
-def minus_if(odd: Int32) -> Float32:
-    """−1 for an odd number, 1 for an even one."""
-    return (odd << 31 | 0x3F800000).bitcast(Float32)
-
-
-def butterflies(x: list[Float32], distances: list[int]) -> list[Float32]:
-    for distance in distances:
-        x = [x[i] + x[i ^ distance] if i & distance == 0 else x[i ^ distance] - x[i] for i in range(len(x))]
-    return x
-
-
 def scaled(rX: cute.Tensor, inverses: list[Float32], saturates: bool) -> list[Float32]:
     """x · inverse. Where conversion may saturate, ±∞ must not: x − x is 0, or then NaN."""
     return [a * b + (a - a) if saturates else a * b for a, b in zip(wide(rX), inverses)]
@@ -420,98 +373,3 @@ def largest_of_cta(value: Float32, sMax: cute.Tensor):
     for i in range_constexpr(cute.size(sMax)):
         largest = cutlass.max(largest, of_warps[i])
     return largest.bitcast(Float32)
-
-
-# V transposed
-
-
-def own_words(chunks: int, further: int = 0) -> tuple[Int32, Int32, Int32]:
-    """(group of 16 tokens, word in the group, chunk of columns) of this thread, or of one `further` on.
-
-    A warp has all four words and 8 chunks of one group, or 4 chunks of two: 32 banks of `unit_of`'s."""
-    tidx, _, _ = cute.arch.thread_idx()
-    if further:
-        tidx += further
-    side = min(chunks, 8)  # chunks of a warp
-    both = tidx // (QUAD * side)  # groups come next, then the other chunks
-    return both % GROUPS, tidx // side % QUAD, both // GROUPS * side + tidx % side
-
-
-def token_of(word: Int32, i: int) -> Int32:
-    """Where token i of a word of Vt8 is in its group: TOKEN_ORDER[4·word + i]."""
-    return 2 * word + i % 2 + TOKENS // 2 * (i // 2)
-
-
-@cute.jit
-def blank_past_end(words: cute.Tensor, group, word, seqlen):
-    """Zero what (word, token) holds of tokens past the end; they were read from the last row."""
-    block, _, _ = cute.arch.block_idx()
-    for i in range_constexpr(QUAD):
-        past = block * BLOCK + TOKENS * group + token_of(word, i) >= seqlen
-        for j in range_constexpr(cute.size(words, mode=[0])):
-            words[j, i] = Int32(0) if past else words[j, i]
-
-
-def words_layout(head_dim: int) -> cute.Layout:
-    """(word, unit) in shared memory; a unit is the 16 tokens of a group in one column."""
-    return cute.make_layout((QUAD, head_dim * GROUPS), stride=(1, QUAD))
-
-
-def unit_of(column: Int32, group: Int32, head_dim: int, columns: int) -> Int32:
-    """Where the unit of a column and a group is kept. Who writes has chunks of `columns` columns: in the
-    plain order those of a warp would share 4 of 32 banks. Who reads takes 8 units in a row, of one chunk."""
-    chunks = head_dim // columns
-    swizzle = column // columns % 8 if chunks >= 8 else column // columns * 2
-    return (column * GROUPS + group) ^ swizzle
-
-
-@cute.jit
-def put_columns(words: list[Int32], sCodes: cute.Tensor, group, word, chunk):
-    """A thread's words, a column each, to shared memory."""
-    columns = len(words)
-    head_dim = cute.size(sCodes, mode=[1]) // GROUPS
-    for j in range_constexpr(columns):
-        sCodes[word, unit_of(chunk * columns + j, group, head_dim, columns)] = words[j]
-
-
-@cute.jit
-def store_transposed(
-    sCodes: cute.Tensor, mVt8, batch, head, seqlen, weights, columns: cutlass.Constexpr,
-    threads: cutlass.Constexpr,
-):  # fmt: skip
-    """A block's units from shared memory to Vt8, the four of a column next to each other; and the weights of
-    one, of which `weights` holds four. Their chunks had `columns` columns."""
-    tidx, _, _ = cute.arch.thread_idx()
-    block, _, _ = cute.arch.block_idx()
-    units = cute.size(sCodes, mode=[1])
-    head_dim, tokens = units // GROUPS, mVt8.shape[3]
-    group = tidx % GROUPS
-    first = block * BLOCK + TOKENS * group  # of this thread's units
-    if first < tokens:
-        for i in range_constexpr(units // threads):
-            column = tidx // GROUPS + threads // GROUPS * i
-            rX = cute.make_rmem_tensor(cute.make_layout(QUAD), Int32)
-            cute.autovec_copy(sCodes[None, unit_of(column, group, head_dim, columns)], rX)
-            store_unit(rX, mVt8[batch, head, column, None], first)
-        if tidx < ONES_ROWS * GROUPS:
-            rX = cute.make_rmem_tensor(cute.make_layout(QUAD), Int32)
-            for word in range_constexpr(QUAD):
-                rX[word] = Int32(0)
-                for i in range_constexpr(QUAD):
-                    real = first + token_of(word, i) < seqlen
-                    rX[word] = rX[word] | (weights & BYTES[i] if real else Int32(0))
-            store_unit(rX, mVt8[batch, head, head_dim + tidx // GROUPS, None], first)
-
-
-def store_unit(rX: cute.Tensor, mRow: cute.Tensor, first: Int32) -> None:
-    """16 tokens of a row of Vt8, from `first` on, a multiple of 16."""
-    gX = cute.local_tile(mRow, (TOKENS,), (first // TOKENS,))
-    cute.autovec_copy(rX, cute.recast_tensor(gX, Int32))
-
-
-def transposed_bytes(rows: list[Int32]) -> list[Int32]:
-    """Four words of four bytes, as a matrix, transposed."""
-    pick = lambda a, b, selector: cute.arch.prmt(a, b, selector)
-    evens = [pick(rows[i], rows[i + 1], 0x6240) for i in (0, 2)]  # bytes 0 and 2 of both, interleaved
-    odds = [pick(rows[i], rows[i + 1], 0x7351) for i in (0, 2)]
-    return [pick(*pair, selector) for selector in (0x5410, 0x7632) for pair in (evens, odds)]

@@ -15,7 +15,7 @@ import torch
 from of_codes import read as read_back
 from torch.overrides import TorchFunctionMode
 
-from harness import case_runs, cases, head_dims, judging, needles, quantized, reference, stages
+from harness import case_runs, cases, head_dims, judging, needles, quantized, reference, registry, stages
 from harness.inputs import random_inputs
 from hopper_attention import ops, production_fp8
 from hopper_attention.kernels import ladder
@@ -201,13 +201,13 @@ def cases_of(stage_id: str) -> list[str]:
     here = (None, "bwd" if direction == "bwd" else "fwd", "library" if direction in ("fwd", "bwd") else None)
     return [
         name
-        for name, (only, _, policies) in cases.CASES.items()
+        for name, (only, _, policies) in registry.CASES.items()
         if only in here and not policies and name not in NEED_A_GPU
     ]
 
 
 def failures(stage_id: str, name: str) -> list[str]:
-    return list(cases.CASES[name][1](stage_id, ARGS))
+    return list(registry.CASES[name][1](stage_id, ARGS))
 
 
 EVERY = [(stage_id, name) for stage_id in STAGES for name in cases_of(stage_id)]

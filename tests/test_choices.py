@@ -18,7 +18,7 @@ def test_every_way_that_is_timed_has_an_expected_time(direction: str) -> None:
     for model in SUITES["models"]:
         problem = model.problem.with_(direction=direction)
         expected = choices.expected_times(problem)
-        assert {suite.way_of(x, problem.head_dim) for x in suite.ways(problem)} <= {*expected}
+        assert {suite.way_of(x, problem) for x in suite.ways(problem)} <= {*expected}
         assert all(time > 0 for time in expected.values())
 
 

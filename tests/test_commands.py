@@ -9,7 +9,7 @@ from running import ROOT, run
 
 import bench
 import ref_check
-from harness import cases, machine_code, mutations, peers, results
+from harness import case_list, machine_code, models, mutations, peers, results
 from harness.sweep import short_sweep, sweep
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
@@ -65,7 +65,7 @@ def test_bench_fails_when_a_model_is_wrong(
     """All stages are reported on, also after one whose model fails."""
     reported = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(cases, "run_model", lambda stage_id: ["n1: off"] if stage_id == "k1" else [])
+    monkeypatch.setattr(case_list, "run_model", lambda stage_id: ["n1: off"] if stage_id == "k1" else [])
     monkeypatch.setattr(bench.machine_code, "inspect", lambda *_: reported.append(1) or [])
     monkeypatch.setattr(bench.machine_code, "bound_tflops", lambda *_: 1.0)
     monkeypatch.setattr(bench.machine_code, "identity", lambda *_: "a" * 64)
@@ -90,7 +90,7 @@ def test_ref_check_fails_when_a_model_is_wrong(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     wrong = lambda q, k, v, **mask: (v, q[:, 0])
-    monkeypatch.setitem(cases.models.MODELS, "flash_attention_2", wrong)
+    monkeypatch.setitem(models.MODELS, "flash_attention_2", wrong)
     assert ref_check.main(["k1", "k2"]) == 1
     out = capsys.readouterr().out
     assert f"k1: no Hopper GPU, {NO_KERNEL}; its model passes" in out
@@ -129,13 +129,13 @@ def test_everything_imports_without_a_gpu() -> None:
 
 @pytest.mark.parametrize("stage_id", BACKWARD)
 def test_model_of_a_backward_stage(stage_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cases.run_model(stage_id) == []
+    assert case_list.run_model(stage_id) == []
     name = ladder.load(stage_id)[0].model
-    right = cases.models.BACKWARD_MODELS[name]
+    right = models.BACKWARD_MODELS[name]
     wrong = lambda *inputs, **mask: (*right(*inputs, **mask)[:2], inputs[2])
-    monkeypatch.setitem(cases.models.BACKWARD_MODELS, name, wrong)
+    monkeypatch.setitem(models.BACKWARD_MODELS, name, wrong)
     unequal = 4 if stage_id.startswith("bwd4") else 0  # lengths, aligned at the top left
-    assert len(cases.run_model(stage_id)) == 6 * 2 * 2 + unequal
+    assert len(case_list.run_model(stage_id)) == 6 * 2 * 2 + unequal
 
 
 def test_report_runs_as_a_program() -> None:

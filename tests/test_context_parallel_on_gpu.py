@@ -4,6 +4,7 @@ import datetime
 import functools
 import itertools
 import os
+import socket
 import time
 from collections.abc import Callable
 
@@ -154,8 +155,15 @@ def run_torchs_own(rank: int) -> list[str]:
     return wrong + [f"{name} is off by {x:.1e} of its norm" for name, x in off.items() if x > 2.0**-7]
 
 
-def rank_main(rank: int, names: list[str], found: dict[str, list[str]]) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "NCCL_NVLS_ENABLE": "0"}
+def free_port() -> str:
+    """Nobody's: processes of pytest-xdist may come here at the same time."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def rank_main(rank: int, port: str, names: list[str], found: dict[str, list[str]]) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NCCL_NVLS_ENABLE": "0"}
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", rank=rank, world_size=RANKS, device_id=device)
@@ -173,9 +181,8 @@ def rank_main(rank: int, names: list[str], found: dict[str, list[str]]) -> None:
     dist.destroy_process_group()
 
 
-def dies(rank: int, when: str, seconds: float) -> None:
+def dies(rank: int, port: str, when: str, seconds: float) -> None:
     """Rank 1 is gone at its second call; rank 0 must not wait for it longer than the group's timeout."""
-    port = "29519" if when == "by NCCL" else "29521"
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NCCL_NVLS_ENABLE": "0"}
     os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # four times so long before it ends, not 60 s
     device, timeout = torch.device("cuda", rank), datetime.timedelta(seconds=seconds)
@@ -199,7 +206,8 @@ def dies(rank: int, when: str, seconds: float) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
 def test_a_rank_that_dies(when: str) -> None:
     context, seconds = torch.multiprocessing.get_context("spawn"), 6.0
-    ranks = [context.Process(target=dies, args=(rank, when, seconds)) for rank in range(RANKS)]
+    port = free_port()
+    ranks = [context.Process(target=dies, args=(rank, port, when, seconds)) for rank in range(RANKS)]
     for x in ranks:
         x.start()
     ranks[1].join()
@@ -213,7 +221,7 @@ def test_a_rank_that_dies(when: str) -> None:
 def found() -> Callable[[], dict[str, list[str]]]:
     with torch.multiprocessing.Manager() as manager:
         results = manager.dict()
-        torch.multiprocessing.spawn(rank_main, (list(CASES), results), nprocs=RANKS)
+        torch.multiprocessing.spawn(rank_main, (free_port(), list(CASES), results), nprocs=RANKS)
         return dict(results)
 
 

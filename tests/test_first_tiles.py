@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from simulated_warp import WARP, simulated
-from test_shared_tiles import LENGTHS, List, kernel_of, packed
+from test_shared_tiles import LENGTHS, List, kernel_of, tile_list
 
 from harness import policy_models
 
@@ -42,7 +42,7 @@ def look_up(kernel, tile: int, lengths, heads: int, kv_heads: int):
         for side in (0, 1):
             starts[side].append(starts[side][-1] + pair[side])
     given = (*starts, *starts, 0, starts[0][-1], starts[1][-1])  # nothing of `seqused` counts
-    with simulated(packed) as warp:
+    with simulated(tile_list) as warp:
         together = int(kernel.batch.ctas_for(heads))
         found = warp.run(lambda: kernel.lists.look_up(tile, heads, together, given, LISTING_ENDS))
     assert len({tuple(map(int, x)) for x in found}) == 1, "lanes disagree"
@@ -55,7 +55,7 @@ def look_up(kernel, tile: int, lengths, heads: int, kv_heads: int):
 def class_of(kernel, lengths: tuple[int, int]) -> int:
     """The class of a sequence; that of those whose heads share tiles is behind all others."""
     shares = kernel.batch.shares and policy_models.is_shared(lengths, kernel.tile_kv)
-    return packed.CLASSES if shares else policy_models.class_of(lengths[1])
+    return tile_list.CLASSES if shares else policy_models.class_of(lengths[1])
 
 
 @pytest.mark.parametrize("lengths", BATCHES, ids=lambda x: f"{len(x)} of {max(max(n) for n in x)}")

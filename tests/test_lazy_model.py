@@ -12,7 +12,7 @@ import pytest
 import torch
 from in_float64 import CLOSE, Array, error, qkv, randn
 
-from harness import cases, models, reference
+from harness import case_list, models, reference
 from harness.models import CONSUMER_ROWS, MODELS, flash_attention_lazy
 from hopper_attention.kernels import k6, ladder
 from hopper_attention.kernels.contract import LazyMaximum, Problem
@@ -274,7 +274,7 @@ def test_run_model_runs_the_lazy_model_as_k6_is(monkeypatch: pytest.MonkeyPatch)
     """With what the kernel file says of its tiles, and with scores that take the branch."""
     stage, module = ladder.load("k6")
     lazy = replace(stage, model="flash_attention_lazy")
-    monkeypatch.setattr(cases.ladder, "load", lambda stage_id: (lazy, module))
+    monkeypatch.setattr(case_list.ladder, "load", lambda stage_id: (lazy, module))
     asked = set()
 
     def spy(q: Array, k: Array, v: Array, **arguments: object) -> tuple[Array, Array]:
@@ -282,9 +282,9 @@ def test_run_model_runs_the_lazy_model_as_k6_is(monkeypatch: pytest.MonkeyPatch)
         return flash_attention_lazy(q, k, v, **arguments)
 
     monkeypatch.setitem(MODELS, "flash_attention_lazy", spy)
-    assert cases.run_model("k6") == []
+    assert case_list.run_model("k6") == []
     assert asked == {(64, 64, 2, 8.0, 2.0), (128, 64, 1, 8.0, 2.0)}
     monkeypatch.setitem(MODELS, "flash_attention_lazy", mutated(MUTATIONS["O not rescaled"][0]))
-    failures = cases.run_model("k6")
+    failures = case_list.run_model("k6")
     for problem in ("n512 d64 full", "n512 d128 causal"):
         assert any(problem in line for line in failures)

@@ -22,7 +22,7 @@ from hopper_attention.kernels.device import key_tiles, limits
 from hopper_attention.kernels.device.constants import SMS
 from hopper_attention.launch import BACKWARD as BACKWARD_STAGE
 from hopper_attention.launch import FORWARD as FORWARD_STAGE
-from hopper_attention.launch import LIBRARY
+from hopper_attention.launch import LIBRARY, ONE_TILE, ONE_TILE_IN_PARTS
 from hopper_attention.tuned import Gpu
 
 FOLDER = repository() / "results" / "h200"
@@ -49,7 +49,7 @@ def test_every_problem_of_the_suite_has_its_row(direction: str) -> None:
     assert measured == expected
     for row in rows:
         problem = suite.problem_of(row, direction)
-        assert {suite.way_of(x, problem.head_dim) for x in suite.ways(problem)} & {*row["us"]}
+        assert {suite.way_of(x, problem) for x in suite.ways(problem)} & {*row["us"]}
         assert suite.chosen(problem) in row["us"]
         assert {*suite.PEERS} & {*row["us"]}
 
@@ -88,14 +88,15 @@ def test_any_problem_is_covered_by_one_way(sms: int) -> None:
         stage_id, parts = production.backward_stage(problem, False, gpu=Gpu(sms))
         assert production.backward_stage(given, False, gpu=Gpu(sms)) == (stage_id, parts)
         refuse(stage_id, problem)
-        few = problem.seqlen_kv <= 128
+        one, few = problem.seqlen_kv <= 128 and problem.head_dim < 256, False
         if problem.causal and problem.seqlen_q == problem.seqlen_kv:
             few |= parts is None and problem.seqlen_q <= division.TURNS_SHORT
             if problem.head_dim == 128 and problem.seqlen_q <= division.TURNS_SEQLEN:
                 turning = division.parts_of(problem, sms, deterministic=True).heads
                 few |= -(-problem.seqlen_kv // 128) * problem.batch * problem.kv_heads * turning >= 3 * sms
         turns = stage_id in (production.DETERMINISTIC, production.DETERMINISTIC_IN_PARTS)
-        assert turns == (few and problem.head_dim < 256)
+        assert (stage_id in (ONE_TILE, ONE_TILE_IN_PARTS)) == one
+        assert turns == (few and problem.head_dim < 256 and not one)
         if parts is not None:
             assert (problem.heads // problem.kv_heads) % parts.heads == 0
             assert parts.queries == 1 or 2 * parts.queries <= -(-problem.seqlen_q // 64)

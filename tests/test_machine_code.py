@@ -27,7 +27,7 @@ from hopper_attention.launch import compile_stage
 
 CUDA_CORES = ("k1", "fa1", "k2", "bwd1", "bwd2")  # what these compute with; tensor cores and TMA come later
 K6 = ("k6", "k6_r192", "k6_r128", "k6_r64")
-BWD4 = ("bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det")
+BWD4 = ("bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det", "bwd4_one", "bwd4_one_parts")
 MIRRORED = tuple(stage_id for stage_id in BWD4 if stage_id.endswith("_det"))  # of these some heads
 WGMMA = ("k4_qk", "k4", "k5", "k6_1", "k6_2", *K6, "bwd3", *BWD4)
 # Products on tensor cores in the code, full and causal: k6_2 has a first Q·Kᵀ before its loop and a last P·V

@@ -37,6 +37,7 @@ from hopper_attention.kernels.device.fp8 import (
 )
 
 untraced, untraced_ahead = kernels("quantize_rows"), kernels("quantize_ahead")
+columns_to_rows, transform = kernels("device.columns_to_rows"), kernels("device.hadamard")
 HEAD_DIMS = (64, 128, 256)
 LENGTHS = (1, 3, 15, 16, 63, 64, 65, 203)
 every_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -293,13 +294,13 @@ def transpose_by_kernel(head_dim: int, columns: int) -> torch.Tensor:
     steps = [[] for _ in range(columns)]
     for thread in range(threads):
         with mock.patch.object(untraced.cute.arch, "thread_idx", lambda: (thread, 0, 0)):
-            group, word, chunk = untraced.own_words(head_dim // columns)
+            group, word, chunk = columns_to_rows.own_words(head_dim // columns)
         for j in range(columns):
             column = chunk * columns + j
-            unit = untraced.unit_of(column, group, head_dim, columns)
+            unit = columns_to_rows.unit_of(column, group, head_dim, columns)
             assert shared[unit, word, 0] == -1, "written twice"
             for i in range(4):
-                shared[unit, word, i] = 1000 * (16 * group + untraced.token_of(word, i)) + column
+                shared[unit, word, i] = 1000 * (16 * group + columns_to_rows.token_of(word, i)) + column
             steps[j].append(4 * unit + word)
     for step in steps:
         for warp in range(0, threads, 32):
@@ -309,7 +310,7 @@ def transpose_by_kernel(head_dim: int, columns: int) -> torch.Tensor:
         units = []
         for thread in range(threads):
             group, column = thread % 4, thread // 4 + threads // 4 * i
-            units.append(untraced.unit_of(column, group, head_dim, columns))
+            units.append(columns_to_rows.unit_of(column, group, head_dim, columns))
             out[column, 16 * group : 16 * group + 16] = shared[units[-1]].flatten()
         for phase in range(0, threads, 8):  # of a 16-byte access
             assert len({unit % 8 for unit in units[phase : phase + 8]}) == 8
@@ -330,7 +331,7 @@ def test_bytes_are_transposed() -> None:
 
     rows = [[(i, j) for j in range(4)] for i in range(4)]
     with mock.patch.object(untraced.cute.arch, "prmt", prmt):
-        found = untraced.transposed_bytes(rows)
+        found = columns_to_rows.transposed_bytes(rows)
     assert found == [[(i, j) for i in range(4)] for j in range(4)]
 
 
@@ -343,13 +344,13 @@ def test_threads_transform_a_row(head_dim: int) -> None:
     lane = torch.arange(lanes)
     shuffle = lambda x, bit: x[lane ^ bit]
     with (
-        mock.patch.object(untraced, "minus_if", lambda odd: 1.0 - 2.0 * (odd & 1)),
+        mock.patch.object(transform, "minus_if", lambda odd: 1.0 - 2.0 * (odd & 1)),
         mock.patch.object(untraced.cute.arch, "lane_idx", lambda: lane),
         mock.patch.object(untraced.cute.arch, "shuffle_sync_bfly", shuffle),
     ):
-        found = torch.stack(untraced.hadamard(list(of_lane.T), lanes), dim=1).view(lanes, -1, 16)
-        chunks = untraced.transformed_chunks(lane, lanes, own // 16)
-        signs = [sign for sign in untraced.transformed_signs(lane, lanes) for _ in range(own // 32)]
+        found = torch.stack(transform.hadamard(list(of_lane.T), lanes), dim=1).view(lanes, -1, 16)
+        chunks = transform.transformed_chunks(lane, lanes, own // 16)
+        signs = [sign for sign in transform.transformed_signs(lane, lanes) for _ in range(own // 32)]
     transformed = torch.full((head_dim // 16, 16), torch.nan)
     for i, (chunk, sign) in enumerate(zip(chunks, signs, strict=True)):
         transformed[chunk] = found[:, i] * sign[:, None]

@@ -12,8 +12,8 @@ from harness import policy_models
 from hopper_attention.kernels.contract import Problem
 
 k6, SHORT = kernels("k6"), kernels("k6_rows").SHORT
-packed = kernels("device.packed")
-CLASSES, FAR, SHARED_QUERIES = packed.CLASSES, packed.FAR, packed.SHARED_QUERIES
+FAR, tile_list = kernels("device.packed").FAR, kernels("device.tile_list")
+CLASSES, SHARED_QUERIES = tile_list.CLASSES, tile_list.SHARED_QUERIES
 ROWS = kernels("device.query_tiles").ROWS
 packed_tiles = kernels("device.shared_tiles").packed_tiles
 
@@ -25,7 +25,7 @@ LENGTHS = (
 
 
 class List:
-    """What `packed.ListTiles` writes, by the model of it; numbers of no tile where it writes nothing."""
+    """What `tile_list.ListTiles` writes, by the model of it; numbers of no tile where it writes nothing."""
 
     def __init__(self, lengths: tuple[tuple[int, int], ...], kernel: k6.FlashAttentionForward):
         shared_keys = kernel.tile_kv if kernel.batch.shares else 0

@@ -17,7 +17,7 @@ from hopper_attention.checks import problem_of
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 
-STAGES = list(ladder.LADDER)
+STAGES = list(ladder.CHECKED)
 BACKWARD_STAGES = [stage_id for stage_id in STAGES if ladder.load(stage_id)[0].direction == "bwd"]
 PLAIN = ("k1", "fa1", "k2")  # no GQA, equal lengths, bfloat16, head_dim 64 and 128
 
@@ -169,6 +169,24 @@ def test_bwd4_refuses_heads_it_cannot_count(stage_id: str) -> None:
         refuse(stage_id, long.with_(seqlen_q=2**19))
 
 
+@pytest.mark.parametrize("stage_id", ladder.FEW_KEYS)
+def test_what_is_more_than_one_tile_of_keys_is_refused(stage_id: str) -> None:
+    stage, _ = ladder.load(stage_id)
+    assert stage.most_keys == 128
+    plain = Problem.square(1, 2, 128, 64, False, direction="bwd")
+    for few in (plain, plain.with_(head_dim=128), plain.with_(seqlen_q=5000), plain.with_(seqlen_kv=1)):
+        refuse(stage_id, few)
+    for changes, reason in (
+        ({"seqlen_kv": 129}, "takes up to 128 keys, one tile of them, not 129"),
+        ({"head_dim": 136}, "takes heads of up to 128 columns, not 136"),
+        ({"head_dim": 64, "value_dim": 192}, "takes heads of up to 128 columns, not 192"),
+        ({"window": (3, 0)}, "does not take a window"),
+        ({"sequences": ((128, 128),), "batch": 1}, "does not take packed sequences"),
+    ):
+        with pytest.raises(ValueError, match=f"^{stage_id} {reason}$"):
+            refuse(stage_id, plain.with_(**changes))
+
+
 def test_k1_refuses_more_blocks_than_a_grid_has() -> None:
     refuse("k1", Problem.square(1, 1, 65535 * 16, 64, False))
     with pytest.raises(ValueError, match="k1 takes sequences of at most 1048560"):
@@ -177,7 +195,7 @@ def test_k1_refuses_more_blocks_than_a_grid_has() -> None:
         refuse("k1", Problem.square(256, 256, 16, 64, False))
 
 
-@pytest.mark.parametrize("stage_id", STAGES)
+@pytest.mark.parametrize("stage_id", ladder.LADDER)
 def test_every_stage_takes_the_sweep(stage_id: str) -> None:
     stage, module = ladder.load(stage_id)
     assert [module.supports(problem) for problem in sweep(stage.direction)] == [None] * 24
@@ -186,7 +204,7 @@ def test_every_stage_takes_the_sweep(stage_id: str) -> None:
 # Where a causal mask is aligned
 
 TAKES_UNEQUAL_LENGTHS = {"k6", "k6_r192", "k6_r128", "k6_r64", "k7", "k7_rows", "k8"}
-TAKES_UNEQUAL_LENGTHS |= {"bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det"}
+TAKES_UNEQUAL_LENGTHS |= {"bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det", *ladder.FEW_KEYS}
 
 
 @pytest.mark.parametrize("stage_id", STAGES)

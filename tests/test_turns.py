@@ -132,7 +132,7 @@ def test_heads_longer_than_l2_are_all_mirrored() -> None:
 
 
 class List:
-    """What `packed.ListTiles` lists of sequences in this order."""
+    """What `tile_list.ListTiles` lists of sequences in this order."""
 
     def __init__(self, lengths: list[tuple[int, int]], tile_kv: int):
         self.rows: list[tuple[int, ...]] = []

@@ -199,7 +199,7 @@ class Postprocess:
     mZeroed, if there is one, is what the main kernel counted in: it is left at zero. Where the first to come
     stored (`tiles`, of the main kernel, knows how many came), dQ is what they left in each sum, or zero.
 
-    The same for dK and dV in parts (`key_parts`), which it adds in their order."""
+    dK and dV in parts are sums of that kind, too: `key_parts.PartSums`."""
 
     def __init__(self, head_dim: int, tiles: object = None, scaled: bool = True, packed: int | None = None):
         self.packed = packed // BLOCK if packed else None  # as `Preprocess`
@@ -210,40 +210,31 @@ class Postprocess:
         self.scale = 1.0 / math.sqrt(head_dim) if scaled else 1.0
 
     @cute.jit
-    def __call__(
-        self, mDQ_sum, mDQ, stream, mZeroed=None, seqlen_kv=None, numbers=None, parts=None, mList=None
-    ):
+    def __call__(self, mDQ_sum, mDQ, stream, mZeroed=None, seqlen_kv=None, numbers=None, mList=None):
         """seqlen_kv only where the first to come stored; mList of packed sequences, as in `Preprocess`."""
         batch, heads, seqlen, _ = mDQ.shape
         blocks = cute.ceil_div(seqlen, BLOCK)
         if const_expr(self.packed is not None):
             blocks = mDQ_sum.shape[1]
-        mma = make_trivial_tiled_mma(  # of its accumulator only the layout is used
-            mDQ.element_type, mDQ.element_type, OperandMajorMode.K, OperandMajorMode.K, Float32,
-            (1, self.columns, 1), (BLOCK, BLOCK), warpgroup.OperandSource.SMEM,
-        )  # fmt: skip
-        store = store_atom(self.batch.view(mDQ), BLOCK, self.head_dim)
+        mma, store = self.layout_of(mDQ.element_type), self.store_atom(mDQ)
         shape = {"grid": (blocks, heads, batch), "block": (self.threads, 1, 1)}
-        self.postprocess(mma, *store, mDQ_sum, mZeroed, seqlen_kv, numbers, parts, mList).launch(
+        self.postprocess(mma, *store, mDQ_sum, mZeroed, seqlen_kv, numbers, mList).launch(
             **shape,
             use_pdl=True,
             stream=stream,
         )
 
     @cute.kernel
-    def postprocess(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed, seqlen_kv, numbers, parts, mList):
-        if const_expr(numbers is not None and numbers[0] is not None):
-            self.scale = numbers[0]
-        if const_expr(self.tiles is not None):
-            self.tiles.take(numbers)  # anew: what it took inside another kernel nobody may use here
-            self.tiles.count_sums(mDQ_sum, mDQ.shape[2] * mDQ.shape[3] if self.packed is None else 0)
+    def postprocess(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed, seqlen_kv, numbers, mList):
+        self.take(numbers, mDQ_sum, mDQ)
+        sDQ = self.allocate(SmemAllocator(), store_DQ.value_type)
         # From the last head back: the main kernel has just left that in L2.
         block, head, batch = [n - 1 - i for n, i in zip(cute.arch.grid_dim(), cute.arch.block_idx())]
         cute.arch.griddepcontrol_wait()
         if const_expr(self.packed is None):
             head_index, lengths = batch * mDQ.shape[2] + head, (mDQ.shape[0], seqlen_kv)
             place = block, head, batch
-            self.round_block(mma, store_DQ, mDQ, mDQ_sum, mZeroed, lengths, parts, place, head_index)
+            self.round_block(mma, store_DQ, mDQ, sDQ, mDQ_sum, place, head_index, lengths, mZeroed)
         else:
             if const_expr(mZeroed is not None):
                 ctas, _, _ = cute.arch.grid_dim()
@@ -259,16 +250,39 @@ class Postprocess:
                 own_place = (tile - first) * self.packed + own, head, *sequence
                 own_lengths = self.batch.lengths(own_place, None)
                 if own_place[0] * BLOCK < own_lengths[0]:  # a tile's blocks may be more than have rows
-                    self.round_block(mma, store_DQ, mDQ, mSums, None, own_lengths, None, own_place, head)
+                    self.round_block(mma, store_DQ, mDQ, sDQ, mSums, own_place, head, own_lengths)
+
+    def layout_of(self, dtype: type) -> cute.TiledMma:
+        """The product whose accumulator a block of sums lies as: only that is used of it."""
+        return make_trivial_tiled_mma(
+            dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, self.columns, 1),
+            (BLOCK, BLOCK), warpgroup.OperandSource.SMEM,
+        )  # fmt: skip
+
+    def store_atom(self, mDQ) -> tuple[cute.CopyAtom, cute.Tensor]:
+        return store_atom(self.batch.view(mDQ), BLOCK, self.head_dim)
+
+    def take(self, numbers, mDQ_sum, mDQ) -> None:
+        """What a launch gives; inside a kernel, anew in each."""
+        if numbers is not None and numbers[0] is not None:
+            self.scale = numbers[0]
+        if self.tiles is not None:
+            self.tiles.take(numbers)  # what it took inside another kernel nobody may use here
+            self.tiles.count_sums(mDQ_sum, mDQ.shape[2] * mDQ.shape[3] if self.packed is None else 0)
+
+    def allocate(self, smem: SmemAllocator, dtype: type) -> cute.Tensor:
+        """Shared memory for a block on its way: (row, head_dim, 1)."""
+        return allocate_tiles(smem, dtype, BLOCK, self.head_dim, 1)
 
     @cute.jit
-    def round_block(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed, lengths, parts, place, head_index):
-        """A CTA: the block of a place; `head_index` is the row of scratch, per sum."""
+    def round_block(
+        self, mma, store_DQ, mDQ, sDQ, mDQ_sum, place, head_index, lengths=None, mZeroed=None, parts=None
+    ):  # fmt: skip
+        """A CTA: the block of a place; `head_index` is the row of scratch, per sum, of which there are
+        `parts` or as many as follow from `lengths`."""
         tidx, _, _ = cute.arch.thread_idx()
         block, dtype = place[0], store_DQ.value_type
         warpgroup_idx, thread = tidx // WARPGROUP, tidx % WARPGROUP
-        smem = SmemAllocator()
-        sDQ = allocate_tiles(smem, dtype, BLOCK, self.head_dim, 1)  # (row, head_dim, 1)
 
         rDQ = cute.make_rmem_tensor(mma.partition_shape_C((BLOCK, self.head_dim)), Float32)
         quads = cute.make_tensor(rDQ.iterator, cute.make_layout((QUAD, BLOCK // 8)))  # (register, g)

@@ -9,6 +9,8 @@ zeros     The sums must be zero before the first addition. Zeros written by the 
           ("Zeros").
 turns     What makes bwd4_det deterministic: a tile of keys adds to dQ when those before it have. The first
           one stores, and nobody needs zeros ("Deterministic").
+one tile  Where no head has another tile of keys there is nothing to add to (bwd4_one): the consumers leave
+          dQ rounded, and the two warps store it where the caller wants it.
 """
 
 import cutlass
@@ -20,6 +22,7 @@ from .key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, Tiles
 from .policies import listed
 from .rings import CONSUMER
 from .tile_order import hear, hear_place
+from .tma import partition_tma
 
 ROTATED_BYTES = 32 * 2**20  # of a head's queries, with both sums: what CTAs read at many places at once
 PART = ROWS * 64  # elements of dQ_sum in a row: 64 queries × 64 columns
@@ -38,14 +41,14 @@ class SummedTiles(Tiles):
     @property
     def zeroes_ahead(self) -> bool:
         """Whether zeros are written a section ahead: not where the first to come stores."""
-        return not self.deterministic
+        return not (self.deterministic or self.one_tile)
 
     # ---- additions ----------------------------------------------------------------------------------------
 
     @cute.jit
     def add_gradients(
-        self, warp_idx, tile_ring, shared, mQ, mK, mDQ_sum, mZeroed, mOrder, lengths,
-        full: cutlass.Constexpr, empty: cutlass.Constexpr, mList=None,
+        self, warp_idx, tile_ring, shared, mQ, mK, sums, lengths, full: cutlass.Constexpr,
+        empty: cutlass.Constexpr, mList=None,
     ):  # fmt: skip
         """One of the two warps behind the producer, to the end. It has every other step:
 
@@ -53,17 +56,21 @@ class SummedTiles(Tiles):
                 wait for the tile's turn                            (only in one order: bwd4_det)
                 for each consumer:
                     wait at `full`      its part of dQ is in shared memory
-                    add it to the sum, wait until it has been read
+                    add it to the sum, wait until it has been read  (bwd4_one: store it)
                     arrive at `empty`   it may be written again
                 pass the turn on                                    (bwd4_det)
 
         `full` + 2 · mine + consumer is a named barrier of this warp and that consumer; both warps arrive at
-        `empty` + consumer, in turns, since a consumer's buffer is one.
+        `empty` + consumer, in turns, since a consumer's buffer is one. `sums` are mDQ_sum, mZeroed, mOrder;
+        of one tile of keys what `store_tile` takes.
         """
         *extents, group = lengths
         sdQ, sTile = shared.dQ, shared.tile
+        if const_expr(not self.one_tile):
+            mDQ_sum, mZeroed, mOrder = sums
         cute.arch.griddepcontrol_wait()  # for the preprocess's zeros, if it writes some
-        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.divides or not self.one_tile):  # otherwise no kernel of the call is left
+            cute.arch.griddepcontrol_launch_dependents()
         mine, step = warp_idx - CONSUMER_WARPS - 1, Int32(0)
         zeroed = None
         if const_expr(self.zeroes_ahead and not self.packed):
@@ -80,7 +87,8 @@ class SummedTiles(Tiles):
                 self.await_listed_zeros(mZeroed, mQ, mK, mDQ_sum, place, mList)
             elif const_expr(self.zeroes_ahead):
                 self.await_zeros(mZeroed, mK, kv_head, place[2], *zeroed)
-            mSums, mTurns = mDQ_sum, mOrder
+            if const_expr(not self.one_tile):
+                mSums, mTurns = mDQ_sum, mOrder
             if const_expr(self.packed):
                 mSums = self.batch.scratch(mDQ_sum, place)
                 mTurns = cute.domain_offset((0, place[6] // self.blocks * self.sums), mOrder)
@@ -89,23 +97,45 @@ class SummedTiles(Tiles):
                 for step_of_head in range(first, last, unroll=1):
                     if step % 2 == mine:
                         i = self.q_tile_at(step_of_head, first, last, place, seqlen_q, seqlen_kv)
-                        at, turn, final = self.turn_of(kv_block, i, seqlen_q, seqlen_kv, place)
-                        order = mTurns[head_index, None].iterator + (i * self.sums + at)
-                        if const_expr(self.deterministic):
-                            await_value(order, turn)
+                        if const_expr(self.one_tile):
+                            to = i, kv_head * group + g, place
+                            self.store_tile(*sums, *to, full, CONSUMERS * mine, empty)
                         else:
-                            turn = None
-                        for c in range_constexpr(CONSUMERS):
-                            self.sync(full, CONSUMERS * mine + c, AND_ADDER)
-                            gDQ_sum = mSums[head_index * self.sums + at, i * self.blocks, 0, None].iterator
-                            source = sdQ[None, None, None, c].iterator
-                            add_to_sum(gDQ_sum + c * self.part, source, self.part * 4, turn)
-                            self.sync(empty, c, AND_ADDER, arrive=True)
-                        if const_expr(self.deterministic):
-                            pass_turn(order, turn, final)
+                            at, turn, final = self.turn_of(kv_block, i, seqlen_q, seqlen_kv, place)
+                            order = mTurns[head_index, None].iterator + (i * self.sums + at)
+                            if const_expr(self.deterministic):
+                                await_value(order, turn)
+                            else:
+                                turn = None
+                            for c in range_constexpr(CONSUMERS):
+                                self.sync(full, CONSUMERS * mine + c, AND_ADDER)
+                                sum_at = mSums[head_index * self.sums + at, i * self.blocks, 0, None].iterator
+                                source = sdQ[None, None, None, c].iterator
+                                add_to_sum(sum_at + c * self.part, source, self.part * 4, turn)
+                                self.sync(empty, c, AND_ADDER, arrive=True)
+                            if const_expr(self.deterministic):
+                                pass_turn(order, turn, final)
                     step += 1
             valid, place = hear_place(tile_ring, tile_get, sTile)
             tile_get.advance()
+
+    @cute.jit
+    def store_tile(
+        self, store, mDQ, sdQ, q_tile, head, place, full: cutlass.Constexpr, first, empty: cutlass.Constexpr
+    ):  # fmt: skip
+        """One warp, of one tile of keys: store both consumers' parts of a step's dQ, in sdQ (query, column,
+        …) a constant distance apart, to mDQ, but for rows past its end. The barriers are `full` + `first` +
+        consumer and `empty` + consumer, as above."""
+        apart, blocks = cute.size(sdQ, mode=[2]) // CONSUMERS, (None, None)  # of rows, and of columns
+        tXgX, tXsX = partition_tma(store, self.batch.queries(mDQ, head, place), sdQ, blocks)
+        for c in range_constexpr(CONSUMERS):
+            self.sync(full, first + c, AND_ADDER)
+            row, column = (q_tile * CONSUMERS + c, 0) if self.blocks == CONSUMERS else (q_tile, c)
+            cute.copy(store, tXsX[None, apart * c], tXgX[None, row, column])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            self.sync(empty, c, AND_ADDER, arrive=True)
 
     # ---- zeros --------------------------------------------------------------------------------------------
 

@@ -60,5 +60,5 @@ def fake_heads(heads: object) -> object:
 
 
 def fake_list() -> object:
-    """A stand-in for the scratch in which `packed.ListTiles` lists tiles."""
+    """A stand-in for the scratch in which `tile_list.ListTiles` lists tiles."""
     return make_fake_tensor(Float32, (cute.sym_int(), LISTED), (LISTED, 1), assumed_align=16)

@@ -7,7 +7,7 @@ counts and orders tiles of keys a part of the heads is a head, and a part of the
              many tiles as there are to take; its elements are not read.
     mParts   (dK or dV, key head · head part, query part, block, column block, 4096) fp32, without the scale,
              laid out as the sums of dQ (`backward_ends`). Every tile stores its own, so that none of it need
-             be zero before; a postprocess adds them in their order.
+             be zero before; what rounds dQ's sums adds them in their order.
 
 "key head" counts heads of all batches; a block is 64 keys.
 """
@@ -15,8 +15,9 @@ counts and orders tiles of keys a part of the heads is a head, and a part of the
 import math
 
 import cutlass.cute as cute
-from cutlass import Float32, range_constexpr
+from cutlass import Float32, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_tensor
+from cutlass.memory import SmemAllocator
 
 from .backward_ends import QUAD, Postprocess
 from .constants import WARPGROUP
@@ -71,15 +72,65 @@ def leave_part(rX, gX, thread):
             cute.autovec_copy(quads[None, BLOCK // 8 * column + g], gQuads[None, thread, g])
 
 
-class PartSums:
-    """dK and dV are the sums of their parts, rounded; dK's with the scale."""
+@cute.jit
+def place_from_last(cta, mX):
+    """(block, head, batch) of mX (seqlen, head_dim, heads, batch) from the last back, which the main kernel
+    has just left in L2, and the row of scratch."""
+    seqlen, _, heads, batches = mX.shape
+    blocks = cute.ceil_div(seqlen, BLOCK)
+    i = blocks * heads * batches - 1 - cta
+    row = i // blocks
+    return (i % blocks, row % heads, row // heads), row
 
-    def __init__(self, head_dim: int):
+
+class PartSums:
+    """dK and dV are the sums of their parts, rounded; dK's with the scale. The same launch makes dQ of its
+    sums where those have a postprocess, `queries`: a launch costs a short call more than its work."""
+
+    def __init__(self, head_dim: int, queries: Postprocess | None = None):
         self.keys, self.values = Postprocess(head_dim), Postprocess(head_dim, scaled=False)
+        self.queries = queries
 
     @cute.jit
-    def __call__(self, mParts, mDK, mDV, stream, numbers):
+    def __call__(self, mParts, mDK, mDV, stream, numbers, mDQ=None, mDQ_sum=None, mZeroed=None):
+        """The last three as `Postprocess` takes them."""
         key_parts, value_parts = halves(mParts)
-        parts = key_parts.shape[0] // (mDK.shape[0] * mDK.shape[1])
-        self.keys(key_parts, mDK, stream, numbers=numbers, parts=parts)
-        self.values(value_parts, mDV, stream, parts=parts)
+        mma, tma = self.keys.layout_of(mDK.element_type), []
+        batch, kv_heads, seqlen_kv, _ = mDK.shape
+        ctas = 2 * batch * kv_heads * cute.ceil_div(seqlen_kv, BLOCK)
+        for mX in (mDK, mDV):
+            tma += self.keys.store_atom(mX)
+        of_queries = None, None
+        if const_expr(self.queries is not None):
+            of_queries = self.queries.store_atom(mDQ)
+            ctas += batch * mDQ.shape[1] * cute.ceil_div(mDQ.shape[2], BLOCK)
+        rest = key_parts, value_parts, mDQ_sum, mZeroed, numbers
+        self.add_parts(mma, *tma, *of_queries, *rest).launch(
+            grid=(ctas, 1, 1), block=(self.keys.threads, 1, 1), use_pdl=True, stream=stream
+        )
+
+    @cute.kernel
+    def add_parts(
+        self, mma, store_DK, mDK, store_DV, mDV, store_DQ, mDQ, key_parts, value_parts, mDQ_sum, mZeroed,
+        numbers,
+    ):  # fmt: skip
+        """A CTA, a block of 64 rows: those of dK and dV first, which have several sums."""
+        sX = self.keys.allocate(SmemAllocator(), store_DK.value_type)
+        seqlen_kv, _, kv_heads, batches = mDK.shape
+        parts = key_parts.shape[0] // (kv_heads * batches)
+        cta, of_keys = cute.arch.block_idx()[0], kv_heads * batches * cute.ceil_div(seqlen_kv, BLOCK)
+        self.keys.take(numbers, None, None)
+        if const_expr(self.queries is not None):
+            self.queries.take(numbers, mDQ_sum, mDQ)
+        cute.arch.griddepcontrol_wait()
+        if cta < of_keys:
+            place, row = place_from_last(cta, mDK)
+            self.keys.round_block(mma, store_DK, mDK, sX, key_parts, place, row, parts=parts)
+        elif cta < 2 * of_keys:
+            place, row = place_from_last(cta - of_keys, mDV)
+            self.values.round_block(mma, store_DV, mDV, sX, value_parts, place, row, parts=parts)
+        else:
+            if const_expr(self.queries is not None):
+                place, row = place_from_last(cta - 2 * of_keys, mDQ)
+                lengths = mDQ.shape[0], seqlen_kv
+                self.queries.round_block(mma, store_DQ, mDQ, sX, mDQ_sum, place, row, lengths, mZeroed)

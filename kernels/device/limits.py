@@ -18,10 +18,11 @@ TILE_KV = {64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
 COLUMN_BYTES = {64: 8, 96: 8, 128: 8, 192: 4, 256: 4}
 SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked on together and stay in L2
 FINAL_SECTIONS = 4  # of them, at the end, worked on as one: what is fetched last is then short
+L2_BYTES = 48 * 2**20
 FORWARD_ROWS = {64: 256, 96: 192, 128: 192, 192: 128, 256: 128}  # queries in a tile of k6, by `tile_dim`
 UNBOUNDED = 2**30  # keys that a window reaches back or ahead if it has no bound there
 FINAL_LISTED = 64  # tiles of a head at most that are listed one by one, at the end
-LISTED = 8  # numbers that `packed.ListTiles` says of a tile
+LISTED = 8  # numbers that `tile_list.ListTiles` says of a tile
 SECTION_BYTES_MAX = 2**31 - 1  # what `key_tiles.Tiles.section` can count
 
 
@@ -176,7 +177,7 @@ def listed_tiles(total: int, sequences: int, rows: int) -> int:
 
 
 def list_shape(total: int, sequences: int, rows: int) -> tuple[int, int]:
-    """Of the list that `packed.ListTiles` writes."""
+    """Of the list that `tile_list.ListTiles` writes."""
     return 1 + listed_tiles(total, sequences, rows), LISTED
 
 

@@ -80,6 +80,6 @@ class PackedScratch(Packed):
 
 
 def listed(mList, tile):
-    """What a list (`packed.ListTiles`) says of its tile-th tile: (first, blocks, start_q, seqlen_q, start_kv,
-    seqlen_kv, place)."""
+    """What a list (`tile_list.ListTiles`) says of its tile-th tile: (first, blocks, start_q, seqlen_q,
+    start_kv, seqlen_kv, place)."""
     return [mList[1 + tile, i] for i in range(1, LISTED)]

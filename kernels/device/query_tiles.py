@@ -13,8 +13,9 @@ from ..contract import Problem, Work
 from .constants import LOG2_E, WARPGROUP
 from .limits import FINAL_LISTED
 from .masks import Mask, Window
-from .packed import DENSE, Batch, ListTiles, Packed
+from .packed import DENSE, Batch, Packed
 from .softcap import SoftCap, cap_numbers
+from .tile_list import ListTiles
 from .tile_order import ByHead, BySection, hear_place
 
 ROWS = 64  # queries of a consumer: the M of a WGMMA

@@ -13,7 +13,7 @@ consumer 1              ░░    ██        ░░              ░ left unr
 consumer 2              ░░    ░░        ██                              ██
 ```
 
-In the list (`packed.ListTiles`) these sequences come last, a row each, and take equally long: whatever is
+In the list (`tile_list.ListTiles`) these sequences come last, a row each, and take equally long: whatever is
 fetched at the end is short. A tile that nobody shares is looked up as without them.
 
 A consumer is told of its own head as of a longer sequence: with 64·c queries more, which begin 64·c rows
@@ -27,7 +27,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .packed import FAR, SHARED_QUERIES, Packed, locate_listed
+from .packed import FAR, Packed
+from .tile_list import SHARED_QUERIES, locate_listed
 
 LAST = 16  # from this bit on `sharing` has the last consumer that has a head; below it four bits for each
 SHARED = 1 << 18

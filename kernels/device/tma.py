@@ -40,9 +40,11 @@ def allocate_tiles(
     return smem.allocate_tensor(dtype, layout.outer, SWIZZLE_BYTES, layout.inner)
 
 
-def tiles_at(place: cute.Pointer, dtype: object, rows: int, head_dim: int, stages: int) -> cute.Tensor:
+def tiles_at(
+    place: cute.Pointer, dtype: object, rows: int, head_dim: int, stages: int, block: int | None = None
+) -> cute.Tensor:
     """`allocate_tiles`, where shared memory has been allocated for something else."""
-    layout = swizzled_tiles(dtype, rows, head_dim, stages)
+    layout = swizzled_tiles(dtype, rows, head_dim, stages, block)
     return cute.make_tensor(cute.recast_ptr(place, layout.inner, dtype), layout.outer)
 
 
@@ -68,10 +70,12 @@ def load_atom(
     return _tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, rows, columns, block)
 
 
-def store_atom(mX: cute.Tensor, rows: int, columns: int | None = None) -> tuple[cute.CopyAtom, cute.Tensor]:
+def store_atom(
+    mX: cute.Tensor, rows: int, columns: int | None = None, block: int | None = None
+) -> tuple[cute.CopyAtom, cute.Tensor]:
     """`load_atom`'s counterpart: the descriptor that stores tiles of `rows` rows; rows and columns past the
     end stay unwritten."""
-    return _tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, rows, columns)
+    return _tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, rows, columns, block)
 
 
 def _tma_atom(

@@ -1,0 +1,83 @@
+"""BWD4 for one tile of keys: dQ needs no sum.
+
+The idea          Up to 128 keys, head_dim up to 128, one CTA has all keys that a tile of queries sees. What
+                  bwd4 then adds to zeros, and rounds in another launch, is dQ already: it leaves for the
+                  caller's tensor, rounded, from where it left for its sum. Eight bytes an element are not
+                  moved, and a launch is spared. Windows of 49 tokens, BERT's 128, a picture that attends to
+                  77 tokens of text.
+What changes      against bwd4: `leave_dQ` rounds, and the two warps that added store by TMA
+                  (`SummedTiles.store_tile`); no zeros, no turns, no postprocess; queries that see no key are
+                  visited too, since nobody else writes their zeros.
+What does not     the main loop; with parts (`bwd4_one_parts`) bwd4_parts' dK and dV, whose sums are then all
+                  that is left to round. Every run gives the same bits, since nothing is added in any order.
+Supports          as bwd4_parts, up to 128 keys and head_dim 128.
+"""
+
+from .bwd4 import Backward
+from .bwd4_operands import CONFIGS, TILE_KV
+from .bwd4_passes import DividedFlashAttentionBackward, FlashAttentionBackward, compile_backward
+from .calls import DIVIDED, backward_scratch, refuse_backward, run_backward
+from .contract import Problem, Scratch, Stage, Work
+from .device.compiling import ELEMENTS
+from .device.constants import SMS
+from .device.limits import refuse_policies, tile_dim
+from .device.masks import mask_of
+from .division import parts_to_try
+
+STAGES = (
+    Stage(
+        "bwd4_one",
+        "the production backward, of one tile of keys",
+        "dQ stored where it was computed",
+        "bwd4",
+        direction="bwd",
+        model="flash_attention_2_backward",
+        rounds_p=True,
+        most_keys=TILE_KV,
+    ),
+    Stage(
+        "bwd4_one_parts",
+        "the production backward, of one tile of keys and few heads",
+        "the queries that see the tile divided among CTAs, dK and dV in fp32 parts",
+        "bwd4_one",
+        direction="bwd",
+        model="flash_attention_2_backward",
+        rounds_p=True,
+        options=DIVIDED,
+        most_keys=TILE_KV,
+    ),
+)
+
+
+def supports(problem: Problem) -> str | None:
+    if reason := refuse_backward(problem) or refuse_policies(problem):
+        return reason
+    if tile_dim(problem) > 128:
+        return f"takes heads of up to 128 columns, not {max(problem.dims)}"
+    if problem.seqlen_kv > TILE_KV:
+        return f"takes up to {TILE_KV} keys, one tile of them, not {problem.seqlen_kv}"
+    return None
+
+
+run_kernel = run_backward
+
+
+def kernel_for(problem: Problem, divides: bool = False, sms: int = SMS) -> FlashAttentionBackward:
+    """The kernels of the problem's head_dim, mask and type."""
+    columns = tile_dim(problem)
+    options = columns, mask_of(problem), ELEMENTS[problem.dtype], False, CONFIGS[columns], divides, sms
+    main = Backward(*options, one_tile=True)
+    return (DividedFlashAttentionBackward if divides else FlashAttentionBackward)(main, problem)
+
+
+def workspace(problem: Problem, divides: bool = False, sms: int = SMS) -> Scratch:
+    parts = parts_to_try(problem, sms, deterministic=True) if divides else None
+    return backward_scratch(problem, False, parts, one_tile=True)
+
+
+def work(problem: Problem, **options: object) -> list[Work]:
+    return kernel_for(problem, **options).work(problem)
+
+
+def compile_kernel(problem: Problem, **options: object) -> object:
+    return compile_backward(kernel_for(problem, **options))
