@@ -37,6 +37,7 @@ from harness import (
     suites,
     timing,
 )
+from harness.case_runs import fitted
 from harness.command import Parser, Usage, as_usage, run
 from harness.inputs import hopper_gpu
 from harness.measuring import Bench, Contender, Saved, stages_for
@@ -96,7 +97,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         return args
     everything = args.stages == ["all"]
     args.stages = ladder.stages_named(args.stages)
-    if few := [x for x in args.stages if x in ladder.FEW_KEYS and not everything]:
+    few = [x for x in args.stages if x in ladder.FEW_KEYS and not everything]
+    if few and hopper_gpu():
         raise Usage(f"{few[0]} takes fewer keys than the sweep has: its rows are in bwd4's --suite models")
     if everything:  # that one run can hold
         args.stages = [x for x in ladder.LADDER if ladder.load(x)[0].direction in ("fwd", "bwd")]
@@ -114,7 +116,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             raise Usage("stages in FP8 have peers of their own: measure them in a run of their own")
         for problem in args.problems:
             for stage_id in stages_for(problem, args.stages):
-                refuse(stage_id, problem)
+                refuse(stage_id, fitted(ladder.load(stage_id)[0], problem))
     return args
 
 
@@ -161,7 +163,7 @@ def static_report(stage_id: str, args: argparse.Namespace, console: Console) -> 
     lines = []
     for d in args.head_dims:
         for causal in args.causals:
-            problem = sweep_problem(n, d, causal, stage.direction)
+            problem = fitted(stage, sweep_problem(n, d, causal, stage.direction))
             compiled = compile_stage(stage_id, problem)
             demands = machine_code.inspect(compiled, module.work(problem, **stage.options))
             for x in demands:

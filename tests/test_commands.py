@@ -35,6 +35,21 @@ def test_bench_without_a_gpu() -> None:
     assert SHA_LINE.findall(done.stdout) == [("64", "full", sha)]
 
 
+def test_bench_of_a_stage_for_few_keys(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Inspected like any other; on a GPU the sweep has no row for it."""
+    done = run("python bench.py bwd4_one --head-dim 64 --causal 0")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert NO_KERNEL in done.stdout
+    of_few_keys = Problem(32, 32, 32, 4096, 128, 64, False, direction="bwd")
+    sha = machine_code.identity(compile_stage("bwd4_one", of_few_keys))
+    assert SHA_LINE.findall(done.stdout) == [("64", "full", sha)]
+    monkeypatch.setattr(bench, "hopper_gpu", lambda: True)
+    assert bench.main(["bwd4_one"]) == 2
+    assert "bwd4_one takes fewer keys than the sweep has" in capsys.readouterr().err
+
+
 def test_bench_with_pins_in_the_environment() -> None:
     done = run("CHECK=1 SEQLEN=512 HEADDIM=64 CAUSAL=0 python bench.py k1")
     assert (done.returncode, done.stderr) == (0, "")
