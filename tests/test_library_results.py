@@ -30,7 +30,7 @@ WRONG_BY, MICROSECOND = 1.03, 1.0  # a choice of a way may cost so much over the
 MODELS = [
     (direction, row) for direction in ("fwd", "bwd") for row in library.load(FOLDER, f"models_{direction}")
 ]
-# Since parts are added in one launch they are too dear for `division.parts_of`: it is to be fitted anew.
+# Since parts are added in one launch: other constants of `division.parts_of` are worse (notes/bwd4_parts.md).
 WRONG = {("bwd", "Whisper", "small, 1500 tokens"): "undivided 67.7 µs, in two parts 65.6"}
 JUDGED = [
     pytest.param(direction, row, marks=[pytest.mark.xfail(strict=True, reason=why)] if why else [])
