@@ -33,6 +33,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args.stages = ladder.stages_named(args.stages)
     if not args.stages and not args.mutations:
         raise Usage("name a stage, or --mutations")
+    if other := [x for x in args.stages if x in ladder.BESIDE]:
+        raise Usage(f"{other[0]} has cases of its own: `python bench.py {other[0]}` runs them first")
     if args.repeats < 1:
         raise Usage(f"--repeats must be at least 1, not {args.repeats}")
     with as_usage(ValueError):

@@ -26,7 +26,7 @@ def small(stage_id: str, **changes: object) -> list[Problem]:
 
 
 def fitted(stage: Stage, problem: Problem) -> Problem:
-    """The problem with no more keys than the stage takes, and as ragged as it was."""
+    """The problem with no more keys than the stage takes, ragged if it was; queries are as many as before."""
     if stage.most_keys is None or problem.seqlen_kv <= stage.most_keys:
         return problem
     return problem.with_(seqlen_kv=stage.most_keys - problem.seqlen_kv % 32)

@@ -181,6 +181,9 @@ OTHER_SHAPES: list[Shape] = [
     {"head_dim": 256},
     {"head_dim": 256, "seqlen_q": 1025, "seqlen_kv": 4097, "kv_heads": 2},
     {"head_dim": 256, "seqlen_q": 1025, "dtype": "float16"},
+    # one tile of keys each: more tiles than SMs, and fewer queries than keys
+    {"batch": 40, "seqlen_q": 129, "seqlen_kv": 128},
+    {"batch": 40, "seqlen_q": 65, "seqlen_kv": 77, "head_dim": 128, "kv_heads": 2},
     # more heads than are worked on together: what one leaves behind meets the next
     {"batch": 24, "seqlen_q": 320, "seqlen_kv": 320, "head_dim": 128},
     {"batch": 12, "seqlen_q": 320, "seqlen_kv": 320, "head_dim": 256, "kv_heads": 2},
@@ -212,6 +215,7 @@ FORMS: dict[str, Shape] = {  # of a problem, on each kernel that a user can reac
     "more queries": {"heads": 4, "kv_heads": 2, "seqlen_q": 1025, "seqlen_kv": 257},
     "more tiles than SMs": {"batch": 5, "heads": 16, "kv_heads": 16, "seqlen_q": 520, "seqlen_kv": 520},
 }
+NOT_OF_FEW_KEYS = {"more keys", "more tiles than SMs"}  # nor are they that when fitted: OTHER_SHAPES has some
 
 
 SCALE = 1.4  # times 1/√head_dim, where a kernel is given its scale
@@ -266,7 +270,8 @@ forms_passed: dict[Problem, list[str]] = {}  # by what is compiled; what `record
 def forms_of(stage_id: str, kernel: Problem) -> dict[str, Problem]:
     """The problems of FORMS that a kernel is for, with as many keys as the stage takes."""
     stage, module = ladder.load(stage_id)
-    problems = {name: fitted(stage, kernel.with_(**form)) for name, form in FORMS.items()}
+    lost = NOT_OF_FEW_KEYS if stage.most_keys else set()
+    problems = {name: fitted(stage, kernel.with_(**form)) for name, form in FORMS.items() if name not in lost}
     return {name: problem for name, problem in problems.items() if module.supports(problem) is None}
 
 

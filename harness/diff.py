@@ -36,7 +36,7 @@ def difference(before: str, after: str) -> tuple[list[str], int, int]:
     sources = []
     for stage_id in (before, after):
         ladder.load(stage_id)
-        path = repository() / "kernels" / f"{ladder.LADDER[stage_id]}.py"
+        path = repository() / "kernels" / f"{ladder.FILES[stage_id]}.py"
         sources.append((str(path.relative_to(repository())), code_lines(path.read_text(encoding="utf-8"))))
     (name, old), (new_name, new) = sources
     lines = list(difflib.unified_diff(old, new, name, new_name, lineterm=""))
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"harness.diff: {error}", file=sys.stderr)
         return 2
     print("\n".join(lines))
-    if ladder.LADDER[args.before] == ladder.LADDER[args.after]:
+    if ladder.FILES[args.before] == ladder.FILES[args.after]:
         options = [ladder.load(stage_id)[0].options for stage_id in (args.before, args.after)]
         print(f"one file; the options are {options[0]} and {options[1]}")
     print(f"{args.before} → {args.after}: {added} lines of code added, {removed} removed")

@@ -48,6 +48,17 @@ METRICS = {
 }
 
 
+def refuse(stage_id: str, seqlen: int, head_dim: int, causal: bool) -> None:
+    """Raise ValueError for what `launch` cannot run."""
+    from harness import stages
+    from harness.sweep import sweep_problem
+
+    stage, _ = ladder.load(stage_id)
+    if stage_id in ladder.BESIDE:
+        raise ValueError(f"{stage_id} has other problems than the sweep's")
+    stages.refuse(stage_id, sweep_problem(seqlen, head_dim, causal, stage.direction))
+
+
 def launch(stage_id: str, seqlen: int, head_dim: int, causal: bool, options: dict[str, object]) -> None:
     """One launch, profiled, on the sweep's problem of this shape."""
     import torch
@@ -127,7 +138,7 @@ def main() -> int:
         launch(args.stage, args.seqlen, args.head_dim, bool(args.causal), args.options)
         return 0
     try:
-        ladder.load(args.stage)
+        refuse(args.stage, args.seqlen, args.head_dim, bool(args.causal))
         shape = ["--seqlen", args.seqlen, "--head-dim", args.head_dim, "--causal", args.causal]
         metrics = profile([args.stage, *map(str, shape), "--options", json.dumps(args.options)])
     except (ValueError, RuntimeError) as error:

@@ -51,7 +51,7 @@ Call = Callable[[], tuple[torch.Tensor, ...]]
 def way_of(choice: int | Parts, problem: Problem) -> str:
     """The name of a way: rows of a tile of the forward pass, or parts of a backward one."""
     if isinstance(choice, Parts):
-        one_tile = division.has_one_tile(problem)
+        one_tile = division.one_tile_pays(problem)
         whole, in_parts = (ONE_TILE, ONE_TILE_IN_PARTS) if one_tile else (BACKWARD, IN_PARTS)
         return whole if choice == UNDIVIDED else f"{in_parts} {choice.heads}×{choice.queries}"
     first = next(iter(division.TILES[problem.head_dim]))

@@ -302,12 +302,13 @@ def backward_stage(
 ) -> tuple[str, Parts | None]:
     """The stage that computes the gradients of a problem that BACKWARD takes, and its parts, if it has any:
     by default those that `division` chooses."""
-    one_tile = division.has_one_tile(problem)  # nobody waits for a turn then, and no zeros are needed
-    deterministic |= one_tile or (parts is None and division.turns_pay(problem, gpu.sms))
+    # On one tile of keys nobody waits for a turn, and turns spare zeros: for where a sum cannot be spared.
+    deterministic |= division.has_one_tile(problem)
+    deterministic |= parts is None and division.turns_pay(problem, gpu.sms)
     stages = (DETERMINISTIC, DETERMINISTIC_IN_PARTS) if deterministic else (BACKWARD, IN_PARTS)
     if problem.policies:  # which the stages in parts do not take, nor those of one tile
         return stages[0], None
-    if one_tile:
+    if division.one_tile_pays(problem):
         stages = ONE_TILE, ONE_TILE_IN_PARTS
     if parts is None:
         one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX

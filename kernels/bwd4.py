@@ -99,7 +99,7 @@ class Barrier(IntEnum):
 
 
 class Backward(LoadingTiles):
-    """dK, dV, and the sums of dQ. The CTA: consumers 0 and 1 of 64 keys each (warps 0–3, 4–7), then a
+    """dK, dV, and the sums of dQ, or dQ. The CTA: consumers 0 and 1 of 64 keys each (warps 0–3, 4–7), then a
     warpgroup: warp 8 loads, 9 and 10 add dQ to its sum, 11 writes the zeros it is added to, if it needs any.
 
     mbarriers                   arrivals that complete a phase       who waits
@@ -157,7 +157,7 @@ class Backward(LoadingTiles):
         self, mQ, mK, mV, mDO, mDK, mDV, mStats, sums, mCounter, stream, numbers, mTiled=None, mParts=None,
         mList=None,
     ):  # fmt: skip
-        """`sums` are mDQ_sum, mZeroed and mOrder, or of one tile of keys mDQ; `numbers` `policies.Given`'s.
+        """`sums` are mDQ_sum, mZeroed and mOrder, or of one tile of keys mDQ; `numbers` `policies.Numbers`'.
         Divided, dK and dV are left in mParts, and mDK and mDV are not there."""
         batch, kv_heads, seqlen_kv, _ = mK.shape
         mQ, mDO, mK, mV, mDK, mDV = [self.batch.view(mX) for mX in (mQ, mDO, mK, mV, mDK, mDV)]

@@ -5,10 +5,10 @@ The idea          Where a sequence lies on several GPUs, dQ, dK and dV are sums 
                   the yardstick's rms). Kept in fp32 as rows, every block costs passes over memory. But bwd4
                   adds to sums of dQ in any case, and they need not be zero when a block begins: what comes
                   before and after a main kernel is launched once, the main kernel once for each block.
-What changes      against bwd4_parts: four launches are compiled apart. `begin` has the statistics of queries,
-                  and zeros for dQ; `block` adds a block's dQ to its sum, and leaves dK and dV in fp32, in
-                  one part; `queries` rounds dQ, and `keys` rounds dK and dV, the sum of two such parts if
-                  keys were seen from elsewhere too.
+What changes      against bwd4_parts: what is one call there is four here, compiled apart. `begin` has the
+                  statistics of queries, and zeros for dQ; `block` adds a block's dQ to its sum, and leaves
+                  dK and dV in fp32, in one part; `queries` rounds dQ, and `keys` rounds dK and dV, the sum of
+                  two such parts if keys were seen from elsewhere too.
 What does not     the main kernel; but all zeros are the preprocess's.
 Supports          head_dim 64 and 128, causal and not, as bwd4; not deterministic.
 Note              notes/context_parallel.md

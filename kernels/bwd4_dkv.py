@@ -137,7 +137,7 @@ class KeyGradients(Tiles):
         self, mQ, mK, mV, mDO, mDK, mDV, mStats, mCounter, stream, numbers, mTiled=None, mParts=None,
         mList=None,
     ):  # fmt: skip
-        """`numbers` are `policies.Given`'s. Divided, dK and dV are left in mParts, and mDK and mDV are
+        """`numbers` are `policies.Numbers`'. Divided, dK and dV are left in mParts, and mDK and mDV are
         not there."""
         batch, kv_heads, seqlen_kv, _ = mK.shape
         mQ, mDO, mK, mV, mDK, mDV = [self.batch.view(mX) for mX in (mQ, mDO, mK, mV, mDK, mDV)]

@@ -1,4 +1,4 @@
-"""The warp of bwd4 that loads, at head_dim 64 and 128: tiles of keys and the queries that see them."""
+"""The warp of bwd4 that loads, at head_dim up to 128: tiles of keys and the queries that see them."""
 
 import cutlass
 import cutlass.cute as cute

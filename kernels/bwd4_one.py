@@ -1,15 +1,16 @@
 """BWD4 for one tile of keys: dQ needs no sum.
 
 The idea          Up to 128 keys, head_dim up to 128, one CTA has all keys that a tile of queries sees. What
-                  bwd4 then adds to zeros, and rounds in another launch, is dQ already: it leaves for the
-                  caller's tensor, rounded, from where it left for its sum. Eight bytes an element are not
-                  moved, and a launch is spared. Windows of 49 tokens, BERT's 128, a picture that attends to
-                  77 tokens of text.
+                  bwd4 then adds to zeros, and rounds in another launch, is dQ already: it is rounded on its
+                  way to shared memory, and stored to the caller's tensor. The sum's write and read, eight
+                  bytes an element, are spared, and a launch. Windows of 49 tokens, BERT's 128, a picture
+                  that attends to 77 tokens of text.
 What changes      against bwd4: `leave_dQ` rounds, and the two warps that added store by TMA
                   (`SummedTiles.store_tile`); no zeros, no turns, no postprocess; queries that see no key are
                   visited too, since nobody else writes their zeros.
-What does not     the main loop; with parts (`bwd4_one_parts`) bwd4_parts' dK and dV, whose sums are then all
-                  that is left to round. Every run gives the same bits, since nothing is added in any order.
+What does not     the main loop (at head_dim 128 without a mask bwd4_det's); with parts (`bwd4_one_parts`)
+                  bwd4_parts' dK and dV, whose sums are then all that is left to round. Every run gives the
+                  same bits, since nothing is added in any order.
 Supports          as bwd4_parts, up to 128 keys and head_dim 128.
 """
 

@@ -1,4 +1,4 @@
-"""Where bwd4's kernel for head_dim 64 and 128 keeps things: shared memory, registers, operands.
+"""Where bwd4's kernel for head_dim up to 128 keeps things: shared memory, registers, operands.
 
 Two consumers have 64 keys each of a tile of 128. A step takes a tile of queries through five products; keys
 are rows, so that P and dS come out as operand A of dV and dK, in registers:
@@ -89,7 +89,7 @@ class Shared:
     Q: cute.Tensor  # (query, head_dim, stage)
     dO: cute.Tensor  # (query, head_dim, stage)
     dS: cute.Tensor  # (key, query, consumer + 2 · parity of the step)
-    dQ: cute.Tensor  # (register, thread, quad, consumer) fp32: as its accumulator holds it
+    dQ: cute.Tensor  # (register, thread, quad, consumer) fp32: as its accumulator holds it; or `rounded_dQ`
     stats: cute.Tensor  # (query, LSE or D, block of 64 queries, stage) fp32
     tile: cute.Tensor  # (4,) int32: valid, and the place of a tile of keys; of packed ones (8,)
     places: cute.Tensor | None  # (consumer warp,) int32, where keys are in parts: the warp's `place_of_part`

@@ -4,11 +4,11 @@ The idea          bwd4 keeps dK and dV of a tile of keys in one CTA, over all qu
                   the key head. Of 8 query heads on one key head at 8k tokens that is 64 tiles for 132 SMs, of
                   unequal length under a causal mask; of 4096 queries on 77 keys, one tile for each head. Here
                   a tile is for some of the query heads, or for some of the queries, and leaves its part of dK
-                  and dV in fp32; the postprocess adds the parts.
+                  and dV in fp32; the launch that rounds dQ adds the parts.
 What changes      against bwd4: tiles of keys count parts; the epilogue stores accumulators as they are
-                  (device/key_parts.py), and the postprocess rounds their sums, too.
+                  (device/key_parts.py), and `PartSums` rounds their sums beside dQ's.
 What does not     the main loops, and everything of dQ, deterministic or not.
-Supports          as bwd4.
+Supports          as bwd4, without windows, caps, sinks and packed sequences.
 Where to read     bwd4.py, at head_dim 256 bwd4_dkv.py; `division.parts_of` has the choice of parts.
 """
 

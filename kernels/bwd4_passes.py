@@ -1,9 +1,9 @@
 """What a call of bwd4 launches: the kernels of a backward pass in their order, and the scratch between them.
 
-The main kernels are in bwd4.py (head_dim 64 and 128) and in bwd4_dkv.py and bwd4_dq.py (256); preprocess and
+The main kernels are in bwd4.py (head_dim up to 128) and in bwd4_dkv.py and bwd4_dq.py (above); preprocess and
 postprocess in device/backward_ends.py. Tensors are (batch, heads, seqlen, head_dim), mLSE without the last;
 the scratch, from mStats on, has the shapes that `calls.backward_scratch` names; what follows is what
-`calls.given_of` names.
+`calls.given_names` names.
 """
 
 from typing import Any
@@ -146,7 +146,7 @@ class DividedFlashAttentionBackward(FlashAttentionBackward):
 
 
 class WideFlashAttentionBackward(Pass):
-    """head_dim 256: preprocess, `main` (bwd4_dkv.KeyGradients), `queries` (bwd4_dq.QueryGradient).
+    """head_dim above 128: preprocess, `main` (bwd4_dkv.KeyGradients), `queries` (bwd4_dq.QueryGradient).
     Deterministic."""
 
     floats, counters = ("mStats",), ("mCounter",)

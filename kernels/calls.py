@@ -56,7 +56,7 @@ def refuse_forward(problem: Problem) -> str | None:
 
 
 def refuse_backward(problem: Problem) -> str | None:
-    """Why bwd4 and bwd4_det refuse the problem, or None."""
+    """Why the stages of bwd4 refuse the problem, or None."""
     return (
         refuse_unless_gqa(problem, "bwd")
         or refuse_policies(problem, takes=tuple(POLICIES))
@@ -135,7 +135,7 @@ def sums_for(problem: Problem, deterministic: bool) -> int:
 
 
 def launch_forward(compiled: Compiled, q, k, v, o, lse, scratch, given) -> None:
-    """`scratch` as `forward_scratch` lists it; `given` as `given_of` does."""
+    """`scratch` as `forward_scratch` lists it; `given` as `given_names` does."""
     compiled(q, k, v, o, lse, *scratch, *given)
 
 

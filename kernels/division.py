@@ -135,6 +135,7 @@ QUERIES_DIVIDED = 1.0094  # the same where queries are
 FEW_TILES = 8  # for each SM: with more of them dividing gains nothing, but of LONG sequences
 LONG = 32768
 QUERY_PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
+BLIND = 3  # queries for each key, `one_tile_pays`
 
 # So long may causal sequences be for turns at dQ to cost less than zeros (notes/bwd4_det.md, "By default"):
 TURNS_SHORT = 512  # up to head_dim 128, with undivided tiles
@@ -149,6 +150,15 @@ def has_one_tile(problem: Problem) -> bool:
     packed sequences, whether it would if they were equally long."""
     columns, count = tile_dim(problem), len(problem.sequences or (None,))
     return columns <= 128 and problem.seqlen_kv <= count * TILE_KV[columns]
+
+
+def one_tile_pays(problem: Problem) -> bool:
+    """Whether bwd4_one, which has no sums of dQ, computes the gradients."""
+    if problem.policies or not has_one_tile(problem):
+        return False
+    # It visits queries that see no key, which bwd4_det only writes zeros for: by bytes dearer from there on.
+    blind = problem.causal and not problem.top_left and problem.seqlen_q > BLIND * problem.seqlen_kv
+    return not blind
 
 
 def parts_of(problem: Problem, sms: int = SMS, deterministic: bool = False) -> Parts:
@@ -245,7 +255,7 @@ def loads_of(problem: Problem, parts: Parts, sms: int = SMS) -> list[float]:
         section = max(1, min(heads, SECTION_BYTES // max(1, head_bytes)))
     final = max(0, heads - FINAL_SECTIONS * section) // section * section
     offset = 0 if problem.top_left else problem.seqlen_kv - problem.seqlen_q
-    if has_one_tile(problem):
+    if one_tile_pays(problem):
         offset = 0  # who has all keys visits the queries that see none, too: bwd4_one
     steps = []
     for first_key in range(0, problem.seqlen_kv, tile_kv):

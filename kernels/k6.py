@@ -102,7 +102,7 @@ class FlashAttentionForward(QueryTiles):
         value_dim: int | None = None,
     ):  # fmt: skip
         """`share` 0 leaves GROWTH alone to decide; `exact` follows the maximum in every tile, as an eager
-        softmax does. `has` names what a launch is given: `calls.given_of`; `cap` is SoftCap's way."""
+        softmax does. `has` names what a launch is given: `calls.given_names`; `cap` is SoftCap's way."""
         assert share >= 0.0, "a share of a sum"
         self.share, self.growth = (0.0, 0.0) if exact else (share, GROWTH)
         self.value_dim = value_dim or head_dim  # columns of V and O
@@ -139,7 +139,7 @@ class FlashAttentionForward(QueryTiles):
 
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, *rest):
-        """`rest` is `calls.forward_scratch`, what `calls.given_of` names, and the stream."""
+        """`rest` is `calls.forward_scratch`, what `calls.given_names` names, and the stream."""
         mList, mCounter, given, stream = take_apart(rest, self.has)
         batch, heads, seqlen_q, _ = mQ.shape
         listing, tiles = None, cute.ceil_div(seqlen_q, self.tile_q) * heads * batch

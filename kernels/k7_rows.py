@@ -5,7 +5,7 @@ What changes      against k7: V is transposed, permuted and given its rows of on
                   also looks at the scales.
 What does not     k7.py, line for line.
 Supports          as k7.
-Where to read     `quantize.RelayoutAndCheck`.
+Where to read     `quantize_rows.RelayoutAndCheck`.
 """
 
 import cutlass.cute as cute

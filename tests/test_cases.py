@@ -37,6 +37,7 @@ STAGES = {
     "k8": Stage("k8", "", "", None, direction="fp8_cast"),
     "bwd": Stage("bwd", "", "", None, direction="bwd"),
     "bwd with atomics": Stage("bwd with atomics", "", "", None, direction="bwd", atomics=True),
+    "bwd of few keys": Stage("bwd of few keys", "", "", None, direction="bwd", most_keys=128),
 }
 ARGS = SimpleNamespace(repeats=3, no_sanitizer=True)
 Fault = Callable[[Tensors], None]
@@ -85,6 +86,13 @@ class Kernel:
         return reference.reference(*inputs, **options)
 
 
+class OfFewKeys(Kernel):
+    def supports(self, problem: Problem) -> str | None:
+        if problem.seqlen_kv > 128:
+            return f"takes up to 128 keys, not {problem.seqlen_kv}"
+        return super().supports(problem)
+
+
 class InCodes(Kernel):
     """The yardstick of a kernel that rounds P to e4m3."""
 
@@ -113,7 +121,8 @@ KERNELS = {"fwd": Kernel, "bwd": Kernel, "fp8": InCodes, "fp8_rows": InCodes, "f
 
 
 def stand_in(stage_id: str, **faults: Fault) -> Kernel:
-    return KERNELS[STAGES[stage_id].direction](**faults)
+    stage = STAGES[stage_id]
+    return (OfFewKeys if stage.most_keys else KERNELS[stage.direction])(**faults)
 
 
 def cpu_sized(shape: cases.Shape) -> cases.Shape:

@@ -42,12 +42,14 @@ def test_bench_of_a_stage_for_few_keys(
     done = run("python bench.py bwd4_one --head-dim 64 --causal 0")
     assert (done.returncode, done.stderr) == (0, "")
     assert NO_KERNEL in done.stdout
-    of_few_keys = Problem(32, 32, 32, 4096, 128, 64, False, direction="bwd")
-    sha = machine_code.identity(compile_stage("bwd4_one", of_few_keys))
+    assert "bound at N = 128" in done.stdout
+    sha = machine_code.identity(
+        compile_stage("bwd4_one", Problem.square(1, 1, 128, 64, False, direction="bwd"))
+    )
     assert SHA_LINE.findall(done.stdout) == [("64", "full", sha)]
     monkeypatch.setattr(bench, "hopper_gpu", lambda: True)
     assert bench.main(["bwd4_one"]) == 2
-    assert "bwd4_one takes fewer keys than the sweep has" in capsys.readouterr().err
+    assert "bwd4_one is for so few keys that the sweep has no row" in capsys.readouterr().err
 
 
 def test_bench_with_pins_in_the_environment() -> None:
@@ -212,6 +214,9 @@ def test_bench_refuses(
         ("python ref_check.py k99", "ref_check.py: unknown stage 'k99'"),
         ("python ref_check.py k2 --save", "ref_check.py: nothing to save without a Hopper GPU"),
         ("python -m harness.profile k99", "harness.profile: unknown stage 'k99'"),
+        ("python -m harness.profile bwd4_one", "harness.profile: bwd4_one takes up to 128 keys"),
+        ("python -m harness.profile decode", "harness.profile: decode has other problems than the sweep's"),
+        ("python ref_check.py decode", "ref_check.py: decode has cases of its own"),
         ("python -m harness.ablation k99", "harness.ablation: unknown stage 'k99'"),
         ("python -m harness.ablation k2", "harness.ablation: k2 declares no VARIANTS"),
         ("python -m harness.ablation fa1", "harness.ablation: timing variants needs a Hopper GPU"),

@@ -95,6 +95,13 @@ def test_who_runs_it(head_dim: int, deterministic: bool) -> None:
     for policy in ({"window": (8, 0)}, {"softcap": 10.0}, {"sink": True}):
         if head_dim != 96:  # of which policies have no kernel
             assert stage(**lengths, scaled=True, **policy) == DETERMINISTIC
+    blind = {
+        "seqlen_q": 129,
+        "seqlen_kv": 32,
+        "causal": True,
+    }  # under a mask of which most queries see nothing
+    assert stage(**blind) == DETERMINISTIC and stage(**blind, top_left=True) == ONE_TILE
+    assert stage(**blind | {"seqlen_q": 96}) == stage(**blind | {"causal": False}) == ONE_TILE
     wide = of(256, seqlen_q=4096, seqlen_kv=77, causal=False)
     assert production.backward_stage(wide, deterministic)[0] == (DETERMINISTIC if deterministic else IN_PARTS)
 

@@ -1,4 +1,4 @@
-"""The way dQ takes to its sum, where every tile of keys adds to it: bwd4 at head_dim 64 and 128.
+"""The way dQ takes to its sum, where every tile of keys adds to it: bwd4 at head_dim up to 128.
 
 The consumers leave dQ of a step in shared memory. Two warps add it to its sum in global memory, by bulk
 reduction: a kind of TMA copy that adds fp32 in L2 (RED from registers was slower: notes/bwd4.md, "What was

@@ -6,7 +6,8 @@ from cutlass import Float32, Int32
 
 def hadamard(x: list[Float32], lanes: int) -> list[Float32]:
     """√d times the Walsh–Hadamard transform of a row: sums and differences of all that differ in one bit of
-    their column, bit after bit; those of a thread's chunks, that of its two halves, its neighbours'.
+    their column, bit after bit: first the bits inside a half of the thread's values, then the one that tells
+    its halves apart, then those of the lane.
 
     Two neighbours differ in a bit of their columns. One keeps its sums and gives its differences, the other
     the reverse: then each has all that one half of the next sums and differences are of, and half as much is

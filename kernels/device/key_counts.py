@@ -1,5 +1,5 @@
-"""How often the main loops over tiles of keys run on a problem, masked and not: what `Work` says of them. On
-plain integers, of a whole problem at once, what `key_tiles.Tiles` computes of a tile."""
+"""How often the main loops over tiles of keys run on a problem, masked and not: what `Work` says of them. It
+counts on plain integers, for a whole problem, what `key_tiles.Tiles` computes for one tile."""
 
 import math
 
@@ -44,7 +44,8 @@ class CountedTiles:
         return math.ceil(keys / self.tile_kv)
 
     def masked_tiles(self, problem: Problem, kv_block: int) -> tuple[int, int]:
-        """The first tile of queries that sees a tile of keys, and behind which none needs the mask."""
+        """The first tile of queries that is visited for a tile of keys, and behind which none needs the
+        mask."""
         last, first, split = math.ceil(problem.seqlen_q / self.tile_q), 0, 0
         if self.mask.hides:
             query = self.mask.first_query(kv_block * self.tile_kv, problem.seqlen_q, problem.seqlen_kv)

@@ -61,7 +61,7 @@ class Tiles(Scores, CountedTiles):
     ):
         self.head_dim, self.mask, self.dtype, self.deterministic = head_dim, mask, dtype, deterministic
         self.divides = divides  # what sees a tile of keys among several CTAs: `key_parts`
-        self.one_tile = one_tile  # of keys, no head has another: who works on it is done with dQ, too
+        self.one_tile = one_tile  # no head has more than one tile of keys: a step's dQ is final
         self.caps, self.packed = capped, packed  # scores, softly; sequences
         self.batch = PackedScratch() if packed else DenseScratch()  # where rows lie
         self.tile_q, self.tile_kv, self.sms = tile_q, tile_kv, sms
@@ -98,7 +98,7 @@ class Tiles(Scores, CountedTiles):
     def q_tiles(self, kv_block, seqlen_q, seqlen_kv):
         """(first, masked, whole, last): the tiles of queries from first to last − 1 see some of the keys.
         Those before `masked` need the mask, and those from `whole` on, those between see all of them; first
-        == last if none sees any."""
+        == last if none sees any. Of one tile of keys they are all tiles, seen or not."""
         last = cute.ceil_div(seqlen_q, self.tile_q)
         first, masked = Int32(0), Int32(0)
         if const_expr(self.mask.hides):
