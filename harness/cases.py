@@ -1,7 +1,7 @@
-"""The cases every stage must compute correctly or refuse by name; run by `python ref_check.py <stage>`.
+"""The cases every stage must compute correctly or refuse by name; `python ref_check.py <stage>` runs them,
+through `harness.case_list`.
 
-A case is a generator of messages, one for each thing that went wrong. Without a GPU the stage's NumPy model
-stands in and no kernel is executed.
+A case is a generator of messages, one for each thing that went wrong.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from harness import judging, models, needles, policy_cases, reference  # noqa: F401  policy_cases registers its own
+from harness import judging, needles, policy_cases, reference  # noqa: F401  policy_cases registers its own
 from harness.case_runs import (
     as_multiplied,
     differing,

@@ -35,8 +35,14 @@ DECODE = "decode"  # what queries to a cache are computed with
 WITH_POLICIES = [FORWARD, *FORWARD_IN_ROWS.values(), BACKWARD, DETERMINISTIC]
 # The stages that a call may run.
 LIBRARY = [
-    *(FORWARD, *FORWARD_IN_ROWS.values(), BACKWARD, IN_PARTS, DETERMINISTIC, DETERMINISTIC_IN_PARTS),
-    *(ONE_TILE, ONE_TILE_IN_PARTS),
+    FORWARD,
+    *FORWARD_IN_ROWS.values(),
+    BACKWARD,
+    IN_PARTS,
+    DETERMINISTIC,
+    DETERMINISTIC_IN_PARTS,
+    ONE_TILE,
+    ONE_TILE_IN_PARTS,
 ]
 FP8, FP8_ROWS, FP8_CAST = "k7", "k7_rows", "k8"  # of what `quantize` gave, of e4m3 in rows, of 16 bits
 QUANTIZE = "quantize"  # no stage, but the file of the kernel that makes what FP8 reads
