@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness import plots, suite
 from harness.results import DIRECTION_WORDS
-from hopper_attention.kernels import division
+from hopper_attention.kernels import division, ways
 from hopper_attention.kernels.contract import Problem
 
 Rows = list[dict[str, Any]]
@@ -34,7 +34,7 @@ def other_ways(rows: Rows, direction: str) -> list[Way]:
     found = []
     for row in rows:
         problem, us = suite.problem_of(row, direction), row["us"]
-        taken, expected = suite.chosen(problem), expected_times(problem)
+        taken, expected = suite.taken(row, direction), expected_times(problem)
         timed = [name for name in us if name in expected and name != taken]
         if taken in us and taken in expected:
             found += [
@@ -46,7 +46,7 @@ def other_ways(rows: Rows, direction: str) -> list[Way]:
 def expected_times(problem: Problem) -> dict[str, float]:
     """What the model expects of every way, by its name: µs of a forward pass, steps of a backward one."""
     if problem.direction == "fwd":
-        choices, time = division.TILES[problem.head_dim], partial(division.forward_us, problem)
+        choices, time = ways.ways_of(problem), partial(ways.way_us, problem)
     else:
         choices, time = division.divisions(problem), partial(division.steps_of, problem)
     return {suite.way_of(x, problem): time(x) for x in choices}

@@ -128,14 +128,14 @@ class Model(NamedTuple):
 
 
 def models(rows: Rows, direction: str) -> list[Model]:
-    """What the rows of models_<direction>.json say, with the way that `division` chooses today."""
+    """What the rows of models_<direction>.json say, with the way that the library takes."""
     found = []
     for row in rows:
         us, problem = row["us"], suite.problem_of(row, direction)
         call = us[PUBLIC_CALLS[FORWARD_STAGE if direction == "fwd" else BACKWARD_STAGE]]
         peers = {name: x for name, x in us.items() if name in suite.PEERS}
         ways = [x for name, x in us.items() if name not in peers and name not in PUBLIC_CALLS.values()]
-        way, best = suite.chosen(problem), min(peers, key=peers.get)
+        way, best = suite.taken(row, direction), min(peers, key=peers.get)
         steady = us.get(PUBLIC_CALLS[DETERMINISTIC])
         deterministic = call / steady if steady else None
         regret, ratio = us[way] / min(ways), peers[best] / call

@@ -25,13 +25,16 @@ from harness.results import PUBLIC_CALLS
 from harness.suites import SUITES
 from hopper_attention import attention, attention_backward, production, tuned
 from hopper_attention.kernels import division, ladder
+from hopper_attention.kernels import ways as forward_ways
 from hopper_attention.kernels.calls import UNDIVIDED, Parts
 from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.ways import Way
 from hopper_attention.launch import (
     BACKWARD,
     DETERMINISTIC,
     FORWARD,
     IN_PARTS,
+    IN_SLICES,
     ONE_TILE,
     ONE_TILE_IN_PARTS,
 )
@@ -48,21 +51,22 @@ IDENTITY = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_kv", "head_dim", "
 Call = Callable[[], tuple[torch.Tensor, ...]]
 
 
-def way_of(choice: int | Parts, problem: Problem) -> str:
-    """The name of a way: rows of a tile of the forward pass, or parts of a backward one."""
+def way_of(choice: Way | Parts, problem: Problem) -> str:
+    """The name of a way: of the forward pass, or parts of a backward one."""
     if isinstance(choice, Parts):
         one_tile = division.one_tile_pays(problem)
         whole, in_parts = (ONE_TILE, ONE_TILE_IN_PARTS) if one_tile else (BACKWARD, IN_PARTS)
         return whole if choice == UNDIVIDED else f"{in_parts} {choice.heads}×{choice.queries}"
+    name = IN_SLICES if choice.sliced else FORWARD
     first = next(iter(division.TILES[problem.head_dim]))
-    return FORWARD if choice == first else f"{FORWARD} {choice} rows"
+    return name if choice.rows == first else f"{name} {choice.rows} rows"
 
 
-def choice_of(problem: Problem) -> int | Parts:
-    """Rows of a tile, or parts, that the library takes."""
+def choice_of(problem: Problem) -> Way | Parts:
+    """The way, or parts, that the library takes."""
     gpu = tuned.gpu()
     if problem.direction == "fwd":
-        return division.rows_of(problem, *gpu)
+        return forward_ways.way_of(problem, *gpu)
     return production.backward_stage(problem, False, gpu=gpu)[1] or UNDIVIDED
 
 
@@ -71,10 +75,18 @@ def chosen(problem: Problem) -> str:
     return way_of(choice_of(problem), problem)
 
 
-def ways(problem: Problem) -> list[int | Parts]:
+def taken(row: dict[str, Any], direction: str) -> str:
+    """The way that the library takes of a row's problem; in a row from before equal slices, of which it has
+    no time, the whole tiles that its call took."""
+    problem = problem_of(row, direction)
+    way = chosen(problem)
+    return way if way in row["us"] else way_of(Way(division.rows_of(problem, *tuned.gpu())), problem)
+
+
+def ways(problem: Problem) -> list[Way | Parts]:
     """The ways to compute a problem that are timed; the one that the library takes is among them."""
     if problem.direction == "fwd":
-        return list(division.TILES[problem.head_dim])
+        return forward_ways.ways_of(problem)
     by_steps = sorted(division.divisions(problem), key=lambda parts: division.steps_of(problem, parts))
     return list(dict.fromkeys((UNDIVIDED, choice_of(problem), division.parts_of(problem), *by_steps[:WAYS])))
 
@@ -107,7 +119,7 @@ class _One:
         inputs = *self.do, self.q, self.k, self.v, self.o, self.lse
         return attention_backward(*inputs, causal=self.problem.causal, **options)
 
-    def way(self, choice: int | Parts) -> Call:
+    def way(self, choice: Way | Parts) -> Call:
         """A way by itself: one launch after another of a plan that is made already."""
         if not self.backward:
             inputs, options = (self.q, self.k, self.v), (None, self.problem.causal, False)
@@ -131,7 +143,7 @@ class _One:
 
 def kernels(problem: Problem) -> list[Job]:
     """Those of ours that `measure` runs."""
-    found = [production.forward_stage(problem, rows) for rows in ways(problem.with_(direction="fwd"))]
+    found = [production.forward_stage(problem, way) for way in ways(problem.with_(direction="fwd"))]
     if problem.direction == "bwd":
         found += [production.backward_stage(problem, False, parts)[0] for parts in ways(problem)]
         found.append(production.backward_stage(problem, True)[0])

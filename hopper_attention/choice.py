@@ -23,6 +23,6 @@ def slower(problem: Problem) -> str | None:
         return (
             f"a tile of {rows} queries holds {problem.seqlen_q}: decoding, for kernels that divide the keys"
         )
-    if 4 * tiles <= SMS:
+    if 4 * tiles <= SMS and problem.top_left:  # which equal slices do not take (`kernels.ways`)
         return f"its {tiles} tiles of queries leave SMs idle: other kernels divide the keys"
     return None

@@ -25,6 +25,8 @@ from .kernels.device.limits import HEAD_DIMS, compiled_dims, other_dims, tile_di
 FORWARD = "k6"
 # By the rows that `division.rows_of` may choose instead.
 FORWARD_IN_ROWS = {192: "k6_r192", 128: "k6_r128", 64: "k6_r64"}
+# And in equal slices: of tiles with these rows, otherwise with k6's own.
+IN_SLICES, IN_SLICES_OF_ROWS = "k6_slices", {64: "k6_slices_r64"}
 # What gradients are computed with: where tiles of keys are few (`division.parts_of`), in parts; of no more
 # keys than one tile has, without sums of dQ.
 BACKWARD, IN_PARTS = "bwd4", "bwd4_parts"
@@ -37,6 +39,8 @@ WITH_POLICIES = [FORWARD, *FORWARD_IN_ROWS.values(), BACKWARD, DETERMINISTIC]
 LIBRARY = [
     FORWARD,
     *FORWARD_IN_ROWS.values(),
+    IN_SLICES,
+    *IN_SLICES_OF_ROWS.values(),
     BACKWARD,
     IN_PARTS,
     DETERMINISTIC,

@@ -22,7 +22,7 @@ from .checks import (
     like_o,
 )
 from .checks import general_problem_of as problem_of
-from .kernels import calls
+from .kernels import calls, ways
 from .kernels.contract import Problem
 from .kernels.device.limits import bounds, has_own_kernel
 from .plans import Plans
@@ -251,18 +251,16 @@ def without_idle_window(problem: Problem) -> Problem:
     return problem.with_(window=None if (left, right) == (-1, -1) else (left, right))
 
 
-def _plan_forward(q, k, v, more: Tensors, *options: object, rows: int | None = None) -> Made:
-    """`rows` are for who measures: otherwise what `division` chooses."""
+def _plan_forward(q, k, v, more: Tensors, *options: object) -> Made:
     problem, numbers = _problem_of("fwd", q, k, v, more, *options)
     lse_shape = q.shape[:3] if more.cu_q is None else (q.shape[1], q.shape[0])
     outputs = production._dense_like(q, v.shape[-1]), production._dense(lse_shape, torch.float32)
     if not q.numel() or not k.numel() or problem.sequences == ():
         return Made(Plan(None, outputs, (), ()), numbers)
     gpu = tuned.gpu(q.device)
-    stage_id = production.forward_stage(problem, rows, gpu)
-    options = production.OPTIONS.get(stage_id, {})
-    part = production._part(WHOLE, WHOLE, calls.forward_scratch(problem, **options))
-    launch = production._launch(stage_id, problem, gpu)
+    way = ways.way_of(problem, *gpu)
+    part = production._part(WHOLE, WHOLE, production.forward_scratch(problem, way, gpu.sms))
+    launch = production._launch(production.forward_stage(problem, way, gpu), problem, gpu)
     return Made(Plan(launch, outputs, (part,), ()), numbers)
 
 

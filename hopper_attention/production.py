@@ -20,11 +20,12 @@ from .checks import (
     gradient_problem_of,
     problem_of,
 )
-from .kernels import calls, division
+from .kernels import calls, calls_slices, division, ways
 from .kernels.calls import UNDIVIDED, Parts
 from .kernels.contract import Problem, Scratch
 from .kernels.device.constants import GRID_YZ_MAX
 from .kernels.device.limits import has_own_kernel, tile_dim
+from .kernels.ways import Way
 from .launch import (
     BACKWARD,
     DETERMINISTIC,
@@ -32,6 +33,8 @@ from .launch import (
     FORWARD,
     FORWARD_IN_ROWS,
     IN_PARTS,
+    IN_SLICES,
+    IN_SLICES_OF_ROWS,
     ONE_TILE,
     ONE_TILE_IN_PARTS,
     kernel_for,
@@ -60,7 +63,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     DETERMINISTIC: calls.DETERMINISTIC,
     DETERMINISTIC_IN_PARTS: calls.DETERMINISTIC,
     ONE_TILE_IN_PARTS: calls.DIVIDED,
-    **{stage_id: {"rows": rows} for rows, stage_id in FORWARD_IN_ROWS.items()},
+    **{x: {"rows": rows} for of in (FORWARD_IN_ROWS, IN_SLICES_OF_ROWS) for rows, x in of.items()},
 }
 
 
@@ -245,21 +248,20 @@ def reason_against(
 
 
 def _plan_forward(
-    q, k, v, softmax_scale: float | None, causal: bool, top_left: bool, rows: int | None = None,
+    q, k, v, softmax_scale: float | None, causal: bool, top_left: bool, way: Way | None = None,
     with_lse: bool = True,
 ) -> Plan:  # fmt: skip
-    """`rows` are for who measures: otherwise what `division` chooses."""
+    """`way` is for who measures: otherwise what `division` chooses."""
     problem, given = _scaled(problem_of(q, k, v, causal, top_left), softmax_scale)
     _check_inputs(FORWARD, problem, q=q, k=k, v=v)
     outputs = _dense_like(q, v.shape[3]), _dense(q.shape[:3], torch.float32)
-    scratch = calls.forward_scratch(problem)
-    if not with_lse:
-        scratch = {"lse": (q.shape[:3], "float32")} | scratch
-    whole = _part(WHOLE, WHOLE, scratch, "fwd")
+    lse = {} if with_lse else {"lse": (q.shape[:3], "float32")}
     if not q.numel():
-        return Plan(None, outputs, (whole,), given)
+        return Plan(None, outputs, (), given)
     gpu = tuned.gpu(q.device)
-    launch = _launch(forward_stage(problem, rows, gpu), problem, gpu)
+    way = way or ways.way_of(problem, *gpu)
+    whole = _part(WHOLE, WHOLE, lse | forward_scratch(problem, way, gpu.sms), "fwd")
+    launch = _launch(forward_stage(problem, way, gpu), problem, gpu)
     return Plan(launch, outputs[: 2 if with_lse else 1], (whole,), given)
 
 
@@ -287,14 +289,23 @@ def _plan_backward(
     return Plan(_launch(stage_id, problem, gpu), outputs, tuple(launches), given, unreadable)
 
 
-def forward_stage(problem: Problem, rows: int | None = None, gpu: tuned.Gpu = tuned.H200) -> str:
-    """The stage that computes O of a problem that FORWARD takes, by default in tiles of as many rows as
-    `division` chooses. Raises ValueError for rows that no tile of this head_dim has."""
-    rows = rows or division.rows_of(problem, *gpu)
+def forward_stage(problem: Problem, way: Way | None = None, gpu: tuned.Gpu = tuned.H200) -> str:
+    """The stage that computes O of a problem that FORWARD takes, by default in the way that `ways` chooses.
+    Raises ValueError for rows that no tile of this head_dim has."""
+    way = way or ways.way_of(problem, *gpu)
     own, *others = division.TILES[tile_dim(problem)]
-    if rows not in (own, *others):
-        raise ValueError(f"tiles of head_dim {problem.head_dim} have {own} or {others} rows, not {rows}")
-    return FORWARD if rows == own else FORWARD_IN_ROWS[rows]
+    if way.rows not in (own, *others):
+        raise ValueError(f"tiles of head_dim {problem.head_dim} have {own} or {others} rows, not {way.rows}")
+    whole, in_rows = (IN_SLICES, IN_SLICES_OF_ROWS) if way.sliced else (FORWARD, FORWARD_IN_ROWS)
+    return whole if way.rows == own else in_rows[way.rows]
+
+
+def forward_scratch(problem: Problem, way: Way, sms: int) -> Scratch:
+    """What a launch of a way needs beside its tensors."""
+    if not way.sliced:
+        return calls.forward_scratch(problem, way.rows)
+    ctas = division.TILES[tile_dim(problem)][way.rows].ctas
+    return calls_slices.slices_scratch(problem, way.rows, sms * ctas)
 
 
 def backward_stage(

@@ -18,6 +18,7 @@ from . import production, tuned
 from .kernels import division
 from .kernels.contract import Problem
 from .kernels.division import Tile, Tiles
+from .kernels.ways import Way
 
 FEW, MANY = 8, 32  # steps of a tile in two launches that differ by nothing else
 REPEATS = 30
@@ -65,7 +66,7 @@ def on_this_gpu(problem: Problem, rows: int) -> float:
     make = lambda *shape: torch.randn(*shape, problem.head_dim, device="cuda", dtype=torch.bfloat16)
     q = make(problem.batch, problem.heads, problem.seqlen_q)
     k, v = (make(problem.batch, problem.kv_heads, problem.seqlen_kv) for _ in range(2))
-    plan = production._plan_forward(q, k, v, None, problem.causal, problem.top_left, rows)
+    plan = production._plan_forward(q, k, v, None, problem.causal, problem.top_left, Way(rows))
     flush = torch.empty(MEMORY_BYTES, dtype=torch.int8, device="cuda")
     times = []
     for _ in range(REPEATS):

@@ -13,7 +13,8 @@ Supports          bf16 and fp16; head_dim 64, 128, 256, and multiples of 8 betwe
                   O's its own (notes/head_dims.md); lengths ≥ 1; GQA and MQA; causal masks, windows, soft
                   caps, sinks and packed sequences, as `contract.Problem` defines them. A query that sees no
                   key gives O = 0, and LSE = −∞ or the sink.
-Note              notes/k6.md: the schedule drawn, what each idea is worth, what lost; k6_policies.md.
+Where to read     Here are the consumers; k6_loads.py has the producer, device/query_tiles.py which tiles are
+                  seen. notes/k6.md: the schedule drawn, what each idea is worth, what lost; k6_policies.md.
 """
 
 import math
@@ -22,7 +23,7 @@ from enum import IntEnum
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
@@ -32,29 +33,21 @@ from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
 from .device.forward_shapes import CONFIGS, VARIANTS, config_of, variants_for  # noqa: F401  for ablations
 from .device.given import fake_given, fake_list, take_apart
+from .device.key_slices import SlicedKeys, Slices, fake_slices
 from .device.lazy import exponentiate, first_room, first_softmax, follow_maximum, raise_maximum, subtract
 from .device.limits import has_own_kernel, tile_dims
 from .device.masks import Mask, mask_of
 from .device.packed import DENSE
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
-from .device.query_tiles import ROWS, Config, QueryTiles, work_on_query_tiles
-from .device.rings import (
-    CONSUMER,
-    PRODUCER,
-    OwnStages,
-    await_next,
-    leave_hidden,
-    put,
-    put_both,
-    skip,
-    tma_rings,
-)
+from .device.query_tiles import ROWS, Config, work_on_query_tiles
+from .device.rings import CONSUMER, OwnStages, await_next, leave_hidden, skip, tma_rings
 from .device.rows import OWN_ROWS, sum_of_row, with_sink
 from .device.shared_tiles import packed_tiles
 from .device.stores import WARP_ROWS, WARPS, WarpStores, await_stores, rounded, store_of_rows, store_warp_rows
-from .device.tile_order import fetch, message_ring, tell
-from .device.tma import allocate_tiles, load_atom, partition_tma, store_atom
+from .device.tile_order import message_ring
+from .device.tma import allocate_tiles, load_atom, store_atom
 from .device.wgmma import exchanged, round_fragment
+from .k6_loads import END, FIRST, FOLLOWS, LoadingQueries
 
 STAGES = (
     Stage(
@@ -67,8 +60,6 @@ STAGES = (
     ),
 )
 
-END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
-NOWHERE = 2**20  # a tile of queries behind those of any sequence
 # How far a row's maximum may rise before O is rescaled. A term 2^(s − max) that has become a maximum is 1 and
 # exact; one above 1 is rounded, and its row with it if it makes up much of the row's sum.
 GROWTH = 8.0  # in powers of two; at most
@@ -80,9 +71,10 @@ class Barrier(IntEnum):
 
     CTA = 0
     Q_READ = 1
+    LEFT = 5
 
 
-class FlashAttentionForward(QueryTiles):
+class FlashAttentionForward(LoadingQueries):
     """The CTA: C = `consumers` warpgroups, then a warpgroup of which one warp, the producer, loads.
 
     barrier, how often         who arrives, how many                     who waits
@@ -94,22 +86,25 @@ class FlashAttentionForward(QueryTiles):
     tile heard, 1              all consumers' threads, 128·C             the producer
     Barrier.CTA                everyone, once: the rings are there       everyone
     Barrier.Q_READ + c, C      consumer c's threads, 128, done with Q    the same, where O takes Q's place
+    Barrier.LEFT + c, C        the same, done with their first piece     the warp behind the producer (slices)
     """
 
     def __init__(
         self, head_dim: int, mask: Mask, dtype: str, config: Config | None = None, sms: int = SMS,
         share: float = SHARE, exact: bool = False, has: tuple[str, ...] = (), cap: str = "polynomial",
-        value_dim: int | None = None,
+        value_dim: int | None = None, sliced: bool = False,
     ):  # fmt: skip
         """`share` 0 leaves GROWTH alone to decide; `exact` follows the maximum in every tile, as an eager
-        softmax does. `has` names what a launch is given: `calls.given_names`; `cap` is SoftCap's way."""
+        softmax does. `has` names what a launch is given: `calls.given_names`; `cap` is SoftCap's way.
+        `sliced`: k6_slices."""
         assert share >= 0.0, "a share of a sum"
         self.share, self.growth = (0.0, 0.0) if exact else (share, GROWTH)
         self.value_dim = value_dim or head_dim  # columns of V and O
         config = config or CONFIGS[head_dim]
         self.has, self.cap_way, self.cap = has, cap, None
         self.has_policies = bool({*has} - {"scale"})
-        batch = packed_tiles(config.consumers) if "sequences" in has else DENSE
+        batch = SlicedKeys(config.tile_kv) if sliced else DENSE
+        batch = packed_tiles(config.consumers) if "sequences" in has else batch
         super().__init__(head_dim, mask, ROWS * config.consumers, config.tile_kv, batch)
         self.dtype, self.config, self.sms = ELEMENTS[dtype], config, sms
         self.consumers, self.stages = config.consumers, config.stages
@@ -121,9 +116,7 @@ class FlashAttentionForward(QueryTiles):
         self.q_stages, self.o_over_q = min(self.q_and_o, 2), self.q_and_o < 3
         # The tiles that only other consumers see must fit beside one stage of V: see `leave_hidden`.
         assert self.consumers <= self.stages and self.tile_kv >= ROWS
-        self.plain = not (self.packed or self.mask.hides_first)  # a CTA has a tile, and begins at key 0
         self.message = 1 + self.batch.words  # how a tile is announced, and its place
-        self.nowhere = [0 if self.plain else NOWHERE] + [0] * (self.batch.words - 1)  # a place without rows
 
     def section_bytes(self, seqlen_kv):  # the same heads up to 2048 or 4096 keys, then 8 or 16 MiB
         return cutlass.min(seqlen_kv, 4096 if self.head_dim == 256 and not self.has_policies else 2048) * 4096
@@ -135,14 +128,19 @@ class FlashAttentionForward(QueryTiles):
     @property
     def smem_bytes(self) -> int:
         barriers = 2 * (self.q_stages * self.consumers + 2 * self.stages + 1)
-        return self.tile_bytes(self.q_and_o) + 16 * math.ceil(self.message / 4) + barriers * 8
+        words = math.ceil(self.message / 4) + (math.ceil(self.consumers / 4) if self.sliced else 0)
+        return self.tile_bytes(self.q_and_o) + 16 * words + barriers * 8
 
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, *rest):
-        """`rest` is `calls.forward_scratch`, what `calls.given_names` names, and the stream."""
-        mList, mCounter, given, stream = take_apart(rest, self.has)
+        """`rest` is `calls.forward_scratch` or `calls_slices.slices_scratch`, what `calls.given_names`
+        names, and the stream."""
         batch, heads, seqlen_q, _ = mQ.shape
         listing, tiles = None, cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
+        if const_expr(self.sliced):
+            listing, tiles = self.slices_of(*rest[:2], mQ, mK)
+            rest = rest[2:]
+        mList, mCounter, given, stream = take_apart(rest, self.has)
         if const_expr(self.packed):
             totals = seqlen_q, mK.shape[2]
             listing, tiles = self.list_tiles(mList, given, totals, heads, self.sms * self.config.ctas, stream)
@@ -169,7 +167,11 @@ class FlashAttentionForward(QueryTiles):
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         extents = mQ.shape[0], mK.shape[0]
-        consumer_warps = WARPS * self.consumers
+        consumer_warps, taken = WARPS * self.consumers, None
+        if const_expr(self.sliced):
+            self.slices, taken = Slices(*listing), Int32(0)
+            if tidx == consumer_warps * WARP:
+                taken = cute.arch.atomic_add(mCounter.iterator.llvm_ptr, Int32(1))
 
         smem = SmemAllocator()
         q_places = self.q_stages * self.consumers  # of Q; a consumer's are its number, and that + consumers
@@ -182,6 +184,8 @@ class FlashAttentionForward(QueryTiles):
         sK, sV = of_keys(self.head_dim), of_keys(self.value_dim)  # (key, column, stage)
         sVt = exchanged(sV)  # (head_dim, key, stage): the same bytes, as operand B of P·V takes them
         sTile = smem.allocate_tensor(Int32, cute.make_layout(self.message), 16)
+        if const_expr(self.sliced):
+            sLeft = smem.allocate_tensor(Int32, cute.make_layout(self.consumers), 16)
         q_ring, k_ring, v_ring = tma_rings(
             smem,
             (q_places, ROWS * self.head_dim * 2, WARPS),  # every consumer waits for its own rows of Q
@@ -195,57 +199,15 @@ class FlashAttentionForward(QueryTiles):
         pipeline.pipeline_init_wait()  # Barrier.CTA
 
         if warp_idx >= consumer_warps:
-            # 1. the producer: runs ahead as far as the rings have room, across the ends of tiles
-            #     for each tile of queries: tell the consumers where it lies · load Q of consumer 0, K₀, Q of
-            #         the others, V₀ · load Kⱼ and Vⱼ for j = 1, 2, …, from left to right · fetch the next
-            #     tell the consumers that there are no more
+            # 1. the producer
             cute.arch.setmaxregister_decrease(self.config.registers[0])
             if warp_idx == consumer_warps:
-                q_put = pipeline.make_pipeline_state(PRODUCER, q_places)
-                kv_put = pipeline.make_pipeline_state(PRODUCER, self.stages)
-                tile_put = pipeline.make_pipeline_state(PRODUCER, 1)
-                tile, _, _ = cute.arch.block_idx()
-                announced = Int32(FIRST)
-                if const_expr(self.packed):
-                    for atom in (load_Q, load_K, load_V):
-                        cpasync.prefetch_descriptor(atom)
-                    listed, tiles, alone = self.locate_first(tile, tiles, mQ, mK, listing)
-                while tile < tiles:
-                    place = listed if const_expr(self.packed) else self.locate(tile, mQ, mK)
-                    tell(tile_ring, tile_put, sTile, (announced, *place))
-                    tile_put.advance()
-                    q_block, head = place[0], place[1]
-                    kv_head = head // (mQ.shape[2] // mK.shape[2])
-                    # (TMA, block of rows) in global memory, (TMA, place or stage) in shared
-                    tQgQ, tQsQ = partition_tma(load_Q, self.batch.queries_from(mQ, head, place), sQ)
-                    tKgK, tKsK = partition_tma(load_K, self.batch.keys_from(mK, kv_head, place), sK)
-                    tVgV, tVsV = partition_tma(load_V, self.batch.keys_from(mV, kv_head, place), sV)
-                    lengths = self.batch.lengths(place, extents)
-                    first = self.first_of_tile(q_block, *lengths)
-                    for i in range_constexpr(self.consumers):
-                        put(q_ring, q_put, load_Q, tQgQ[self.queries_at(place, i)], tQsQ)
-                        q_put.advance()
-                        if const_expr(i == 0):
-                            put(k_ring, kv_put, load_K, tKgK[self.batch.keys_at(place, first)], tKsK)
-                    put(v_ring, kv_put, load_V, tVgV[self.batch.keys_at(place, first)], tVsV)
-                    kv_put.advance()
-                    kv_blocks = self.tiles_loaded(place, lengths)
-                    last = cutlass.max(first + 1, kv_blocks - 1) if const_expr(self.packed) else kv_blocks
-                    kv = k_ring, load_K, tKgK, tKsK, v_ring, load_V, tVgV, tVsV
-                    for block in range(first + 1, last, unroll=1):
-                        put_both(*kv, kv_put, self.batch.keys_at(place, block))
-                        kv_put.advance()
-                    if const_expr(self.packed):
-                        tiles, alone = self.once_listed(announced == FIRST, tiles, alone, mQ, listing)
-                    tile = fetch(mCounter, tiles)
-                    if const_expr(self.packed):
-                        # What the list says of the next tile comes while the last stage is waited for.
-                        listed = self.locate_listed(tile, alone, mQ, mK, listing[0])
-                        for block in range(last, kv_blocks, unroll=1):
-                            put_both(*kv, kv_put, self.batch.keys_at(place, block))
-                            kv_put.advance()
-                    announced = Int32(FOLLOWS)
-                tell(tile_ring, tile_put, sTile, (END, *self.nowhere))
+                rings = q_ring, k_ring, v_ring, tile_ring
+                loads = load_Q, mQ, sQ, load_K, mK, sK, load_V, mV, sV
+                self.produce(rings, sTile, loads, mCounter, tiles, listing, taken)
+            elif const_expr(self.sliced):
+                if warp_idx == consumer_warps + 1:
+                    self.tell_others(sLeft, self.consumers, Barrier.LEFT)
         else:
             # 2. a consumer's prologue, up to the first tile's S
             #     issue S = Q·K₀ᵀ
@@ -338,6 +300,12 @@ class FlashAttentionForward(QueryTiles):
                 here, this_row = place, first_row
                 v_ring.consumer_wait(v_get)
                 multiply_pv(x, v_get, own_blocks - first)  # of the tile before `own_blocks`, the last
+                if const_expr(self.sliced):
+                    self.await_pieces(place, warp_idx)
+                    warpgroup.wait_group(0)
+                    here, this_row = self.join(x.rO, O, row_max, row_sum, place, first_row, tidx)
+                    if announced == FIRST:
+                        self.say_left(sLeft, place, consumer, thread, Barrier.LEFT)
                 inverse, lse = [None, None], [None, None]
                 for r in range_constexpr(OWN_ROWS):
                     total, factor = sum_of_row(row_sum[r]), 1.0
@@ -443,8 +411,14 @@ def lazy_maximum(problem: Problem, **options: object) -> LazyMaximum:
 
 
 def compile_kernel(problem: Problem, **options: object) -> object:
+    return compile_forward(kernel_for(problem, **options), problem)
+
+
+def compile_forward(kernel: FlashAttentionForward, problem: Problem) -> object:
     q, k, v, o = fake_gqa(problem.head_dim if has_own_kernel(problem) else None, problem.dtype)
-    kernel = kernel_for(problem, **options)
-    counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
-    scratch = [fake_list(), counter] if kernel.packed else [counter]
+    scratch = [make_fake_tensor(Int32, (1,), (1,), assumed_align=4)]
+    if kernel.packed:
+        scratch = [fake_list(), *scratch]
+    elif kernel.sliced:
+        scratch = [*fake_slices(kernel.value_dim, WARPGROUP * kernel.consumers), *scratch]
     return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), *scratch, *fake_given(q.shape[1], kernel.has))

@@ -22,6 +22,8 @@ LADDER: dict[str, str] = {
     "k6_r192": "k6_rows",
     "k6_r128": "k6_rows",
     "k6_r64": "k6_rows",
+    "k6_slices": "k6_slices",
+    "k6_slices_r64": "k6_slices",
     "k7": "k7",
     "k7_rows": "k7_rows",
     "k8": "k8",

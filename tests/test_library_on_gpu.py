@@ -13,7 +13,7 @@ from harness.inputs import hopper_gpu, random_inputs
 from hopper_attention import attention, attention_backward, enabled, production
 from hopper_attention.checks import problem_of
 from hopper_attention.integrations import huggingface
-from hopper_attention.kernels import division, ladder
+from hopper_attention.kernels import division, ladder, ways
 from hopper_attention.kernels.calls import Parts
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import ONE_TILE, ONE_TILE_IN_PARTS
@@ -124,14 +124,44 @@ def test_in_parts_and_deterministic(mask: dict, head_dim: int) -> None:
 @every_mask
 @every_head_dim
 @pytest.mark.parametrize("seqlen_q", [1, 65, 1000])
-def test_tiles_of_every_height(
+def test_every_way_to_the_forward_pass(
     mask: dict, head_dim: int, seqlen_q: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v, do = random_inputs(problem(head_dim, seqlen_q=seqlen_q))
-    for rows in division.TILES[head_dim]:
-        monkeypatch.setattr(division, "rows_of", lambda problem, *gpu, rows=rows: rows)
+    for way in ways.ways_of(problem(head_dim, seqlen_q=seqlen_q, **mask)):
+        monkeypatch.setattr(ways, "way_of", lambda problem, *gpu, way=way: way)
         production.plans.clear()
         assert verdicts(q, k, v, do, **mask) == []
+    production.plans.clear()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 40, 40, 2048, 2048, 128),  # whole tiles beside slices
+        (1, 12, 12, 1500, 1500, 64),
+        (1, 8, 1, 64, 32768, 128),  # many pieces of a tile
+        (1, 4, 4, 1, 70000, 64),
+        (2, 16, 8, 300, 4000, 256),
+    ],
+)
+def test_slices_are_right_and_always_the_same(
+    shape: tuple[int, ...], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Problem(*shape, causal)
+    q, k, v = random_inputs(asked)
+    expected = judging.Expected(q, k, v, causal)
+    for way in (x for x in ways.ways_of(asked) if x.sliced):
+        monkeypatch.setattr(ways, "way_of", lambda problem, *gpu, way=way: way)
+        production.plans.clear()
+        first = attention(q, k, v, causal=causal, return_lse=True)
+        stage, file = ladder.load(production.forward_stage(asked, way))
+        rounding = reference.rounding_of(stage, file, asked, **stage.options)
+        assert expected.judge(dict(zip(("o", "lse"), first)), rounding).failures == ()
+        for _ in range(20):
+            again = attention(q, k, v, causal=causal, return_lse=True)
+            assert all(x.equal(y) for x, y in zip(again, first))
     production.plans.clear()
 
 

@@ -1,0 +1,103 @@
+"""The warp of k6 that loads: queries, and the keys and values that they see."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr, pipeline, range_constexpr
+from cutlass.cute.nvgpu import cpasync
+
+from .device.key_slices import NOWHERE, SlicedTiles
+from .device.rings import PRODUCER, put, put_both
+from .device.tile_order import fetch, tell
+from .device.tma import partition_tma
+
+END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
+
+
+class LoadingQueries(SlicedTiles):
+    """Tiles of queries, and who loads them."""
+
+    consumers: int
+    q_stages: int  # of each consumer's 64 rows of Q
+    stages: int  # of the ring of K, and of V
+
+    @property
+    def plain(self) -> bool:
+        """Whether a CTA has a tile, and begins at its first key."""
+        return not (self.packed or self.mask.hides_first)
+
+    @property
+    def nowhere(self) -> list[int]:
+        """A place without rows, which consumers hear of at the end."""
+        return [0 if self.plain else NOWHERE] + [0] * (self.batch.words - 1)
+
+    @cute.jit
+    def produce(self, rings, sTile, loads, mCounter, tiles, listing, taken):
+        """The producer warp, to the end, as far ahead as the rings have room, across the ends of tiles:
+
+        for each tile of queries:
+            tell the consumers where it lies
+            load Q of consumer 0, K₀, Q of the others, V₀
+            load Kⱼ and Vⱼ for j = 1, 2, …, from left to right
+            fetch the next
+        tell the consumers that there are no more
+        """
+        q_ring, k_ring, v_ring, tile_ring = rings
+        load_Q, mQ, sQ, load_K, mK, sK, load_V, mV, sV = loads
+        extents = mQ.shape[0], mK.shape[0]
+        q_put = pipeline.make_pipeline_state(PRODUCER, self.q_stages * self.consumers)
+        kv_put = pipeline.make_pipeline_state(PRODUCER, self.stages)
+        tile_put = pipeline.make_pipeline_state(PRODUCER, 1)
+        tile, _, _ = cute.arch.block_idx()
+        announced = Int32(FIRST)
+        if const_expr(self.packed):
+            for atom in (load_Q, load_K, load_V):
+                cpasync.prefetch_descriptor(atom)
+            listed, tiles, alone = self.locate_first(tile, tiles, mQ, mK, listing)
+        if const_expr(self.sliced):
+            number, at = self.own_slice(mCounter, taken, mQ, mK)
+            tile, tiles, *_ = at
+        while tile < tiles:
+            if const_expr(self.packed):
+                place = listed
+            elif const_expr(self.sliced):
+                place = self.locate_piece(number, tile, tiles, mQ, mK)
+            else:
+                place = self.locate(tile, mQ, mK)
+            tell(tile_ring, tile_put, sTile, (announced, *place))
+            tile_put.advance()
+            q_block, head = place[0], place[1]
+            kv_head = head // (mQ.shape[2] // mK.shape[2])
+            # (TMA, block of rows) in global memory, (TMA, place or stage) in shared
+            tQgQ, tQsQ = partition_tma(load_Q, self.batch.queries_from(mQ, head, place), sQ)
+            tKgK, tKsK = partition_tma(load_K, self.batch.keys_from(mK, kv_head, place), sK)
+            tVgV, tVsV = partition_tma(load_V, self.batch.keys_from(mV, kv_head, place), sV)
+            lengths = self.batch.lengths(place, extents)
+            first = self.first_of_tile(q_block, *lengths)
+            for i in range_constexpr(self.consumers):
+                put(q_ring, q_put, load_Q, tQgQ[self.queries_at(place, i)], tQsQ)
+                q_put.advance()
+                if const_expr(i == 0):
+                    put(k_ring, kv_put, load_K, tKgK[self.batch.keys_at(place, first)], tKsK)
+            put(v_ring, kv_put, load_V, tVgV[self.batch.keys_at(place, first)], tVsV)
+            kv_put.advance()
+            kv_blocks = self.tiles_loaded(place, lengths)
+            last = cutlass.max(first + 1, kv_blocks - 1) if const_expr(self.packed) else kv_blocks
+            kv = k_ring, load_K, tKgK, tKsK, v_ring, load_V, tVgV, tVsV
+            for block in range(first + 1, last, unroll=1):
+                put_both(*kv, kv_put, self.batch.keys_at(place, block))
+                kv_put.advance()
+            if const_expr(self.packed):
+                tiles, alone = self.once_listed(announced == FIRST, tiles, alone, mQ, listing)
+            if const_expr(self.sliced):
+                at = self.next_piece((tile + place[4], *at[1:]), mQ, mK)
+                tile, tiles, *_ = at
+            else:
+                tile = fetch(mCounter, tiles)
+            if const_expr(self.packed):
+                # What the list says of the next tile comes while the last stage is waited for.
+                listed = self.locate_listed(tile, alone, mQ, mK, listing[0])
+                for block in range(last, kv_blocks, unroll=1):
+                    put_both(*kv, kv_put, self.batch.keys_at(place, block))
+                    kv_put.advance()
+            announced = Int32(FOLLOWS)
+        tell(tile_ring, tile_put, sTile, (END, *self.nowhere))

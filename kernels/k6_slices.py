@@ -1,0 +1,84 @@
+"""K6 in equal slices: for problems whose tiles of queries do not fill the GPU, or fill it unevenly.
+
+The idea          96 tiles of 192 queries leave 36 of 132 SMs idle; 64 tiles of 8192 keys leave half. Here a
+                  tile's keys go to as many CTAs as it takes for all to end together: all steps stand in one
+                  list, and each CTA has an equal slice of it.
+What changes      against k6: which keys a CTA takes of a tile; where it does not have the last of them, it
+                  leaves O, maxima and sums in fp32 to the CTA that has (device/key_slices.py).
+What does not     the main loops.
+Supports          as k6, without windows, caps, sinks and packed sequences; a causal mask at unequal lengths
+                  aligned at the bottom right only.
+Where to read     device/key_slices.py; ways.py has the choice.
+"""
+
+from dataclasses import replace
+
+from . import k6
+from .calls import refuse_forward, run_forward
+from .calls_slices import refuse_steps, slices_scratch
+from .contract import LazyMaximum, Problem, Scratch, Stage, Work
+from .device.constants import SMS
+from .device.limits import refuse_policies
+from .device.query_tiles import ROWS, Config, work_on_query_tiles
+from .k6_rows import SHORT
+
+STAGES = (
+    Stage(
+        "k6_slices",
+        "the production forward, in equal slices",
+        "the keys of a tile of queries among CTAs, which all end together",
+        "k6",
+        model="flash_attention_lazy",
+        rounds_p=True,
+    ),
+    Stage(
+        "k6_slices_r64",
+        "the production forward, in equal slices, tiles of 64 queries",
+        "the same of 64 queries a CTA: for few queries to many keys",
+        "k6_slices",
+        model="flash_attention_lazy",
+        rounds_p=True,
+        options={"rows": 64},
+    ),
+)
+
+
+def supports(problem: Problem) -> str | None:
+    if reason := refuse_forward(problem) or refuse_policies(problem):
+        return reason
+    if problem.top_left and problem.seqlen_q != problem.seqlen_kv:
+        return "aligns a causal mask at the bottom right"
+    return refuse_steps(problem)
+
+
+run_kernel = run_forward
+
+
+def workspace(problem: Problem, rows: int | None = None, sms: int = SMS) -> Scratch:
+    config = config_for(problem, rows)
+    return slices_scratch(problem, ROWS * config.consumers, sms * config.ctas)
+
+
+def config_for(problem: Problem, rows: int | None) -> Config:
+    return k6.config_of(problem, SHORT[rows] if rows else k6.CONFIGS)
+
+
+def kernel_for(problem: Problem, rows: int | None = None, sms: int = SMS) -> k6.FlashAttentionForward:
+    return k6.kernel_for(problem, config=config_for(problem, rows), sms=sms, sliced=True)
+
+
+def work(problem: Problem, **options: object) -> list[Work]:
+    kernel = kernel_for(problem, **options)
+    found = work_on_query_tiles(kernel, problem)
+    # A third loop adds pieces, of which a CTA leaves one at most. The words of one or two consumers that one
+    # is left take 8 bytes of shared memory, of which `smem_bytes` counts 16.
+    pieces, spare = kernel.sms * kernel.config.ctas / max(1, found.passes), 8 * (kernel.consumers <= 2)
+    return [replace(found, trips=(*found.trips, pieces), smem_bytes=found.smem_bytes - spare)]
+
+
+def lazy_maximum(problem: Problem, rows: int | None = None, **_: object) -> LazyMaximum:
+    return k6.lazy_maximum(problem, config=config_for(problem, rows))
+
+
+def compile_kernel(problem: Problem, **options: object) -> object:
+    return k6.compile_forward(kernel_for(problem, **options), problem)
