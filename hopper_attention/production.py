@@ -251,7 +251,7 @@ def _plan_forward(
     q, k, v, softmax_scale: float | None, causal: bool, top_left: bool, way: Way | None = None,
     with_lse: bool = True,
 ) -> Plan:  # fmt: skip
-    """`way` is for who measures: otherwise what `division` chooses."""
+    """`way` is for who measures: otherwise what `ways` chooses."""
     problem, given = _scaled(problem_of(q, k, v, causal, top_left), softmax_scale)
     _check_inputs(FORWARD, problem, q=q, k=k, v=v)
     outputs = _dense_like(q, v.shape[3]), _dense(q.shape[:3], torch.float32)

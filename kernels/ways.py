@@ -59,7 +59,7 @@ def slices_us(problem: Problem, rows: int, sms: int = SMS, tiles: Tiles = TILES)
     columns = tile_dim(problem)
     tile = tiles[columns][rows]
     steps = [math.ceil(keys / tile.keys) for keys in _keys_seen(problem, rows)]
-    slices = slices_of(problem, sum(steps), max(steps), len(steps), sms, tile.ctas, columns)
+    slices = slices_of(problem, steps, sms, tile.ctas)
     beside = min(tile.ctas, slices.count / sms)  # CTAs that an SM has at once
     step = max(tile.alone, tile.step * beside)
     of_tile = slices.steps * len(steps) / sum(steps)
@@ -78,15 +78,12 @@ class Slices(NamedTuple):
     steps: int  # of the busiest of them
 
 
-def slices_of(
-    problem: Problem, of_head: int, longest: int, blocks: int, sms: int, ctas: int, columns: int
-) -> Slices:
-    """For so many steps of a head, of its longest tile, and tiles of it, on a GPU with so many SMs that have
-    `ctas` CTAs each."""
-    heads, whole = problem.batch * problem.heads, 0
+def slices_of(problem: Problem, steps: list[int], sms: int, ctas: int) -> Slices:
+    """For the steps of each tile of a head, on a GPU with so many SMs that have `ctas` CTAs each."""
+    heads, longest, whole = problem.batch * problem.heads, max(steps), 0
     key_rows = problem.batch * problem.kv_heads * problem.seqlen_kv
-    if not problem.causal and ctas == 1 and key_rows > KEPT_BYTES // (4 * columns):
-        whole = heads * blocks // sms * sms
-    divided = heads * of_head - whole * longest
+    if not problem.causal and ctas == 1 and key_rows > KEPT_BYTES // (4 * tile_dim(problem)):
+        whole = heads * len(steps) // sms * sms
+    divided = heads * sum(steps) - whole * longest
     share = max(-(-divided // (sms * ctas)), math.isqrt(longest - 1) + 1)
     return Slices(divided, share, whole, -(-divided // share), share + whole // sms * longest)

@@ -16,6 +16,7 @@ from hopper_attention.kernels.contract import Problem
 
 k6, SHORT = kernels("k6"), kernels("k6_rows").SHORT
 Causal, ROWS = kernels("device.masks").Causal, kernels("device.query_tiles").ROWS
+NOWHERE = kernels("device.key_slices").NOWHERE
 
 LENGTHS = (
     (64, 64),
@@ -81,7 +82,7 @@ class Cta:
 
     def place(self, tile: Tile | None) -> tuple[int, ...]:
         """As it is told to the consumers."""
-        q_block, lengths, *heads = tile or (k6.NOWHERE, (0, 0))
+        q_block, lengths, *heads = tile or (NOWHERE, (0, 0))
         sharing = [int(self.kernel.batch.sharing(*heads[0]) if heads else 0)] * self.kernel.batch.shares
         head = heads[0][0] if heads else 0
         return (

@@ -57,9 +57,7 @@ def check_model(problem: Problem, kernel: object, ctas: int) -> None:
     """`ways`, which chooses, has the kernel's numbers."""
     seen = division._keys_seen(problem, kernel.tile_q)
     steps = [math.ceil(keys / kernel.tile_kv) for keys in seen]
-    of_kernel, ours = kernel.slices, ways.slices_of(
-        problem, sum(steps), max(steps), len(steps), kernel.sms, kernel.config.ctas, kernel.head_dim
-    )  # fmt: skip
+    of_kernel, ours = kernel.slices, ways.slices_of(problem, steps, kernel.sms, kernel.config.ctas)
     assert (of_kernel.divided, of_kernel.share, of_kernel.whole) == ours[:3]
     assert ctas == max(ours.count, min(ours.whole, kernel.sms))
 
@@ -99,7 +97,7 @@ def test_all_slices_end_together_where_nothing_is_kept_whole() -> None:
 
 
 def test_tiles_of_which_each_sm_has_as_many_are_kept_whole() -> None:
-    """Flux, 4608 tokens: 600 tiles are four for each SM, and 72 that all of them share."""
+    """25 heads of 4608 tokens: 600 tiles are four for each SM, and 72 that all of them share."""
     problem = Problem(1, 25, 25, 4608, 4608, 128, False)
     _, slices = pieces_of(problem, None, SMS)
     whole = [sum(piece[5] == 0 and piece[3] == 0 and piece[4] == 72 for piece in x) for x in slices]
