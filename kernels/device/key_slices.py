@@ -5,7 +5,7 @@ head, and CTA j has the j-th of its equal slices. It goes through it from right 
 
     steps     │ tile 0 ───────── │ tile 1 ───────── │ tile 2 ───────── │
     slices    │ 0 ───────── │ 1 ───────── │ 2 ───────── │ 3 ───────────│
-    slice 2                        2nd ▓▓▓▓ ▒▒▒▒▒▒▒▒▒ 1st
+    slice 2                           2nd ▓▓▓▓▓▓▓▓▓▓▒▒▒▒ 1st
 
 What a slice has of a tile is a piece. One that lacks the tile's last step (▒) is left in global memory as its
 consumers hold it: O not divided, each row's maximum, each thread's part of its sum. Whoever has the last step
