@@ -26,7 +26,7 @@ from harness.inputs import as_read, random_inputs
 from harness.registry import case, same
 from harness.stages import forward
 from harness.sweep import HEAD_DIMS
-from hopper_attention import attention, attention_backward, production
+from hopper_attention import attention, attention_backward, selection
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.kernels.device.fp8 import BLOCK
@@ -320,8 +320,8 @@ def after_the_forward_stage(stage_id, args):
         found = run(stage_id, (q, k, v, o, lse, do), **mask)
         expected = judging.Expected(q, k, v, do=do, **mask)
         forward = problem.with_(direction="fwd")
-        ran = production.forward_stage(forward)
-        rounding = reference.rounding_of(*ladder.load(ran), forward, **production.OPTIONS.get(ran, {}))
+        ran = selection.forward_stage(forward)
+        rounding = reference.rounding_of(*ladder.load(ran), forward, **selection.OPTIONS.get(ran, {}))
         yard_o = reference.yardstick(q, k, v, rounds_p=rounding, **mask)
         yard_inputs = q, k, v, yard_o, expected.saved[1], do
         yard = lambda nudge: reference.yardstick_gradients(

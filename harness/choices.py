@@ -12,7 +12,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness import plots, suite
 from harness.results import DIRECTION_WORDS
-from hopper_attention.kernels import division, ways
+from hopper_attention import ways
+from hopper_attention.kernels import division
 from hopper_attention.kernels.contract import Problem
 
 Rows = list[dict[str, Any]]
@@ -34,7 +35,7 @@ def other_ways(rows: Rows, direction: str) -> list[Way]:
     found = []
     for row in rows:
         problem, us = suite.problem_of(row, direction), row["us"]
-        taken, expected = suite.taken(row, direction), expected_times(problem)
+        taken, expected = suite.chosen(problem), expected_times(problem)
         timed = [name for name in us if name in expected and name != taken]
         if taken in us and taken in expected:
             found += [

@@ -23,7 +23,7 @@ from . import decoding_model as model
 from . import decoding_records, judging, results, timing
 from .decoding_cases import ROWS, Case, Row, cases, kernel_of
 from .decoding_stress import STRESS, drops_wrong_guesses, stress, waits_for_the_launch_before
-from .decoding_timing import Pool, time_row
+from .decoding_timing import Pool, time_row, versions
 from .judging import Verdict
 
 
@@ -152,7 +152,7 @@ def run(save: Path | None = None, console: Console | None = None) -> bool:
     kernels = *map(kernel_of, cases()), *timed, *((what, options | {"pdl": False}) for what, options in timed)
     ahead((DECODE, *x) for x in kernels)
     passed, errors = judge_all(console)
-    environment = timing.environment({})
+    environment = timing.environment(versions())
     pool, rows = Pool(), []
     for row in STRESS:
         same = stress(row, pool)

@@ -1,13 +1,14 @@
-"""How long decode takes on a GPU, beside cuDNN, FlashAttention-2 and FlashAttention-3.
+"""How long decode takes on a GPU, beside cuDNN, FlashAttention-2, FlashAttention-3 and FlashInfer.
 
 A row is timed as a CUDA graph of calls over caches that rotate through more than L2 holds, so that K and V
 come from memory in each; and as single calls, which a host that does not capture graphs sees.
 """
 
+import contextlib
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,13 +19,14 @@ from hopper_attention.checks import E4M3
 from hopper_attention.kernels import calls_decode
 from hopper_attention.kernels.contract import Problem
 
-from . import decoding_records, fa3
+from . import decoding_records, fa3, flashinfer_peer
 from .decoding_cases import Row, kernel_of
 from .read_only import compile_read_only
 
 ROTATION_BYTES = 1.05e9  # of caches that calls go through: 20 times L2
 CALLS = 40  # of a graph, at least
 REPEATS = 9
+AGREE = 0.1  # of the largest element: by how much a peer, with e4m3 weights perhaps, may differ from ours
 Call = Callable[[], object]
 
 
@@ -47,12 +49,17 @@ class Pool:
         return list(zip(views[::2], views[1::2]))
 
 
-def in_pages(row: Row, caches) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
-    """A page table in random order, and the caches as pages."""
-    pages = math.ceil(row.keys / row.page)
-    order = torch.randperm(row.batch * pages, device="cuda").int()
-    shape = -1, row.page, row.kv_heads, row.head_dim
-    return order.view(row.batch, pages), [[x.reshape(shape) for x in pair] for pair in caches]
+def in_pages(row: Row, caches, page: int = 0) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+    """A page table in random order, the same in every call, and the caches as pages; with `page`, of which a
+    row without pages is then made, in the order of its keys."""
+    page = row.page or page
+    pages = math.ceil(row.keys / page)
+    order = torch.arange(row.batch * pages)
+    if row.page:
+        order = torch.randperm(len(order), generator=torch.Generator().manual_seed(0))
+    shape = -1, page, row.kv_heads, row.head_dim
+    table = order.view(row.batch, pages).int().cuda()
+    return table, [[x.reshape(shape) for x in pair] for pair in caches]
 
 
 def ours(row: Row, q: torch.Tensor, caches) -> list[Call]:
@@ -112,9 +119,10 @@ def sdpa(backend: SDPBackend) -> Callable[[Row, torch.Tensor, object], list[Call
             raise NotImplementedError("takes neither lengths, pages nor a mask aligned at the bottom right")
         first = lambda x: x.transpose(1, 2)
 
-        def call(k: torch.Tensor, v: torch.Tensor) -> None:
+        def call(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            options = {"enable_gqa": row.heads != row.kv_heads}
             with sdpa_kernel(backend):
-                scaled_dot_product_attention(*map(first, (q, k, v)), enable_gqa=row.heads != row.kv_heads)
+                return scaled_dot_product_attention(*map(first, (q, k, v)), **options).transpose(1, 2)
 
         return [lambda k=k, v=v: call(k, v) for k, v in caches]
 
@@ -138,12 +146,31 @@ def fa3_calls(row: Row, q: torch.Tensor, caches) -> list[Call]:
     raise RuntimeError("no build of FlashAttention-3 runs this")
 
 
+def flashinfer(way: Callable[..., list[Call]]) -> Callable[[Row, torch.Tensor, object], list[Call]]:
+    def calls(row: Row, q: torch.Tensor, caches) -> list[Call]:
+        table, pages = in_pages(row, caches, flashinfer_peer.PAGE)
+        return way(q, pages, table, row.lengths)
+
+    return calls
+
+
 PROVIDERS = {
     "hopper_attention": ours,
     "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
     "fa2": sdpa(SDPBackend.FLASH_ATTENTION),
     "fa3": fa3_calls,
+    "flashinfer": flashinfer(flashinfer_peer.planned),
+    "xqa": flashinfer(flashinfer_peer.xqa),
 }
+
+
+def versions() -> dict[str, str]:
+    """Of the peers that are installed, as far as they have one of their own."""
+    found = {}
+    for name, of in (("fa3", fa3.version), ("flashinfer", flashinfer_peer.version)):
+        with contextlib.suppress(ImportError):
+            found[name] = of()
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +229,14 @@ def _elapsed(run: Call) -> float:
     return 1e3 * start.elapsed_time(end)
 
 
+def check_agreement(found: torch.Tensor | Sequence[torch.Tensor], expected: torch.Tensor) -> None:
+    """Raise RuntimeError where a call that returns o, or o first, computes something else than ours."""
+    o = found if isinstance(found, torch.Tensor) else found[0]
+    off = (o - expected).abs().max() / expected.abs().max()
+    if not off <= AGREE:
+        raise RuntimeError(f"off by {off:.2g} of the largest element")
+
+
 def time_row(row: Row, pool: Pool) -> dict[str, object]:
     """One row of the results: µs of each provider, in a graph and, of ours, called one by one; of
     some `reads_us`, what the loads take alone."""
@@ -210,9 +245,13 @@ def time_row(row: Row, pool: Pool) -> dict[str, object]:
     found: dict[str, object] = dataclasses.asdict(row) | {"bytes": row.bytes, "us": {}, "errors": {}}
     found["cubin_sha256"] = decoding_records.identity_of(row)
     graphs = {}
+    expected = ours(row, q, caches)[0]()
     for name, make in (PROVIDERS | {"without_pdl": plain_launches, "reads": reads}).items():
         try:
-            graphs[name] = captured(make(row, q, caches))
+            calls = make(row, q, caches)
+            if name in PROVIDERS:
+                check_agreement(calls[0](), expected)
+            graphs[name] = captured(calls)
         except Exception as error:  # a peer that does not take a row must not end the run
             found["errors"][name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
     found["us"] = in_turns(graphs)

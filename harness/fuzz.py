@@ -26,10 +26,10 @@ from harness.inputs import hopper_gpu
 from harness.measuring import chosen_stage, job_of
 from harness.policies import Given, random_given
 from harness.reference import rounding_of
-from hopper_attention import policies, production
+from hopper_attention import policies
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.launch import compile_kernel
+from hopper_attention.launch import BACKWARD, compile_kernel
 from hopper_attention.precompile import Job, fill
 
 COUNT = 2048
@@ -189,7 +189,7 @@ def check(drawn: Drawn) -> list[str]:
         outputs = dict(zip(("dq", "dk", "dv"), map(as_judged, found)))
         if problem.sink:
             outputs["dsink"] = found[3]
-        stage_id = production.BACKWARD
+        stage_id = BACKWARD
     stage, module = ladder.load(stage_id)
     return given.judge(outputs, rounding_of(stage, module, problem, **stage.options), poisoned=False)
 

@@ -13,12 +13,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from harness import choices, context_tables, plots, suite
+from harness.decoding_tables import decode_table
 from harness.host import BOTH, FORWARD, OURS, PLAIN
 from harness.markdown import NOTHING, table
 from harness.results import DIRECTION_WORDS, PEER_LABELS, PUBLIC_CALLS, Results
@@ -135,7 +137,7 @@ def models(rows: Rows, direction: str) -> list[Model]:
         call = us[PUBLIC_CALLS[FORWARD_STAGE if direction == "fwd" else BACKWARD_STAGE]]
         peers = {name: x for name, x in us.items() if name in suite.PEERS}
         ways = [x for name, x in us.items() if name not in peers and name not in PUBLIC_CALLS.values()]
-        way, best = suite.taken(row, direction), min(peers, key=peers.get)
+        way, best = suite.chosen(problem), min(peers, key=peers.get)
         steady = us.get(PUBLIC_CALLS[DETERMINISTIC])
         deterministic = call / steady if steady else None
         regret, ratio = us[way] / min(ways), peers[best] / call
@@ -143,12 +145,6 @@ def models(rows: Rows, direction: str) -> list[Model]:
             Model(row["family"], row["name"], problem, way, call, regret, best, ratio, deterministic)
         )
     return found
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """Of positive numbers, at least one."""
-    logs = [math.log(x) for x in values]
-    return math.exp(sum(logs) / len(logs))
 
 
 def means_of_families(found: list[Model]) -> dict[str, float]:
@@ -335,52 +331,6 @@ def quantizing_table(rows: Rows) -> str:
     return table(["µs, share of a copy's rate", *(f"d = {d}" for d in head_dims)], lines, "lrrr")
 
 
-DECODING_PEERS = ("cudnn", "fa2", "fa3")
-
-
-def decode_table(rows: Rows) -> str:
-    """µs of attention to a cache beside the peers', and what it reads in a second."""
-    if not rows:
-        return NOTHING
-    lines, ratios = [], []
-    for row in rows:
-        us = row["us"]
-        ours = us[HOPPER]
-        remarks = {
-            "e4m3": row["eight_bits"],
-            f"pages of {row['page']}": row["page"],
-            "ragged": row["ragged"],
-            "equal lengths, given": row.get("on_device", False),
-            f"d = {row['head_dim']}": row["head_dim"] != 128,
-        }
-        kind = [remark for remark, made in remarks.items() if made]
-        heads = f"{row['heads']}:{row['kv_heads']}"
-        shape = f"{row['batch']}, {heads}, {row['queries']}, {row['keys']}"
-        peers = [f"{us[x]:.1f}" if x in us else "" for x in DECODING_PEERS]
-        best = min((us[x] for x in DECODING_PEERS if x in us), default=None)
-        if best is not None and not kind:
-            ratios.append((best / ours, shape))
-        size, rate = row["bytes"] / 1e6, row["bytes"] / ours / 1e6
-        size = f"{size:.0f} MB" if size < 1e3 else f"{size / 1e3:.2f} GB"
-        ahead = f"{best / ours:.2f}" if best else ""
-        plain = f"{row['without_pdl_us']:.1f}" if "without_pdl_us" in row else ""
-        loads = f"{row['reads_us'] / ours:.3f}" if "reads_us" in row else ""
-        of_ours = f"**{ours:.1f}**", plain, loads
-        lines.append([shape, ", ".join(kind), size, *of_ours, *peers, ahead, f"{rate:.2f}"])
-    header = ["batch, heads, queries, keys", "", "K and V", "`decode`, µs", "without PDL", "loads alone"]
-    header += [*(PEER_LABELS[x] for x in DECODING_PEERS), "ahead", "TB/s"]
-    behind = [f"{shape} ({ratio:.3f})" for ratio, shape in ratios if ratio < 1]
-    sentence = (
-        f"µs of a call in a CUDA graph, caches rotating through more than a gigabyte; heads are query heads "
-        f"and key heads. Without PDL (programmatic dependent launch) the kernel starts when the one before "
-        f"has ended. Loads alone: what a kernel takes that only has the same loads, as a share of "
-        f"`decode`'s time; above 1 it was the slower of the two. The {len(ratios)} rows without a remark: "
-        f"{min(ratios)[0]:.3f} to {max(ratios)[0]:.3f} × the best peer, geometric mean "
-        f"{geometric_mean(ratio for ratio, _ in ratios):.3f}; below 1.000: {'; '.join(behind) or 'none'}."
-    )
-    return f"{table(header, lines, 'llrrrrrrrrr')}\n\n{sentence}"
-
-
 INPUTS = {
     "normal": "N(0, 1)",
     "rare_outliers": "N(0, 1) + N(0, 100)·Bernoulli(0.001)",
@@ -427,6 +377,7 @@ def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
         "host": host_table(load(folder, "host")),
         "public-calls": calls_table(measured),
         "models-fwd": models_table(load(folder, "models_fwd"), "fwd"),
+        "few-fwd": models_table(load(folder, "few_fwd"), "fwd"),
         "models-bwd": models_table(load(folder, "models_bwd"), "bwd"),
         "training": training_table(load(folder, "training")),
         "logits": logits_table(load(folder, "logits")),

@@ -18,10 +18,10 @@ import torch
 from harness import edits, judging, machine_code, peers, reference, results, timing
 from harness.inputs import poison, random_inputs
 from harness.stages import check_memory
-from hopper_attention import attention, attention_backward, production, tuned
+from hopper_attention import attention, attention_backward, few_queries, selection, tuned
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import KernelFile, Problem, Tensors
-from hopper_attention.launch import LIBRARY, Kernel, compile_kernel, compiled_for, sms_option
+from hopper_attention.launch import DECODE, LIBRARY, Kernel, compile_kernel, compiled_for, sms_option
 from hopper_attention.precompile import Job
 
 # From this length on, and for who is this fast, the power cap and not the burst is what a user sees.
@@ -86,17 +86,20 @@ class Contender:
 def chosen_stage(problem: Problem, deterministic: bool = False) -> str:
     """The stage that the library runs for a problem."""
     if problem.direction == "fwd":
-        return production.forward_stage(problem, gpu=tuned.gpu())
-    return production.backward_stage(problem, deterministic, gpu=tuned.gpu())[0]
+        return selection.forward_stage(problem, gpu=tuned.gpu())
+    return selection.backward_stage(problem, deterministic, gpu=tuned.gpu())[0]
 
 
 def library_options(stage_id: str) -> dict[str, Any]:
     """With which the library compiles a stage for this GPU."""
-    return production.OPTIONS.get(stage_id, {}) | sms_option(tuned.gpu().sms)
+    return selection.OPTIONS.get(stage_id, {}) | sms_option(tuned.gpu().sms)
 
 
 def job_of(stage_id: str, problem: Problem) -> Job:
     """A stage's kernel for a problem, as the library compiles it."""
+    if stage_id == DECODE:
+        least, options = few_queries.kernel_of(problem)
+        return stage_id, least, options | sms_option(tuned.gpu().sms)
     return stage_id, compiled_for(stage_id, problem), library_options(stage_id)
 
 

@@ -23,14 +23,14 @@ from harness.inputs import random_inputs
 from harness.measuring import chosen_stage, job_of
 from harness.results import PUBLIC_CALLS
 from harness.suites import SUITES
-from hopper_attention import attention, attention_backward, production, tuned
+from hopper_attention import attention, attention_backward, production, selection, tuned
+from hopper_attention import ways as forward_ways
 from hopper_attention.kernels import division, ladder
-from hopper_attention.kernels import ways as forward_ways
 from hopper_attention.kernels.calls import UNDIVIDED, Parts
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.kernels.ways import Way
 from hopper_attention.launch import (
     BACKWARD,
+    DECODE,
     DETERMINISTIC,
     FORWARD,
     IN_PARTS,
@@ -39,6 +39,7 @@ from hopper_attention.launch import (
     ONE_TILE_IN_PARTS,
 )
 from hopper_attention.precompile import Job, ahead
+from hopper_attention.ways import Way
 
 PEERS = ("fa2", "cudnn", "fa3", "fa4")
 DIRECTIONS = {FORWARD: "fwd", BACKWARD: "bwd"}  # by the stage that a user names
@@ -53,6 +54,8 @@ Call = Callable[[], tuple[torch.Tensor, ...]]
 
 def way_of(choice: Way | Parts, problem: Problem) -> str:
     """The name of a way: of the forward pass, or parts of a backward one."""
+    if isinstance(choice, Way) and choice.grouped:
+        return DECODE
     if isinstance(choice, Parts):
         one_tile = division.one_tile_pays(problem)
         whole, in_parts = (ONE_TILE, ONE_TILE_IN_PARTS) if one_tile else (BACKWARD, IN_PARTS)
@@ -67,20 +70,12 @@ def choice_of(problem: Problem) -> Way | Parts:
     gpu = tuned.gpu()
     if problem.direction == "fwd":
         return forward_ways.way_of(problem, *gpu)
-    return production.backward_stage(problem, False, gpu=gpu)[1] or UNDIVIDED
+    return selection.backward_stage(problem, False, gpu=gpu)[1] or UNDIVIDED
 
 
 def chosen(problem: Problem) -> str:
     """The way that the library takes."""
     return way_of(choice_of(problem), problem)
-
-
-def taken(row: dict[str, Any], direction: str) -> str:
-    """The way that the library takes of a row's problem; in a row from before equal slices, of which it has
-    no time, the whole tiles that its call took."""
-    problem = problem_of(row, direction)
-    way = chosen(problem)
-    return way if way in row["us"] else way_of(Way(division.rows_of(problem, *tuned.gpu())), problem)
 
 
 def ways(problem: Problem) -> list[Way | Parts]:
@@ -143,10 +138,10 @@ class _One:
 
 def kernels(problem: Problem) -> list[Job]:
     """Those of ours that `measure` runs."""
-    found = [production.forward_stage(problem, way) for way in ways(problem.with_(direction="fwd"))]
+    found = [selection.forward_stage(problem, way) for way in ways(problem.with_(direction="fwd"))]
     if problem.direction == "bwd":
-        found += [production.backward_stage(problem, False, parts)[0] for parts in ways(problem)]
-        found.append(production.backward_stage(problem, True)[0])
+        found += [selection.backward_stage(problem, False, parts)[0] for parts in ways(problem)]
+        found.append(selection.backward_stage(problem, True)[0])
     return [job_of(stage_id, problem) for stage_id in dict.fromkeys(found)]
 
 

@@ -151,4 +151,39 @@ SWEEP = [  # to hold the library's choices against; `bench.py` without a suite h
     if (problem := sweep_problem(n, d, mask == "causal")).seqlen_q <= LONGEST
 ]
 
-SUITES = {"models": MODELS, "sweep": SWEEP}
+FEW = [  # queries beside many keys, without a cache of their own: as SDPA is called while a model generates
+    *_family(
+        "one query",
+        "Llama 3 8B, and one of 8 GPUs of 70B; Llama 2 7B; Gemma 3 4B; GPT-2",
+        ("8B, 2k", 1, 32, 8, 1, 2048, 128, False),
+        ("8B, 8k", 1, 32, 8, 1, 8192, 128, False),
+        ("8B, 32k", 1, 32, 8, 1, 32768, 128, False),
+        ("8B, 8 × 4k", 8, 32, 8, 1, 4096, 128, False),
+        ("8B, 64 × 2k", 64, 32, 8, 1, 2048, 128, False),
+        ("70B, 32k", 1, 8, 1, 1, 32768, 128, False),
+        ("7B, 4 × 4k", 4, 32, 32, 1, 4096, 128, False),
+        ("4B, 4 × 8k", 4, 8, 4, 1, 8192, 256, False),
+        ("small, 16 × 1k", 16, 12, 12, 1, 1024, 64, False),
+    ),
+    *_family(
+        "some tokens ahead",
+        "arXiv 2211.17192, of Llama 3 8B and GPT-2",
+        ("4 × 8k", 1, 32, 8, 4, 8192, 128, True),
+        ("4 × 8k, 8 of them", 8, 32, 8, 4, 8192, 128, True),
+        ("8 × 32k", 1, 32, 8, 8, 32768, 128, True),
+        ("8 × 32k, one of 8 GPUs", 1, 8, 1, 8, 32768, 128, True),
+        ("5 × 1k of GPT-2, 16 of them", 16, 12, 12, 5, 1024, 64, True),
+    ),
+    *_family(
+        "short chunks",
+        "arXiv 2308.16369, of Llama 3 8B, and one of 8 GPUs of 70B",
+        ("16 × 8k", 1, 32, 8, 16, 8192, 128, True),
+        ("32 × 32k, 8 of them", 8, 32, 8, 32, 32768, 128, True),
+        ("64 × 8k", 1, 32, 8, 64, 8192, 128, True),
+        ("64 × 32k", 1, 32, 8, 64, 32768, 128, True),
+        ("128 × 4k", 1, 32, 8, 128, 4096, 128, True),
+        ("64 × 32k, one of 8 GPUs", 1, 8, 1, 64, 32768, 128, True),
+    ),
+]
+
+SUITES = {"models": MODELS, "sweep": SWEEP, "few": FEW}

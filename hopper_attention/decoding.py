@@ -7,15 +7,16 @@ not wait for the GPU, and a CUDA graph that captured one serves all lengths.
 
 import torch
 
-from . import lengths, production, tuned
+from . import lengths, memory, tuned
 from .checks import E4M3, check_device, check_layout, check_scale, check_tensor, name_of
 from .kernels import calls_decode
 from .kernels.contract import DTYPES, Problem
 from .launch import DECODE, kernel_for, sms_option
-from .production import WHOLE, Plan, plan_of, run_on
+from .layouts import dense, dense_like
+from .memory import WHOLE, part_of, scratch_of
+from .plans import plan_of
+from .production import Plan, margin, run_on
 
-ZEROS = 2**21  # counters for calls in CUDA graphs, of a device: 8 MiB
-_zeros: dict[int, torch.Tensor] = {}  # those that no graph has yet
 # A plan, and what its kernel is given: CTAs that work together, the scale, the window.
 _plans: dict[tuple[object, ...], tuple[Plan, tuple[int, float, int | None]]] = {}
 
@@ -46,7 +47,7 @@ def decode(
         *[None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors],
         q.device,
         options,
-        production.margin(),
+        margin(),
     )
     plan_anew = lambda: _plan(*tensors, *options)
     plan, given = plan_of(_plans, kind, plan_anew)
@@ -57,8 +58,8 @@ def decode(
         return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = (production.empty(*x) for x in plan.outputs)
-        scratch = _scratch(plan.parts[0], device)
+        o, lse = (memory.empty(*x) for x in plan.outputs)
+        scratch = scratch_of(plan.parts[0], device)
         new, descales = (k, v), (k_descale, v_descale)
         calls_decode.launch_decode(
             plan.launch, q, k_cache, v_cache, o, lse, cache_seqlens, block_table, new, descales, scratch,
@@ -67,22 +68,6 @@ def decode(
         return o, lse
 
     return run_on(device, run, plan_anew)
-
-
-def _scratch(part: production.Part, device: torch.device) -> list[torch.Tensor]:
-    """`production._scratch`, but that calls which a CUDA graph captures take their counters, each its own,
-    from zeros made before: zeroing them would be a kernel in every replay, and take a quarter of its time."""
-    if device.index not in _zeros and not production.is_capturing():
-        _zeros[device.index] = production._zeros_to_keep((production._dense((ZEROS,), torch.int32),), device)[
-            0
-        ]
-    if not production.is_capturing():
-        return production._scratch(part, device)
-    (wanted, *_), left = part.counters[0], _zeros.get(device.index)
-    if left is None or left.numel() < wanted[0]:
-        return production._scratch(part, device)
-    _zeros[device.index] = left[wanted[0] :]
-    return [*(production.empty(*dense) for dense in part.floats), left[: wanted[0]]]
 
 
 def problem_of(
@@ -168,9 +153,9 @@ def _plan(
         problem, cache_seqlens is not None, page_size, eight_bits, window, k is not None, batch_invariant
     )
     gpu = tuned.gpu(q.device)
-    part = production._part(WHOLE, WHOLE, calls_decode.decode_scratch(problem, options, gpu.sms))
+    part = part_of(WHOLE, WHOLE, calls_decode.decode_scratch(problem, options, gpu.sms))
     lse_shape = problem.batch, problem.heads, problem.seqlen_q
-    outputs = production._dense_like(q), production._dense(lse_shape, torch.float32)
+    outputs = dense_like(q), dense(lse_shape, torch.float32)
     launch = None
     if q.numel():
         least = Problem(1, 1, 1, 1, 1, problem.head_dim, problem.causal, problem.dtype, direction="decode")

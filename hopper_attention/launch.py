@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,6 +53,7 @@ FP8, FP8_ROWS, FP8_CAST = "k7", "k7_rows", "k8"  # of what `quantize` gave, of e
 QUANTIZE = "quantize"  # no stage, but the file of the kernel that makes what FP8 reads
 FUNCTION = "hopper_attention_kernel"  # in a cached file
 RUNTIME_PACKAGE = "nvidia_cutlass_dsl"
+Job = tuple[str, Problem, dict[str, Any]]  # as `kernel_for` takes it
 PROVEN_COMPILER = "4.8.1"  # the version of cache.COMPILER whose machine code passed the checks in results/
 
 
@@ -157,11 +159,11 @@ def reachable_with_policies(stage_id: str) -> list[Problem]:
     return found
 
 
-def reachable_in_fp8() -> list[tuple[str, Problem, dict[str, object]]]:
+def reachable_in_fp8() -> list[Job]:
     """Everything that a call in FP8 can have compiled, as `kernel_for` takes it: a closed list."""
     options = {FP8: calls_fp8.BLOCK_SCALES, FP8_ROWS: {}, FP8_CAST: {}}
     attending = [(name, problem, options[name]) for name in options for problem in reachable(name)]
-    preparing: list[tuple[str, Problem, dict[str, object]]] = []
+    preparing: list[Job] = []
     for head_dim, dtype in itertools.product(HEAD_DIMS, DTYPES):
         least = Problem.square(1, 1, 1, head_dim, False, dtype=dtype, direction="fp8_cast")
         for parts, rotate, rope in itertools.product(calls_fp8.PARTS, (False, True), (False, True)):
@@ -169,7 +171,7 @@ def reachable_in_fp8() -> list[tuple[str, Problem, dict[str, object]]]:
     return attending + preparing
 
 
-def reachable_in_decode() -> list[tuple[str, Problem, dict[str, object]]]:
+def reachable_in_decode() -> list[Job]:
     """Everything that attention to a cache can have compiled, as `kernel_for` takes it: a closed list."""
     return [(DECODE, problem, options) for problem, options in calls_decode.kernels()]
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from . import lengths, production, tuned
+from . import lengths, memory, production, tuned, ways
 from .checks import (
+    VECTOR_BYTES,
     check_gradients,
     check_packing,
     check_scale,
@@ -22,11 +23,21 @@ from .checks import (
     like_o,
 )
 from .checks import general_problem_of as problem_of
-from .kernels import calls, ways
+from .kernels import calls
 from .kernels.contract import Problem
 from .kernels.device.limits import bounds, has_own_kernel
+from .launch import BACKWARD, FORWARD
+from .layouts import dense, dense_like, readable
+from .memory import WHOLE, part_of, scratch_of
 from .plans import Plans
-from .production import WHOLE, Plan, run_on
+from .production import Plan, run_on
+from .selection import (
+    backward_scratch,
+    backward_stage,
+    forward_launch,
+    forward_scratch,
+    launch_of,
+)
 
 NAMES = ("cu_q", "cu_kv", "used_q", "used_kv")  # of what says where packed sequences lie
 
@@ -91,10 +102,10 @@ def forward(
         return _of_no_key(q, v, more)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = [production.empty(*x) for x in plan.outputs]
+        o, lse = [memory.empty(*x) for x in plan.outputs]
         if more.used_q is not None:  # there are rows of no sequence, which no kernel writes
             o.zero_(), lse.zero_()
-        scratch = production._scratch(plan.parts[0], device)
+        scratch = scratch_of(plan.parts[0], device)
         if more.cu_q is None:
             calls.launch_forward(plan.launch, q, k, v, o, lse, scratch, (*numbers, *more.given))
         else:
@@ -136,9 +147,9 @@ def backward(
 
     def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         do_, o_ = do, o
-        if plan.unreadable or (do.data_ptr() | o.data_ptr()) % production.VECTOR_BYTES:
-            do_, o_ = production._readable(do), production._readable(o)
-        dq, dk, dv = gradients = [production.empty(*x) for x in plan.outputs]
+        if plan.unreadable or (do.data_ptr() | o.data_ptr()) % VECTOR_BYTES:
+            do_, o_ = readable(do), readable(o)
+        dq, dk, dv = gradients = [memory.empty(*x) for x in plan.outputs]
         if more.used_q is not None or more.used_kv is not None:
             for x in gradients:
                 x.zero_()
@@ -162,7 +173,7 @@ def backward(
                 given.append(slope if whole else slope[part.at_q].contiguous())
             if more.sink is not None:
                 given.append(of_heads(dsink))
-            scratch = production._scratch(part, device)
+            scratch = scratch_of(part, device)
             with production._several_kernels:
                 calls.launch_backward(plan.launch, *own, scratch, given)
         return dq, dk, dv, dsink
@@ -231,7 +242,7 @@ def _problem_of(
     if problem.softcap:
         numbers = *numbers, problem.softcap
     rows = [as_batch(x) if packed else x for x in (q, k, v)]
-    stage_id = production.FORWARD if direction == "fwd" else production.BACKWARD
+    stage_id = FORWARD if direction == "fwd" else BACKWARD
     no_launch = packed and not (problem.seqlen_q and problem.seqlen_kv and problem.sequences)
     if not no_launch:
         production._check_inputs(stage_id, problem, **dict(zip("qkv", rows)))
@@ -254,14 +265,13 @@ def without_idle_window(problem: Problem) -> Problem:
 def _plan_forward(q, k, v, more: Tensors, *options: object) -> Made:
     problem, numbers = _problem_of("fwd", q, k, v, more, *options)
     lse_shape = q.shape[:3] if more.cu_q is None else (q.shape[1], q.shape[0])
-    outputs = production._dense_like(q, v.shape[-1]), production._dense(lse_shape, torch.float32)
+    outputs = dense_like(q, v.shape[-1]), dense(lse_shape, torch.float32)
     if not q.numel() or not k.numel() or problem.sequences == ():
         return Made(Plan(None, outputs, (), ()), numbers)
     gpu = tuned.gpu(q.device)
     way = ways.way_of(problem, *gpu)
-    part = production._part(WHOLE, WHOLE, production.forward_scratch(problem, way, gpu.sms))
-    launch = production._launch(production.forward_stage(problem, way, gpu), problem, gpu)
-    return Made(Plan(launch, outputs, (part,), ()), numbers)
+    part = part_of(WHOLE, WHOLE, forward_scratch(problem, way, gpu.sms))
+    return Made(Plan(forward_launch(problem, way, gpu), outputs, (part,), ()), numbers)
 
 
 def _plan_backward(
@@ -276,14 +286,14 @@ def _plan_backward(
     if not (q.numel() and k.numel()) or problem.sequences == ():
         return Made(Plan(None, (), (), ()), numbers)
     gpu = tuned.gpu(q.device)
-    stage_id, in_parts = production.backward_stage(problem, deterministic, parts, gpu)
+    stage_id, in_parts = backward_stage(problem, deterministic, parts, gpu)
     launches = [
-        production._part(at_q, at_kv, production.backward_scratch(stage_id, part, in_parts), "bwd")
+        part_of(at_q, at_kv, backward_scratch(stage_id, part, in_parts), "bwd")
         for at_q, at_kv, part in production._split(problem)
     ]
-    outputs = tuple(map(production._dense_like, (q, k, v)))
-    unreadable = not all(x is production._readable(x) for x in (do, o))
-    launch = production._launch(stage_id, problem, gpu)
+    outputs = tuple(map(dense_like, (q, k, v)))
+    unreadable = not all(x is readable(x) for x in (do, o))
+    launch = launch_of(stage_id, problem, gpu)
     return Made(Plan(launch, outputs, tuple(launches), (), unreadable), numbers)
 
 

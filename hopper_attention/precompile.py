@@ -17,18 +17,18 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any
 
-from . import cache, tuned
+from . import cache, few_queries, tuned
 from .kernels import ladder
 from .kernels.calls_decode import chunk_of
-from .kernels.contract import DTYPES, Problem
+from .kernels.contract import DTYPES
 from .kernels.device.constants import SMS
 from .launch import (
     DECODE,
     LIBRARY,
     QUANTIZE,
     WITH_POLICIES,
+    Job,
     kernel_for,
     reachable,
     reachable_in_decode,
@@ -37,12 +37,14 @@ from .launch import (
     sms_option,
 )
 
-FP8, POLICIES = "fp8", "policies"  # beside stage ids
-Job = tuple[str, Problem, dict[str, Any]]  # as `launch.kernel_for` takes it
+FP8, POLICIES, FEW_QUERIES = "fp8", "policies", "few_queries"  # beside stage ids
 
 
 def jobs_of(stage_id: str, sms: int = SMS) -> list[Job]:
-    """Every kernel of a stage, or of "fp8" or "policies", that a call can reach on a GPU with so many SMs."""
+    """Every kernel of a stage, or of "fp8", "policies" or "few_queries", that a call can reach on a GPU with
+    so many SMs."""
+    if stage_id == FEW_QUERIES:
+        return [(DECODE, what, options | sms_option(sms)) for what, options in few_queries.kernels()]
     if stage_id == DECODE:
         return [(name, what, options | sms_option(sms)) for name, what, options in reachable_in_decode()]
     if stage_id == FP8:
@@ -95,7 +97,10 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m hopper_attention.precompile", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
-        "stages", nargs="*", default=LIBRARY, help="stage ids, `all`, `policies`, `fp8` or `decode`"
+        "stages",
+        nargs="*",
+        default=[*LIBRARY, FEW_QUERIES],
+        help="stage ids, `all`, `policies`, `fp8`, `decode`",
     )
     parser.add_argument("--head-dim", type=int, help="only kernels for heads of this size")
     parser.add_argument("--dtype", choices=DTYPES, help="only kernels for queries of this type")

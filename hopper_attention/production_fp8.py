@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import production, tuned
+from . import memory, tuned
 from .checks import (
     E4M3,
     check_descale,
@@ -24,7 +24,11 @@ from .kernels import calls_fp8
 from .kernels.contract import Problem, Scratch
 from .kernels.device.fp8 import quantized_shapes
 from .launch import FP8, FP8_CAST, FP8_ROWS, QUANTIZE, kernel_for, sms_option
-from .production import WHOLE, Dense, Launch, Part, plan_of, run_on
+from .layouts import Dense, dense, dense_like
+from .memory import WHOLE, Part, part_of, scratch_of
+from .plans import keep, plan_of
+from .production import run_on
+from .selection import Launch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -74,7 +78,7 @@ def quantize(
 
 
 def _quantize(plan: QuantizingPlan, q, k, v, cos, sin) -> list[torch.Tensor]:
-    outputs = [production.empty(*x) for x in plan.outputs]
+    outputs = [memory.empty(*x) for x in plan.outputs]
     if plan.launch is None:
         return outputs
     q8, q_scale = outputs[:2] if q is not None else (None, None)
@@ -163,9 +167,9 @@ def forward_cast(
 
 
 def _attend(plan: Plan, q, k, v, given) -> Pair:
-    o, lse = (production.empty(*x) for x in plan.outputs)
+    o, lse = (memory.empty(*x) for x in plan.outputs)
     if plan.launch is not None:
-        scratch = production._scratch(plan.part, q.device)
+        scratch = scratch_of(plan.part, q.device)
         calls_fp8.launch_fp8(plan.launch, q, k, v, o, lse, scratch, given, plan.softmax_scale)
     return o, lse
 
@@ -239,10 +243,10 @@ def _plan(
     check_layouts(**{name: x for name, x in inputs.items() if x.numel()})
     outputs = (
         _dense_like(q, getattr(torch, problem.dtype)),
-        production._dense(q.shape[:3], torch.float32),
+        dense(q.shape[:3], torch.float32),
     )
     sms = tuned.gpu(q.device).sms
-    part = production._part(WHOLE, WHOLE, scratch | calls_fp8.fp8_scratch(problem, sms))
+    part = part_of(WHOLE, WHOLE, scratch | calls_fp8.fp8_scratch(problem, sms))
     launch = None
     if q.numel():
         least = _least(problem, causal=problem.causal, top_left=problem.top_left)
@@ -261,11 +265,11 @@ def _least(problem: Problem, **more: object) -> Problem:
 
 def _dense(name: str, shapes: dict[str, tuple[tuple[int, ...], str]]) -> Dense:
     shape, dtype = shapes[name]
-    return production._dense(torch.Size(shape), getattr(torch, dtype))
+    return dense(torch.Size(shape), getattr(torch, dtype))
 
 
 def _dense_like(x: torch.Tensor, dtype: torch.dtype) -> Dense:
-    return (*production._dense_like(x)[:2], dtype)
+    return (*dense_like(x)[:2], dtype)
 
 
 def _of_heads(descale: torch.Tensor | None, k: torch.Tensor) -> torch.Tensor:
@@ -275,15 +279,15 @@ def _of_heads(descale: torch.Tensor | None, k: torch.Tensor) -> torch.Tensor:
 
 
 def _one(device: torch.device) -> torch.Tensor:
-    """The scale of what has none. As `production._scratch`'s counters, it is of the stream, or of the CUDA
+    """The scale of what has none. As `memory.scratch_of`'s counters, it is of the stream, or of the CUDA
     graph."""
-    make = lambda: production.empty((1,), (1,), torch.float32).fill_(1.0)
-    if production.is_capturing():
+    make = lambda: memory.empty((1,), (1,), torch.float32).fill_(1.0)
+    if memory.is_capturing():
         return make()
-    place = production.current_stream(device.index), device.index
+    place = memory.current_stream(device.index), device.index
     one = _ones.get(place)
     if one is None:
-        one = production._keep(_ones, production.COUNTERS_MAX, place, production.to_keep(make, device))
+        one = keep(_ones, memory.COUNTERS_MAX, place, memory.to_keep(make, device))
     return one
 
 
@@ -297,8 +301,8 @@ def signs(head_dim: int, seed: int = 0) -> torch.Tensor:
 @functools.cache
 def signs_on(device: torch.device, head_dim: int, seed: int) -> torch.Tensor:
     """`signs` on a device: copied once, before the first launch that reads them, on whatever stream."""
-    if production.is_capturing():
+    if memory.is_capturing():
         raise RuntimeError(
             "quantize: make the first call with this head_dim and seed before a graph's capture"
         )
-    return production.to_keep(lambda: signs(head_dim, seed).to(device), device)
+    return memory.to_keep(lambda: signs(head_dim, seed).to(device), device)

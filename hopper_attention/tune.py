@@ -18,7 +18,7 @@ from . import production, tuned
 from .kernels import division
 from .kernels.contract import Problem
 from .kernels.division import Tile, Tiles
-from .kernels.ways import Way
+from .ways import Way
 
 FEW, MANY = 8, 32  # steps of a tile in two launches that differ by nothing else
 REPEATS = 30

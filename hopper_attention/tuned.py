@@ -16,6 +16,7 @@ from .kernels.device.constants import SMS
 from .kernels.division import Tile, Tiles
 
 FILE = "tiles.json"
+SMS_MIN = 2  # of a cluster, which decode has
 
 
 class Gpu(NamedTuple):
@@ -34,14 +35,14 @@ def gpu(device: torch.device | None = None) -> Gpu:
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
         return H200
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return Gpu(max(1, sms - margin.get()), known(torch.cuda.get_device_name(device)))
+    return Gpu(max(SMS_MIN, sms - margin.get()), known(torch.cuda.get_device_name(device)))
 
 
 @contextlib.contextmanager
 def leaving(sm_margin: int) -> Iterator[None]:
     """Calls inside, in this thread, leave so many SMs free, for a communicator's kernels."""
-    if type(sm_margin) is not int or not 0 <= sm_margin < SMS:
-        raise ValueError(f"sm_margin must be a number of SMs, from 0 to {SMS - 1}, not {sm_margin!r}")
+    if type(sm_margin) is not int or not 0 <= sm_margin <= SMS - SMS_MIN:
+        raise ValueError(f"sm_margin must be a number of SMs, from 0 to {SMS - SMS_MIN}, not {sm_margin!r}")
     before = margin.set(sm_margin)
     try:
         yield

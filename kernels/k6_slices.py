@@ -8,7 +8,7 @@ What changes      against k6: which keys a CTA takes of a tile; where it does no
 What does not     the main loops.
 Supports          as k6, without windows, caps, sinks and packed sequences; a causal mask at unequal lengths
                   aligned at the bottom right only.
-Where to read     device/key_slices.py; ways.py has the choice.
+Where to read     device/key_slices.py; hopper_attention/ways.py has the choice.
 """
 
 from dataclasses import replace

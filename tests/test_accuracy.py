@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from harness import accuracy, quantized, quantizing, reference, rotation, row_files, timing
-from harness.library import NOTHING, accuracy_tables, decode_table, load_rows, quantizing_table
+from harness.decoding_tables import decode_table
+from harness.library import NOTHING, accuracy_tables, load_rows, quantizing_table
 from harness.quantized import E4M3
 from harness.results import repository
 from hopper_attention import production_fp8

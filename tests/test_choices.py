@@ -25,7 +25,7 @@ def test_every_way_that_is_timed_has_an_expected_time(direction: str) -> None:
 def test_ways_are_held_against_the_one_taken() -> None:
     rows = library.load(FOLDER, "models_fwd")
     found = choices.other_ways(rows, "fwd")
-    assert len(found) == sum(len(division.TILES[row["head_dim"]]) - 1 for row in rows)
+    assert len(found) == sum(len(suite.ways(suite.problem_of(row, "fwd"))) - 1 for row in rows)
     wrong = {x.problem for x in found if x.measured < 1}
     assert wrong == {x.problem for x in library.models(rows, "fwd") if x.regret > 1}
     row = json.loads(json.dumps(rows[0]))

@@ -15,7 +15,7 @@ from harness.decoding_cases import Case
 from harness.judging import Verdict
 from harness.machine_code import disassemble
 from harness.read_only import compile_read_only
-from hopper_attention import decoding, flash_attn_with_kvcache, ops, production
+from hopper_attention import decoding, flash_attn_with_kvcache, ops
 from hopper_attention.kernels import calls_decode, ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import compile_kernel
@@ -328,28 +328,6 @@ def test_scratch_is_of_the_capacity_not_of_the_lengths() -> None:
     assert calls_decode.decode_scratch(problem, options, 132)["arrived"] == ((64 * 8 * 8 * 2,), "int32")
     options |= {"unit": 16, "cluster": 1}
     assert calls_decode.decode_scratch(problem, options, 132)["pieces"][0] == (64 * 8 * 8, 8, 128)
-
-
-def test_calls_in_a_graph_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros made before; without any, or with too few, a graph makes them."""
-    capturing = [False]
-    monkeypatch.setattr(production, "is_capturing", lambda: capturing[0])
-    monkeypatch.setattr(production, "empty", torch._C._dynamo.guards._empty_strided_cpu)
-    monkeypatch.setattr(production, "current_stream", lambda index: 7)
-    zeros = lambda wanted, device: [torch.zeros(x[0], dtype=x[2]) for x in wanted]
-    monkeypatch.setattr(production, "_zeros_to_keep", zeros)
-    monkeypatch.setattr(production, "_counters", {})
-    monkeypatch.setattr(decoding, "_zeros", {})
-    monkeypatch.setattr(decoding, "ZEROS", 20)
-    spec = {"pieces": ((2, 8, 64), "float32"), "arrived": ((8,), "int32")}
-    part, device = production._part(production.WHOLE, production.WHOLE, spec), torch.device("cuda", 0)
-    eager = [decoding._scratch(part, device)[1] for _ in range(2)]
-    assert eager[0] is eager[1]
-    capturing[0] = True
-    counters = [decoding._scratch(part, device)[1] for _ in range(4)]
-    assert len({x.data_ptr() for x in (eager[0], *counters)}) == 5
-    assert all(x.shape == (8,) and not x.any() for x in counters)
-    assert decoding._zeros[0].numel() == 4
 
 
 KERNELS = [

@@ -11,8 +11,8 @@ import torch
 from harness import fuzz, policy_models
 from harness.policies import Given
 from harness.results import repository
-from hopper_attention import policies, production, tuned
-from hopper_attention.kernels import division, ladder
+from hopper_attention import launch, policies, tuned
+from hopper_attention.kernels import ladder
 
 # Problems that the choice of tiles, edited since the committed run, sends to kernels that it did not run.
 CHOSEN_SINCE: set[tuple[str, int]] = set()
@@ -26,7 +26,7 @@ def test_a_number_is_a_problem() -> None:
             problem = drawn.problem
             assert problem.policies and problem.direction == direction
             assert problem.heads * problem.seqlen_q * problem.batch <= 20 * fuzz.ROWS_MAX
-            stage_id = production.FORWARD if direction == "fwd" else production.BACKWARD
+            stage_id = launch.FORWARD if direction == "fwd" else launch.BACKWARD
             assert ladder.load(stage_id)[1].supports(problem) is None, problem
 
 
@@ -91,11 +91,8 @@ def test_what_is_written_down() -> None:
 
 def test_the_committed_run_is_of_these_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers still give what was tried, and every kernel that it ran has its identity in the file."""
-    rows = json.loads((repository() / "results/h200/library/fuzz.json").read_text("utf-8"))["rows"]
+    rows = json.loads((repository() / "results/h100-80gb-hbm3/library/fuzz.json").read_text("utf-8"))["rows"]
     monkeypatch.setattr(tuned, "gpu", lambda device=None: tuned.H200)
-    # bwd4_one came after the run, which has its problems on bwd4_det: out with this where it has run.
-    assert not any(x["stage"] in ladder.FEW_KEYS for x in rows[2:])
-    monkeypatch.setattr(division, "one_tile_pays", lambda problem: False)
     summaries, kernels = rows[:2], rows[2:]
     ran = {(x["stage"], x["kernel"]) for x in kernels}
     assert len(ran) == len(kernels) and all(len(x["cubin_sha256"]) == 64 for x in kernels)

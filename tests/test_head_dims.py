@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.case_runs import fitted
-from hopper_attention import launch, production
+from hopper_attention import launch, production, selection
 from hopper_attention.checks import problem_of
 from hopper_attention.choice import slower
 from hopper_attention.kernels import bwd4, calls, k6, k6_rows, ladder
@@ -58,7 +58,7 @@ def test_the_height_that_is_chosen_is_one_that_there_is(seqlen: int) -> None:
     for head_dim in EVERY:
         for value_dim in VALUES:
             asked = problem(head_dim, value_dim, "fwd").with_(seqlen_q=seqlen, seqlen_kv=seqlen)
-            assert launch.has_height(production.forward_stage(asked), asked)
+            assert launch.has_height(selection.forward_stage(asked), asked)
 
 
 @pytest.mark.parametrize("stage_id", STAGES)
@@ -148,7 +148,9 @@ def test_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of values of another width: O has theirs, in the order of q's dimensions."""
     monkeypatch.setattr(production, "check_device", lambda stage_id, q: None)
     asked = []
-    monkeypatch.setattr(production, "_launch", lambda *what: asked.append(what) or len)
+    monkeypatch.setattr(
+        selection, "kernel_for", lambda *what: asked.append(what) or launch.Kernel(len, b"", ())
+    )
     q, k = (torch.zeros(2, 65, 4, 192, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
     v = torch.zeros(2, 4, 65, 128, dtype=torch.bfloat16)
     plan = production._plan_forward(q, k, v, None, True, False)

@@ -10,10 +10,19 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from harness import judging, logits, reference
 from harness.inputs import hopper_gpu, random_inputs
-from hopper_attention import attention, attention_backward, enabled, production
+from hopper_attention import (
+    attention,
+    attention_backward,
+    enabled,
+    flash_attn_with_kvcache,
+    launch,
+    production,
+    selection,
+    ways,
+)
 from hopper_attention.checks import problem_of
 from hopper_attention.integrations import huggingface
-from hopper_attention.kernels import division, ladder, ways
+from hopper_attention.kernels import division, ladder
 from hopper_attention.kernels.calls import Parts
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import ONE_TILE, ONE_TILE_IN_PARTS
@@ -42,8 +51,8 @@ def verdicts(q, k, v, do, dlse=None, softmax_scale=None, **mask) -> list[str]:
     given = {"causal": mask.get("causal", False), "top_left": mask.get("top_left", False)}
     what = judging.Expected(q, k, v, do=do, **given, softmax_scale=softmax_scale, dlse=dlse)
     shape = problem_of(q, k, v, **given)
-    stage_id = production.forward_stage(shape)
-    lazy = reference.rounding_of(*ladder.load(stage_id), shape, **production.OPTIONS.get(stage_id, {}))
+    stage_id = selection.forward_stage(shape)
+    lazy = reference.rounding_of(*ladder.load(stage_id), shape, **selection.OPTIONS.get(stage_id, {}))
     found = what.judge({"o": o.detach(), "lse": lse.detach()}, lazy).failures
     # gradients are of the O that the kernel gave: the yardstick has the kernel's too
     yard_o = reference.yardstick(
@@ -74,9 +83,9 @@ def test_values_and_gradients(mask: dict, head_dim: int, dtype: str) -> None:
 def test_few_tiles_of_keys(mask: dict, head_dim: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What sees them in parts: of the query heads, of the queries, or of both."""
     shape = problem(head_dim, batch=1, heads=heads, kv_heads=1, seqlen_q=1000, seqlen_kv=777, **mask)
-    assert production.backward_stage(shape, False)[0] == production.IN_PARTS
+    assert selection.backward_stage(shape, False)[0] == launch.IN_PARTS
     if heads > 1:  # where turns are taken queries are not divided
-        assert production.backward_stage(shape, True)[0] == production.DETERMINISTIC_IN_PARTS
+        assert selection.backward_stage(shape, True)[0] == launch.DETERMINISTIC_IN_PARTS
     q, k, v, do = random_inputs(shape)
     assert verdicts(q, k, v, do, **mask) == []
     assert verdicts(q, k, v, do, torch.randn(q.shape[:3], device="cuda"), 0.1, **mask) == []
@@ -94,7 +103,7 @@ def test_one_tile_of_keys(mask: dict, head_dim: int, lengths: tuple[int, int, in
     """dQ without sums, of queries that see no key too, the same in every run; queries in parts or not."""
     queries, keys, heads = lengths
     shape = problem(head_dim, heads=heads, kv_heads=heads // 2, seqlen_q=queries, seqlen_kv=keys, **mask)
-    stage_id = production.backward_stage(shape, False)[0]
+    stage_id = selection.backward_stage(shape, False)[0]
     if division.one_tile_pays(shape):
         assert stage_id in ((ONE_TILE_IN_PARTS,) if queries == 1000 else (ONE_TILE, ONE_TILE_IN_PARTS))
     q, k, v, do = random_inputs(shape)
@@ -144,6 +153,8 @@ def test_every_way_to_the_forward_pass(
         (1, 8, 1, 64, 32768, 128),  # many pieces of a tile
         (1, 4, 4, 1, 70000, 64),
         (2, 16, 8, 300, 4000, 256),
+        (3, 32, 8, 16, 5000, 128),
+        (2, 6, 2, 128, 700, 256),
     ],
 )
 def test_slices_are_right_and_always_the_same(
@@ -152,17 +163,45 @@ def test_slices_are_right_and_always_the_same(
     asked = Problem(*shape, causal)
     q, k, v = random_inputs(asked)
     expected = judging.Expected(q, k, v, causal)
-    for way in (x for x in ways.ways_of(asked) if x.sliced):
+    for way in (x for x in ways.ways_of(asked) if x.sliced or x.grouped):
         monkeypatch.setattr(ways, "way_of", lambda problem, *gpu, way=way: way)
         production.plans.clear()
         first = attention(q, k, v, causal=causal, return_lse=True)
-        stage, file = ladder.load(production.forward_stage(asked, way))
+        stage, file = ladder.load(selection.forward_stage(asked, way))
         rounding = reference.rounding_of(stage, file, asked, **stage.options)
         assert expected.judge(dict(zip(("o", "lse"), first)), rounding).failures == ()
         for _ in range(20):
             again = attention(q, k, v, causal=causal, return_lse=True)
             assert all(x.equal(y) for x, y in zip(again, first))
     production.plans.clear()
+
+
+@every_head_dim
+@pytest.mark.parametrize("queries", [1, 7])
+def test_few_queries_are_decoded(head_dim: int, queries: int) -> None:
+    """In any layout, with a scale, and in CUDA graphs of their own, as from a cache."""
+    asked = problem(head_dim, heads=8, seqlen_q=queries, seqlen_kv=3000, causal=queries > 1)
+    assert selection.forward_stage(asked.with_(direction="fwd")) == launch.DECODE
+    q, k, v, _ = random_inputs(asked)
+    rows_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    for softmax_scale in (None, 0.2):
+        options = {"causal": asked.causal, "softmax_scale": softmax_scale}
+        o, lse = attention(q, k, v, **options, return_lse=True)
+        cached, its_lse = flash_attn_with_kvcache(*rows_first, **options, return_softmax_lse=True)
+        others = [x.transpose(1, 2) for x in rows_first]
+        assert o.equal(cached.transpose(1, 2)) and lse.equal(its_lse)
+        assert o.equal(attention(*others, **options)) and o.is_contiguous()
+    graphs = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = attention(q, k, v, **options)
+        graphs.append((graph, found))
+    for _ in range(10):
+        for graph, _ in graphs:
+            graph.replay()
+    torch.cuda.synchronize()
+    assert all(found.equal(o) for _, found in graphs)
 
 
 @every_head_dim

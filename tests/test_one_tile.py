@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from untraced import kernels
 
-from hopper_attention import production
+from hopper_attention import selection
 from hopper_attention.kernels import calls, division
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import DETERMINISTIC, IN_PARTS, ONE_TILE, ONE_TILE_IN_PARTS
@@ -85,7 +85,7 @@ def test_there_is_no_sum_of_dq(parts: calls.Parts | None) -> None:
 def test_who_runs_it(head_dim: int, deterministic: bool) -> None:
     def stage(**fields: object) -> str:
         problem = of(head_dim, **{"heads": 512, "kv_heads": 512, "causal": False} | fields)
-        return production.backward_stage(problem, deterministic)[0]
+        return selection.backward_stage(problem, deterministic)[0]
 
     lengths = {"seqlen_q": 256, "seqlen_kv": 128}
     assert stage(**lengths) == stage(**lengths, causal=True) == ONE_TILE
@@ -103,7 +103,7 @@ def test_who_runs_it(head_dim: int, deterministic: bool) -> None:
     assert stage(**blind) == DETERMINISTIC and stage(**blind, top_left=True) == ONE_TILE
     assert stage(**blind | {"seqlen_q": 96}) == stage(**blind | {"causal": False}) == ONE_TILE
     wide = of(256, seqlen_q=4096, seqlen_kv=77, causal=False)
-    assert production.backward_stage(wide, deterministic)[0] == (DETERMINISTIC if deterministic else IN_PARTS)
+    assert selection.backward_stage(wide, deterministic)[0] == (DETERMINISTIC if deterministic else IN_PARTS)
 
 
 def test_ways_that_are_tried() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hopper_attention import policies, production
+from hopper_attention import launch, policies, selection
 from hopper_attention.kernels import division
 from hopper_attention.kernels.contract import Problem
 
@@ -17,7 +17,7 @@ def test_packed_sequences_count_as_their_mean(head_dim: int, count: int, length:
         assert division.rows_of(packed) == division.rows_of(dense)
     assert division.rows_of(packed.with_(sequences=())) > 0
     lengths = ((length, length),) * count  # that the library does not know
-    assert production.forward_stage(packed.with_(sequences=lengths)) == production.forward_stage(packed)
+    assert selection.forward_stage(packed.with_(sequences=lengths)) == selection.forward_stage(packed)
 
 
 @pytest.mark.parametrize("window", [(127, 0), (-1, 30), (64, 64), (0, 0), (1000, 5)])
@@ -40,13 +40,13 @@ def test_a_window_shows_so_many_keys(window: tuple[int, int], lengths: tuple[int
 
 def test_stages_in_parts_take_no_policies() -> None:
     problem = Problem(1, 1, 1, 8192, 8192, 128, False, direction="bwd")
-    assert production.backward_stage(problem, False)[0] == production.IN_PARTS
+    assert selection.backward_stage(problem, False)[0] == launch.IN_PARTS
     for fields in ({"window": (64, 0)}, {"softcap": 9.0}, {"sink": True}, {"sequences": ((8192, 8192),)}):
-        stage_id, parts = production.backward_stage(problem.with_(**fields), False)
-        assert (stage_id, parts) == (production.BACKWARD, None)
+        stage_id, parts = selection.backward_stage(problem.with_(**fields), False)
+        assert (stage_id, parts) == (launch.BACKWARD, None)
     few = problem.with_(seqlen_q=270, seqlen_kv=270, sequences=((200, 200), (70, 70)))
-    assert production.backward_stage(few, False)[0] == production.BACKWARD
-    assert production.backward_stage(few, True)[0] == production.DETERMINISTIC
+    assert selection.backward_stage(few, False)[0] == launch.BACKWARD
+    assert selection.backward_stage(few, True)[0] == launch.DETERMINISTIC
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -63,14 +63,14 @@ def test_heads_of_many_short_sequences_share_tall_tiles(head_dim: int, count: in
 def test_most_packed_sequences_of_one_tile_of_keys_need_no_zeros() -> None:
     """By their mean, which is all that is known: `bwd4_det`, right for the others too."""
     for head_dim in (64, 128, 256):
-        for total, stage_id in ((256 * 128, production.DETERMINISTIC), (256 * 129, production.BACKWARD)):
+        for total, stage_id in ((256 * 128, launch.DETERMINISTIC), (256 * 129, launch.BACKWARD)):
             packed = Problem(
                 1, 4, 4, total, total, head_dim, False, direction="bwd", sequences=((0, 0),) * 256
             )
-            wanted = production.BACKWARD if head_dim == 256 else stage_id
-            assert production.backward_stage(packed, False)[0] == wanted
+            wanted = launch.BACKWARD if head_dim == 256 else stage_id
+            assert selection.backward_stage(packed, False)[0] == wanted
     nobody = packed.with_(seqlen_q=0, seqlen_kv=0, sequences=())
-    assert production.backward_stage(nobody, False)[0] in (production.BACKWARD, production.DETERMINISTIC)
+    assert selection.backward_stage(nobody, False)[0] in (launch.BACKWARD, launch.DETERMINISTIC)
 
 
 @pytest.mark.parametrize(
@@ -96,18 +96,18 @@ def test_a_side_that_hides_nothing_is_none(
 @pytest.mark.parametrize(
     ("head_dim", "causal", "length", "stage_id"),
     [
-        (128, True, 1024, production.DETERMINISTIC),
-        (128, True, 2048, production.DETERMINISTIC),
-        (128, True, 4096, production.BACKWARD),
-        (128, False, 1024, production.BACKWARD),
-        (64, True, 1024, production.BACKWARD),
-        (256, True, 1024, production.BACKWARD),
+        (128, True, 1024, launch.DETERMINISTIC),
+        (128, True, 2048, launch.DETERMINISTIC),
+        (128, True, 4096, launch.BACKWARD),
+        (128, False, 1024, launch.BACKWARD),
+        (64, True, 1024, launch.BACKWARD),
+        (256, True, 1024, launch.BACKWARD),
     ],
 )
 def test_short_packed_sequences_take_turns(head_dim: int, causal: bool, length: int, stage_id: str) -> None:
     sequences = ((length, length),) * 8
     problem = Problem(1, 8, 2, 8 * length, 8 * length, head_dim, causal, direction="bwd", sequences=sequences)
-    assert production.backward_stage(problem, False) == (stage_id, None)
+    assert selection.backward_stage(problem, False) == (stage_id, None)
     other = (
         problem.with_(softcap=30.0),
         problem.with_(window=(500, 0), causal=False),
@@ -115,6 +115,6 @@ def test_short_packed_sequences_take_turns(head_dim: int, causal: bool, length: 
         problem.with_(seqlen_q=8 * 4096 + 1, seqlen_kv=8 * 4096 + 1),
         problem.with_(kv_heads=8, seqlen_q=8 * 4097, seqlen_kv=8 * 4097),
     )
-    assert {production.backward_stage(x, False)[0] for x in other} == {production.BACKWARD}
-    ungrouped = production.DETERMINISTIC if head_dim == 128 and causal else production.BACKWARD
-    assert production.backward_stage(problem.with_(kv_heads=8), False) == (ungrouped, None)
+    assert {selection.backward_stage(x, False)[0] for x in other} == {launch.BACKWARD}
+    ungrouped = launch.DETERMINISTIC if head_dim == 128 and causal else launch.BACKWARD
+    assert selection.backward_stage(problem.with_(kv_heads=8), False) == (ungrouped, None)

@@ -15,7 +15,7 @@ from hopper_attention import (
     flash_attn_func,
     flash_attn_varlen_func,
     ops_policies,
-    production,
+    selection,
 )
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
@@ -77,7 +77,7 @@ def test_values_and_gradients(packed: bool, head_dim: int, options: dict) -> Non
     sink = None if given.sink is None else given.sink.detach().requires_grad_()
     o, lse = call(given, *leaves, sink, options)
     forward = problem.with_(direction="fwd", lse_grad=False)
-    stage, module = ladder.load(production.forward_stage(forward))
+    stage, module = ladder.load(selection.forward_stage(forward))
     rounding = rounding_of(stage, module, forward, **stage.options)
     assert given.judge({"o": o.detach(), "lse": lse.detach()}, rounding, poisoned=False) == []
     seen = lse.isfinite()

@@ -14,7 +14,7 @@ from harness.command import Usage
 from harness.policies import Given
 from harness.policy_suite import Named
 from harness.results import results_dir
-from hopper_attention import policies, production
+from hopper_attention import launch, policies
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 
@@ -130,7 +130,7 @@ def test_peers_that_lack_a_policy_say_so() -> None:
         with pytest.raises(NotImplementedError, match="has no sink"):
             policy_suite.BUILDS[name](rows)
     assert rows.window == (-1, 0)
-    assert production.FORWARD == "k6"
+    assert launch.FORWARD == "k6"
 
 
 # ---- the tables and the figure ----------------------------------------------------------------------------

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hopper_attention import launch, production, tuned
+from hopper_attention import few_queries, launch, memory, production, selection, tuned
+from hopper_attention.checks import problem_of
 from hopper_attention.choice import slower
-from hopper_attention.kernels import calls
+from hopper_attention.kernels import calls, calls_decode
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.plans import Plans
 
@@ -18,6 +19,8 @@ Launched = list[tuple[str, Problem, tuple]]
 
 def check_as_a_launch(least: Problem, q, k, v, o, *rest: object) -> None:
     """What compiled host code checks of its tensors: `test_cache.py` shows it on a real one."""
+    if least.direction == "decode":
+        q, k, v, o = (x.transpose(1, 2) for x in (q, k, v, o))
     like_q, like_o, like_k, like_v, rows = [q], [o], [k], [v], [rest[0]]
     if least.direction == "bwd":
         do, dq, dk, dv, *rows = rest[:5]
@@ -44,18 +47,24 @@ def stand_in_for_kernels(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
         return SimpleNamespace(launch=launch)
 
-    monkeypatch.setattr(production, "kernel_for", kernel_for)
+    monkeypatch.setattr(selection, "kernel_for", kernel_for)
     monkeypatch.setattr(production, "check_device", lambda stage_id, q: None)
     monkeypatch.setattr(production, "plans", Plans())
-    for name in ("_reasons", "_counters", "_memory"):
-        monkeypatch.setattr(production, name, {})
-    monkeypatch.setattr(production, "empty", torch._C._dynamo.guards._empty_strided_cpu)
-    monkeypatch.setattr(production, "as_argument", lambda x: x)
+    monkeypatch.setattr(production, "_reasons", {})
     monkeypatch.setattr(production, "current_device", lambda: None)
-    monkeypatch.setattr(production, "is_capturing", lambda: False)
-    monkeypatch.setattr(production, "current_stream", lambda index: 7)
+    stand_in_for_memory(monkeypatch)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     return found
+
+
+def stand_in_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scratch on the CPU, of one stream, of which nothing is kept yet."""
+    for name in ("_counters", "_memory", "_zeros"):
+        monkeypatch.setattr(memory, name, {})
+    monkeypatch.setattr(memory, "empty", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(memory, "as_argument", lambda x: x)
+    monkeypatch.setattr(memory, "is_capturing", lambda: False)
+    monkeypatch.setattr(memory, "current_stream", lambda index: 7)
 
 
 @pytest.fixture
@@ -141,15 +150,31 @@ def test_scratch_is_of_the_stream_and_of_the_capture(
 ) -> None:
     q, k, v = tensors(2, 4, 16, 64)
     forward(q, k, v)
-    monkeypatch.setattr(production, "current_stream", lambda index: 8)
+    monkeypatch.setattr(memory, "current_stream", lambda index: 8)
     forward(q, k, v)
-    monkeypatch.setattr(production, "is_capturing", lambda: True)
+    monkeypatch.setattr(memory, "is_capturing", lambda: True)
     forward(q, k, v)
     forward(q, k, v)
     counters = [given[-1] for *_, given in launched]
     assert len({x.data_ptr() for x in counters}) == 4
-    assert len(production._memory) == 4  # floats and counters of two streams
+    assert len(memory._memory) == 4  # floats and counters of two streams
     assert not any(x.any() for x in counters)
+
+
+def test_launches_in_a_graph_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros made before; where there are too few, a graph makes them."""
+    stand_in_for_memory(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(memory, "ZEROS", 3 * memory.TO_LINE + 4)
+    spec = {"pieces": ((2, 8, 64), "float32"), "arrived": ((8,), "int32")}
+    part, device = memory.part_of(memory.WHOLE, memory.WHOLE, spec), torch.device("cuda", 0)
+    eager = [memory.scratch_of(part, device)[1] for _ in range(2)]
+    assert eager[0] is eager[1]
+    monkeypatch.setattr(memory, "is_capturing", lambda: True)
+    counters = [memory.scratch_of(part, device)[1] for _ in range(5)]
+    assert len({x.data_ptr() for x in (eager[0], *counters)}) == 6
+    assert all(x.shape == (8,) and not x.any() for x in counters)
+    assert memory._zeros[0].numel() == 4
 
 
 @pytest.mark.parametrize(
@@ -278,11 +303,40 @@ def test_what_a_launch_refuses_is_named(name: str, wrong: str, launched: Launche
     assert len(launched) == first
 
 
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("with_lse", [True, False])
+def test_few_queries_are_decoded(launched: Launched, scale: float | None, with_lse: bool) -> None:
+    """As from a cache, whose dimensions have another order."""
+    (q,), (k, v) = tensors(2, 8, 4, 128, count=1), tensors(2, 2, 4096, 128, count=2)
+    o, lse = production.forward(q, k, v, scale, True, False, with_lse)
+    [(stage_id, least, given)] = launched
+    assert (stage_id, least.causal, least.scaled) == ("decode", True, False)
+    assert [x.shape for x in given[:4]] == [x.transpose(1, 2).shape for x in (q, k, v, q)]
+    assert given[3].data_ptr() == o.data_ptr() and o.stride() == q.stride()
+    assert given[4].shape == (2, 8, 4) and (lse is given[4] or not with_lse)
+    scratch, (together, used_scale, left) = given[-6:-3], given[-3:]
+    assert used_scale == (scale or 128**-0.5) and left is None and together == 2
+    asked, options = few_queries.as_decode(problem_of(q, k, v, True)), {"rows": 16, "unit": 0, "cluster": 2}
+    wanted = calls_decode.decode_scratch(asked, options, 132)
+    assert [tuple(x.shape) for x in scratch] == [shape for shape, _ in wanted.values()]
+
+
+def test_what_is_decoded_and_what_is_not() -> None:
+    few = Problem(1, 32, 8, 4, 4096, 128, True)
+    assert selection.forward_stage(few) == "decode"
+    assert selection.forward_stage(few.with_(causal=False, scaled=True)) == "decode"
+    for other in (
+        {"top_left": True}, {"head_dim": 80}, {"seqlen_q": 512}, {"seqlen_kv": 4},
+        {"seqlen_q": 1, "top_left": True}, {"value_dim": 64},
+    ):  # fmt: skip
+        assert selection.forward_stage(few.with_(**other)) != "decode", other
+
+
 def test_memory_that_was_not_there_is_asked_for_again(
     launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = tensors(2, 4, 16, 64)
-    empty, left = production.empty, [2]  # o, lse; and no counter
+    empty, left = memory.empty, [2]  # o, lse; and no counter
 
     def no_memory(*dense: object) -> torch.Tensor:
         left[0] -= 1
@@ -290,10 +344,10 @@ def test_memory_that_was_not_there_is_asked_for_again(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return empty(*dense)
 
-    monkeypatch.setattr(production, "empty", no_memory)
+    monkeypatch.setattr(memory, "empty", no_memory)
     with pytest.raises(torch.OutOfMemoryError):
         forward(q, k, v)
-    monkeypatch.setattr(production, "empty", empty)
+    monkeypatch.setattr(memory, "empty", empty)
     forward(q, k, v)
     assert len(launched) == 1
 
@@ -309,7 +363,7 @@ def test_a_backward_pass_is_launched_in_one_go(launched: Launched, monkeypatch: 
         inside.pop()
 
     stand_in = SimpleNamespace(launch=launch)
-    monkeypatch.setattr(production, "kernel_for", lambda *given: stand_in)
+    monkeypatch.setattr(selection, "kernel_for", lambda *given: stand_in)
     q, k, v = tensors(2, 4, 16, 64)
     threads = [threading.Thread(target=backward, args=(q, k, v)) for _ in range(4)]
     for thread in threads:
@@ -348,9 +402,9 @@ def test_scratch_of_one_launch_is_never_shared(launched: Launched) -> None:
 
 def test_kernels_are_for_the_sms_of_the_gpu(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     """And so are the choices, which on fewer SMs find less idle."""
-    asked, kernel_for = [], production.kernel_for
+    asked, kernel_for = [], selection.kernel_for
     monkeypatch.setattr(
-        production, "kernel_for", lambda *what: asked.append((what[0], what[2])) or kernel_for(*what)
+        selection, "kernel_for", lambda *what: asked.append((what[0], what[2])) or kernel_for(*what)
     )
     q, k, v = tensors(1, 8, 1024, 128)
     for sms, stages in ((132, ["k6_r64", "bwd4_parts"]), (20, ["k6", "bwd4"])):

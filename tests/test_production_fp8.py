@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from test_production import stand_in_for_memory
 
 from harness.quantized import codes
 from harness.results import repository
-from hopper_attention import cache, launch, precompile, production, production_fp8, tuned
+from hopper_attention import cache, launch, memory, precompile, production, production_fp8, tuned
 from hopper_attention.kernels import calls_fp8, ladder, quantize
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.kernels.device.fp8 import quantized_shapes
@@ -39,12 +40,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
     monkeypatch.setattr(production_fp8, "kernel_for", kernel_for)
     monkeypatch.setattr(production_fp8, "check_device", lambda stage_id, q: None)
-    for module, name in ((production, "_counters"), (production_fp8, "_plans"), (production_fp8, "_ones")):
-        monkeypatch.setattr(module, name, {})
-    monkeypatch.setattr(production, "empty", torch._C._dynamo.guards._empty_strided_cpu)
+    for name in ("_plans", "_ones"):
+        monkeypatch.setattr(production_fp8, name, {})
     monkeypatch.setattr(production, "current_device", lambda: None)
-    monkeypatch.setattr(production, "is_capturing", lambda: False)
-    monkeypatch.setattr(production, "current_stream", lambda index: 7)
+    stand_in_for_memory(monkeypatch)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     production_fp8.signs_on.cache_clear()
     return found
@@ -148,7 +147,7 @@ def test_signs_are_copied_once_and_not_in_a_capture(
     make(q, k, v, seed=0)
     make(q[:, :, :3], k, v, seed=0)
     assert launched[0].given[-3] is launched[1].given[-3]
-    monkeypatch.setattr(production, "is_capturing", lambda: True)
+    monkeypatch.setattr(memory, "is_capturing", lambda: True)
     make(q[:, :, :4], k, v, seed=0)
     with pytest.raises(RuntimeError, match="make the first call with this head_dim and seed"):
         make(q, k, v, seed=1)
@@ -261,16 +260,16 @@ def test_scratch_is_of_the_stream_and_of_the_capture(
 ) -> None:
     rows = in_rows()
     attend_rows(rows)
-    monkeypatch.setattr(production, "current_stream", lambda index: 8)
+    monkeypatch.setattr(memory, "current_stream", lambda index: 8)
     attend_rows(rows)
-    monkeypatch.setattr(production, "is_capturing", lambda: True)
+    monkeypatch.setattr(memory, "is_capturing", lambda: True)
     attend_rows(rows)
     attend_rows(rows)
     counters = [x.given[8] for x in launched]
     ones = [x.given[-2] for x in launched]
     for kept in (counters, ones):
         assert len({x.data_ptr() for x in kept}) == 4
-    assert len(production._counters) == len(production_fp8._ones) == 2
+    assert len(memory._counters) == len(production_fp8._ones) == 2
     assert not any(x.any() for x in counters) and all((x == 1).all() for x in ones)
 
 

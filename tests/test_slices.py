@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 from untraced import kernels
 
-from hopper_attention.kernels import division, ways
+from hopper_attention import ways
+from hopper_attention.kernels import division
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.kernels.device.constants import SMS
 

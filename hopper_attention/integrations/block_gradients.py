@@ -17,6 +17,7 @@ from ..kernels.contract import DTYPES, Problem
 from ..kernels.device.constants import GRID_YZ_MAX
 from ..kernels.device.limits import BLOCK, column_blocks
 from ..launch import BACKWARD, kernel_for, sms_option
+from ..layouts import readable
 from .zigzag import SEQUENCE, Rows, Step, Turn
 
 Gradient = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # dq, dk, dv
@@ -143,7 +144,7 @@ class Sums:
             self.scale = self.scale or (problem.head_dim**-0.5,)
             problem = problem.with_(scaled=True, lse_grad=True)
         production._check_inputs(BACKWARD, problem, q=q, k=k, v=v)
-        do, o = production._readable(do), production._readable(o)
+        do, o = readable(do), readable(o)
         self.inputs, self.arrivals = inputs._replace(do=do, o=o), dict(arrivals)
         self.launches = launches_of(problem, q.device)
         chunk = q.shape[SEQUENCE] // 2

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.library import Library, get_kernel
 
-from .. import production, tuned
+from .. import production, selection, tuned
 from ..checks import problem_of
 from ..choice import slower
 from . import varlen
@@ -124,8 +124,8 @@ def explain(
     if None in against.values():
         problem = problem_of(query, key, value, is_causal, _top_left(query, key, is_causal))
         gpu = tuned.gpu(query.device)
-        backward, _ = production.backward_stage(problem.with_(direction="bwd"), deterministic, gpu=gpu)
-        kernels = {"fwd": production.forward_stage(problem, gpu=gpu), "bwd": backward}
+        backward, _ = selection.backward_stage(problem.with_(direction="bwd"), deterministic, gpu=gpu)
+        kernels = {"fwd": selection.forward_stage(problem, gpu=gpu), "bwd": backward}
     answers = [kernels[x] if (why := against[x]) is None else f"PyTorch's: {why}" for x in ("fwd", "bwd")]
     return Explanation(*answers)
 

@@ -1,15 +1,18 @@
 """In what way the forward pass goes through a problem: in whole tiles of queries, of how many `division`
-says, or in equal slices of all their steps (k6_slices). Imports no compiler.
+says; in equal slices of all their steps (k6_slices); or, few queries, in equal slices of all keys, which are
+read once for all heads of a group (decode). Imports no compiler.
 """
 
 import math
 from typing import NamedTuple
 
-from .calls_slices import KEPT_BYTES, refuse_steps
-from .contract import Problem
-from .device.constants import SMS
-from .device.limits import tile_dim
-from .division import CLEARLY, TILES, Tiles, _keys_seen, forward_us, rows_of
+from . import few_queries
+from .kernels.calls_decode import rows_of as rows_of_group
+from .kernels.calls_slices import KEPT_BYTES, refuse_steps
+from .kernels.contract import Problem
+from .kernels.device.constants import SMS
+from .kernels.device.limits import BLOCK, L2_BYTES, tile_dim
+from .kernels.division import CLEARLY, TILES, Tiles, _keys_seen, forward_us, rows_of
 
 # What a slice of the steps costs beside its steps and tiles (k6_slices), by columns and rows: that a piece is
 # left, and another is added to its own; and each further piece that is added. notes/k6_slices.md.
@@ -18,40 +21,67 @@ JOIN = {
     96: {192: 10.0, 64: 2.5},
     128: {192: 10.0, 64: 2.5},
     192: {128: 8.0, 64: 8.0},
-    256: {128: 8.0, 64: 8.0},
+    256: {128: 8.0, 64: 4.0},
 }
 ADD = 1.0
 FEW_SLICED = 5  # tiles for each SM, up to which slices were measured
+READ_AGAIN = 0.75  # of what slices read, where L2 does not hold all keys: the rest another has just read
+READS_SLOWLY = 1.13  # than other tiles a whole one of BLOCK rows, whose loads are fewer
 
 
 class Way(NamedTuple):
     """How the forward pass goes through a problem."""
 
-    rows: int  # queries of a tile
+    rows: int  # queries of a tile; if grouped, of all heads of a group
     sliced: bool = False  # tiles in equal slices of all steps: k6_slices
+    grouped: bool = False  # heads of a group in a tile, keys in equal slices: decode
 
 
 def ways_of(problem: Problem) -> list[Way]:
     """Every way to compute the forward pass of a problem without policies."""
-    whole = [Way(rows) for rows in TILES[tile_dim(problem)]]
-    return whole + ([] if problem.top_left else [Way(rows, True) for rows in JOIN[tile_dim(problem)]])
+    ways = [Way(rows) for rows in TILES[tile_dim(problem)]]
+    if not problem.top_left:
+        ways += [Way(rows, sliced=True) for rows in JOIN[tile_dim(problem)]]
+    return ways + [Way(rows_of_group(problem), grouped=True)] * few_queries.takes(problem)
 
 
 def way_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> Way:
     """The way with the least time. Packed sequences count as equally long."""
-    whole, us = rows_of(problem, sms, tiles), {}
-    if not (problem.policies or problem.top_left or refuse_steps(problem)):
+    best = Way(rows_of(problem, sms, tiles))
+    if problem.policies:
+        return best
+    others = []
+    if not (problem.top_left or refuse_steps(problem)):
         heads = problem.batch * problem.heads
         few = [x for x in JOIN[tile_dim(problem)] if heads * -(-problem.seqlen_q // x) <= FEW_SLICED * sms]
-        us = {rows: slices_us(problem, rows, sms, tiles) for rows in few}
-    best = min(us, key=us.get, default=whole)
-    sliced = us and us[best] < CLEARLY * forward_us(problem, whole, sms, tiles)
-    return Way(best, True) if sliced else Way(whole)
+        others += [Way(rows, sliced=True) for rows in few]
+    if few_queries.takes(problem):
+        others.append(Way(rows_of_group(problem), grouped=True))
+    us = {way: way_us(problem, way, sms, tiles) for way in others}
+    other = min(us, key=us.get, default=best)
+    return other if us and us[other] < CLEARLY * way_us(problem, best, sms, tiles) else best
 
 
 def way_us(problem: Problem, way: Way, sms: int = SMS, tiles: Tiles = TILES) -> float:
     """The time that a way is expected to take, in µs of the GPU whose costs `tiles` are."""
-    return (slices_us if way.sliced else forward_us)(problem, way.rows, sms, tiles)
+    if way.grouped:
+        return few_queries.decode_us(problem, sms)
+    us = (slices_us if way.sliced else forward_us)(problem, way.rows, sms, tiles)
+    return max(us, memory_us(problem, way, tiles))
+
+
+def memory_us(problem: Problem, way: Way, tiles: Tiles = TILES) -> float:
+    """The time of a forward pass that waits for its keys: tiles of a group read them together, slices each
+    for itself."""
+    kv_bytes, tile = few_queries.kv_bytes(problem), tiles[tile_dim(problem)][way.rows]
+    us, again = tile.call + tile.tile, READS_SLOWLY if way.rows == BLOCK else 1.0
+    if way.sliced:
+        again = 1.0
+        us += JOIN[tile_dim(problem)][way.rows]
+        if kv_bytes > L2_BYTES:
+            readers = problem.heads // max(1, problem.kv_heads) * -(-problem.seqlen_q // way.rows)
+            again = max(1.0, READ_AGAIN * readers)
+    return us + kv_bytes * again / few_queries.MEMORY_BYTES
 
 
 def slices_us(problem: Problem, rows: int, sms: int = SMS, tiles: Tiles = TILES) -> float:

@@ -1,0 +1,120 @@
+"""Which kernel computes a problem, what it needs beside its tensors, and how it is launched."""
+
+from collections.abc import Callable
+
+from . import few_queries, tuned, ways
+from .kernels import calls, calls_decode, calls_slices, division
+from .kernels.calls import UNDIVIDED, Parts
+from .kernels.contract import Problem, Scratch
+from .kernels.device.constants import GRID_YZ_MAX
+from .kernels.device.limits import tile_dim
+from .launch import (
+    BACKWARD,
+    DECODE,
+    DETERMINISTIC,
+    DETERMINISTIC_IN_PARTS,
+    FORWARD,
+    FORWARD_IN_ROWS,
+    IN_PARTS,
+    IN_SLICES,
+    IN_SLICES_OF_ROWS,
+    ONE_TILE,
+    ONE_TILE_IN_PARTS,
+    Job,
+    kernel_for,
+    least_of,
+    sms_option,
+)
+from .ways import Way
+
+Launch = Callable[..., None]
+# Of the stages that have some; known here, so that a call whose kernels are compiled imports no kernel file.
+OPTIONS: dict[str, dict[str, object]] = {
+    DETERMINISTIC: calls.DETERMINISTIC,
+    DETERMINISTIC_IN_PARTS: calls.DETERMINISTIC,
+    ONE_TILE_IN_PARTS: calls.DIVIDED,
+    **{x: {"rows": rows} for of in (FORWARD_IN_ROWS, IN_SLICES_OF_ROWS) for rows, x in of.items()},
+}
+
+
+def forward_stage(problem: Problem, way: Way | None = None, gpu: tuned.Gpu = tuned.H200) -> str:
+    """The stage that computes O of a problem that FORWARD takes, by default in the way that `ways` chooses.
+    Raises ValueError for rows that no tile of this head_dim has."""
+    way = way or ways.way_of(problem, *gpu)
+    if way.grouped:
+        return DECODE
+    own, *others = division.TILES[tile_dim(problem)]
+    if way.rows not in (own, *others):
+        raise ValueError(f"tiles of head_dim {problem.head_dim} have {own} or {others} rows, not {way.rows}")
+    whole, in_rows = (IN_SLICES, IN_SLICES_OF_ROWS) if way.sliced else (FORWARD, FORWARD_IN_ROWS)
+    return whole if way.rows == own else in_rows[way.rows]
+
+
+def forward_kernel(problem: Problem, way: Way, gpu: tuned.Gpu) -> Job:
+    """The kernel of a way, as `kernel_for` takes it."""
+    if way.grouped:
+        least, options = few_queries.kernel_of(problem)
+        return DECODE, least, options | sms_option(gpu.sms)
+    stage_id = forward_stage(problem, way, gpu)
+    return stage_id, least_of(problem), OPTIONS.get(stage_id, {}) | sms_option(gpu.sms)
+
+
+def forward_launch(problem: Problem, way: Way, gpu: tuned.Gpu) -> Launch:
+    """A way's launch: of q, k, v, o, lse, its scratch, and a scale where the problem has one."""
+    launch = kernel_for(*forward_kernel(problem, way, gpu)).launch
+    return _decoding(launch, problem, gpu.sms) if way.grouped else launch
+
+
+def forward_scratch(problem: Problem, way: Way, sms: int) -> Scratch:
+    """What a launch of a way needs beside its tensors."""
+    if way.grouped:
+        _, options = few_queries.kernel_of(problem)
+        return calls_decode.decode_scratch(few_queries.as_decode(problem), options, sms)
+    if not way.sliced:
+        return calls.forward_scratch(problem, way.rows)
+    ctas = division.TILES[tile_dim(problem)][way.rows].ctas
+    return calls_slices.slices_scratch(problem, way.rows, sms * ctas)
+
+
+def _decoding(decode: Launch, problem: Problem, sms: int) -> Launch:
+    """A launch of decode with the arguments of a forward pass."""
+    together = few_queries.together_of(problem, sms)
+
+    def launch(q, k, v, o, lse, pieces, pieces_lse, arrived, scale=problem.head_dim**-0.5) -> None:
+        rows_first = (x.transpose(1, 2) for x in (q, k, v, o))
+        scratch, absent = (pieces, pieces_lse, arrived), (None, None)
+        calls_decode.launch_decode(
+            decode, *rows_first, lse, None, None, absent, absent, scratch, together, scale, None
+        )
+
+    return launch
+
+
+def backward_stage(
+    problem: Problem, deterministic: bool, parts: Parts | None = None, gpu: tuned.Gpu = tuned.H200
+) -> tuple[str, Parts | None]:
+    """The stage that computes the gradients of a problem that BACKWARD takes, and its parts, if it has any:
+    by default those that `division` chooses."""
+    # On one tile of keys nobody waits for a turn, and turns spare zeros: for where a sum cannot be spared.
+    deterministic |= division.has_one_tile(problem)
+    deterministic |= parts is None and division.turns_pay(problem, gpu.sms)
+    stages = (DETERMINISTIC, DETERMINISTIC_IN_PARTS) if deterministic else (BACKWARD, IN_PARTS)
+    if problem.policies:  # which the stages in parts do not take, nor those of one tile
+        return stages[0], None
+    if division.one_tile_pays(problem):
+        stages = ONE_TILE, ONE_TILE_IN_PARTS
+    if parts is None:
+        one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
+        parts = division.parts_of(problem, gpu.sms, deterministic) if one_launch else UNDIVIDED
+    return (stages[0], None) if parts == UNDIVIDED else (stages[1], parts)
+
+
+def backward_scratch(stage_id: str, problem: Problem, parts: Parts | None) -> Scratch:
+    """What a launch of the stage that `backward_stage` gave needs beside its tensors."""
+    turns = stage_id in (DETERMINISTIC, DETERMINISTIC_IN_PARTS)
+    return calls.backward_scratch(problem, turns, parts, stage_id in (ONE_TILE, ONE_TILE_IN_PARTS))
+
+
+def launch_of(stage_id: str, problem: Problem, gpu: tuned.Gpu) -> Launch:
+    """That of a stage, but decode."""
+    return kernel_for(stage_id, least_of(problem), OPTIONS.get(stage_id, {}) | sms_option(gpu.sms)).launch
