@@ -2,6 +2,7 @@
 Which those are, in what kernel, and for how long. Imports no compiler.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -27,7 +28,9 @@ PIECES = 16  # of a sequence, up to which nothing was seen of them
 MEMORY_BYTES = 4.1e6  # of K and V that come from memory in a µs
 
 
+@functools.lru_cache(maxsize=16)  # asked for several times in a row, and each step of a model is another
 def as_decode(problem: Problem) -> Problem:
+    """The problem as decode's `Problem`."""
     causal = problem.causal and problem.seqlen_q > 1  # one query sees every key in any case
     return problem.with_(direction="decode", causal=causal, scaled=False)
 

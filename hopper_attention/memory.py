@@ -107,6 +107,7 @@ def _counters_of_a_graph(part: Part, device: torch.device) -> list[torch.Tensor]
 def _make_zeros_for_graphs(device: torch.device) -> None:
     if device.index not in _zeros:
         (_zeros[device.index],) = zeros_to_keep((dense((ZEROS,), torch.int32),), device)
+        torch.cuda.current_stream(device).synchronize()  # the graph that has them may run on another stream
 
 
 def _sizes_of(wanted: tuple[Dense, ...]) -> list[int]:

@@ -53,7 +53,6 @@ def stand_in_for_kernels(monkeypatch: pytest.MonkeyPatch) -> Launched:
     monkeypatch.setattr(production, "_reasons", {})
     monkeypatch.setattr(production, "current_device", lambda: None)
     stand_in_for_memory(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     return found
 
 
@@ -65,6 +64,8 @@ def stand_in_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "as_argument", lambda x: x)
     monkeypatch.setattr(memory, "is_capturing", lambda: False)
     monkeypatch.setattr(memory, "current_stream", lambda index: 7)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
 
 
 @pytest.fixture
@@ -164,7 +165,6 @@ def test_scratch_is_of_the_stream_and_of_the_capture(
 def test_launches_in_a_graph_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros made before; where there are too few, a graph makes them."""
     stand_in_for_memory(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(memory, "ZEROS", 3 * memory.TO_LINE + 4)
     spec = {"pieces": ((2, 8, 64), "float32"), "arrived": ((8,), "int32")}
     part, device = memory.part_of(memory.WHOLE, memory.WHOLE, spec), torch.device("cuda", 0)

@@ -44,7 +44,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         monkeypatch.setattr(production_fp8, name, {})
     monkeypatch.setattr(production, "current_device", lambda: None)
     stand_in_for_memory(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     production_fp8.signs_on.cache_clear()
     return found
 
