@@ -20,7 +20,8 @@ def decode_table(rows: Rows) -> str:
     peers = [name for name in PEERS if any(name in row["us"] for row in rows)]
     for row in rows:
         us = row["us"]
-        ours = us[OURS]
+        if (ours := us.get(OURS)) is None:  # which failed; its row says why
+            continue
         remarks = {
             "e4m3": row["eight_bits"],
             f"pages of {row['page']}": row["page"],
@@ -38,7 +39,7 @@ def decode_table(rows: Rows) -> str:
         size, rate = row["bytes"] / 1e6, row["bytes"] / ours / 1e6
         size = f"{size:.0f} MB" if size < 1e3 else f"{size / 1e3:.2f} GB"
         ahead = f"{best / ours:.2f}" if best else ""
-        plain = f"{row['without_pdl_us']:.1f}" if "without_pdl_us" in row else ""
+        plain = f"{row['without_pdl_us']:.1f}" if row.get("without_pdl_us") else ""
         loads = f"{row['reads_us'] / ours:.3f}" if "reads_us" in row else ""
         of_ours = f"**{ours:.1f}**", plain, loads
         lines.append([shape, ", ".join(kind), size, *of_ours, *theirs, ahead, f"{rate:.2f}"])
@@ -46,11 +47,15 @@ def decode_table(rows: Rows) -> str:
     header += [*(PEERS[x] for x in peers), "ahead", "TB/s"]
     behind = [f"{shape} ({ratio:.3f})" for ratio, shape in ratios if ratio < 1]
     sentence = (
-        f"µs of a call in a CUDA graph, caches rotating through more than a gigabyte; heads are query heads "
-        f"and key heads. Without PDL (programmatic dependent launch) the kernel starts when the one before "
-        f"has ended. Loads alone: what a kernel takes that only has the same loads, as a share of "
-        f"`decode`'s time; above 1 it was the slower of the two. The {len(ratios)} rows without a remark: "
-        f"{min(ratios)[0]:.3f} to {max(ratios)[0]:.3f} × the best peer, geometric mean "
-        f"{geometric_mean(ratio for ratio, _ in ratios):.3f}; below 1.000: {'; '.join(behind) or 'none'}."
+        "µs of a call in a CUDA graph, caches rotating through more than a gigabyte; heads are query heads "
+        "and key heads. Without PDL (programmatic dependent launch) the kernel starts when the one before "
+        "has ended. Loads alone: what a kernel takes that only has the same loads, as a share of "
+        "`decode`'s time; above 1 it was the slower of the two."
     )
+    if ratios:
+        sentence += (
+            f" The {len(ratios)} rows without a remark: {min(ratios)[0]:.3f} to {max(ratios)[0]:.3f} × the "
+            f"best peer, geometric mean {geometric_mean(ratio for ratio, _ in ratios):.3f}; below 1.000: "
+            f"{'; '.join(behind) or 'none'}."
+        )
     return f"{table(header, lines, 'llrrrr' + 'r' * len(peers) + 'rr')}\n\n{sentence}"

@@ -18,11 +18,20 @@ import torch
 from harness import edits, judging, machine_code, peers, reference, results, timing
 from harness.inputs import poison, random_inputs
 from harness.stages import check_memory
-from hopper_attention import attention, attention_backward, few_queries, selection, tuned
+from hopper_attention import attention, attention_backward, selection, tuned
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import KernelFile, Problem, Tensors
-from hopper_attention.launch import DECODE, LIBRARY, Kernel, compile_kernel, compiled_for, sms_option
+from hopper_attention.launch import (
+    DECODE,
+    LIBRARY,
+    Kernel,
+    compile_kernel,
+    compiled_for,
+    kernel_for,
+    sms_option,
+)
 from hopper_attention.precompile import Job
+from hopper_attention.ways import Way
 
 # From this length on, and for who is this fast, the power cap and not the burst is what a user sees.
 SUSTAINED_FROM, SUSTAINED_TFLOPS = 16384, 100.0
@@ -73,6 +82,8 @@ class Contender:
 
     def compile(self, problem: Problem) -> Kernel:
         stage_id, options = self.kernels(problem)
+        if self.is_public_call:
+            return kernel_for(*job_of(stage_id, problem))
         if self.lacks is None:
             return compile_kernel(stage_id, problem, **options)
         least = compiled_for(stage_id, problem)
@@ -98,8 +109,7 @@ def library_options(stage_id: str) -> dict[str, Any]:
 def job_of(stage_id: str, problem: Problem) -> Job:
     """A stage's kernel for a problem, as the library compiles it."""
     if stage_id == DECODE:
-        least, options = few_queries.kernel_of(problem)
-        return stage_id, least, options | sms_option(tuned.gpu().sms)
+        return selection.forward_kernel(problem, Way(0, grouped=True), tuned.gpu())
     return stage_id, compiled_for(stage_id, problem), library_options(stage_id)
 
 

@@ -1,6 +1,6 @@
 """Which problems are better left to PyTorch's own kernels; notes/library.md says what was measured."""
 
-from . import few_queries
+from . import few_queries, ways
 from .kernels.contract import Problem
 from .kernels.device.constants import SMS
 from .kernels.device.limits import NARROW_VALUES, tile_dim, tile_dims
@@ -22,7 +22,9 @@ def slower(problem: Problem) -> str | None:
         return None
     if problem.seqlen_q == 1 and few_queries.kv_bytes(problem) >= LARGE:
         return "half a gigabyte of keys and values for one query: cuDNN's kernel is as fast"
-    if few_queries.takes(problem) and (problem.seqlen_q > FEW or problem.seqlen_kv >= SHORT):
+    way = ways.way_of(problem)
+    divided = way.grouped or (way.sliced and problem.seqlen_q > 1)  # one query in slices is behind cuDNN
+    if divided and (problem.seqlen_q > FEW or problem.seqlen_kv >= SHORT):
         return None
     rows = min(TILES[tile_dim(problem)])
     tiles = -(-problem.seqlen_q // rows) * problem.heads * problem.batch

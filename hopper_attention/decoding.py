@@ -7,7 +7,7 @@ not wait for the GPU, and a CUDA graph that captured one serves all lengths.
 
 import torch
 
-from . import lengths, memory, tuned
+from . import few_queries, lengths, memory, tuned
 from .checks import E4M3, check_device, check_layout, check_scale, check_tensor, name_of
 from .kernels import calls_decode
 from .kernels.contract import DTYPES, Problem
@@ -160,8 +160,7 @@ def _plan(
     if q.numel():
         least = Problem(1, 1, 1, 1, 1, problem.head_dim, problem.causal, problem.dtype, direction="decode")
         launch = kernel_for(DECODE, least, options | sms_option(gpu.sms)).launch
-    workers = gpu.sms // options["cluster"]
-    together = calls_decode.together_of(calls_decode.columns_of(problem), workers)
+    together = few_queries.together_of(problem, options, gpu.sms)
     return Plan(launch, outputs, (part,), ()), (together, scale, window_left if window else None)
 
 

@@ -38,7 +38,7 @@ def as_decode(problem: Problem) -> Problem:
 def takes(problem: Problem) -> bool:
     """Whether it computes a forward problem."""
     few = problem.direction == "fwd" and 0 < problem.seqlen_q <= min(QUERIES, problem.seqlen_kv - 1)
-    if not few or problem.top_left:
+    if not few or problem.top_left or not problem.batch * problem.heads:
         return False
     return has_own_kernel(problem) and calls_decode.refuse_decode(as_decode(problem)) is None
 
@@ -59,10 +59,9 @@ def kernels() -> Iterator[tuple[Problem, dict[str, Any]]]:
                 yield kernel_of(Problem(*shape, head_dim, causal, dtype))
 
 
-def together_of(problem: Problem, sms: int) -> int:
-    """`calls_decode.together_of` of the CTAs, or clusters, that a launch has."""
-    asked = as_decode(problem)
-    return calls_decode.together_of(calls_decode.columns_of(asked), sms // calls_decode.cluster_of(asked))
+def together_of(problem: Problem, options: dict[str, Any], sms: int) -> int:
+    """`calls_decode.together_of` of the CTAs, or clusters, that a launch for one of decode's problems has."""
+    return calls_decode.together_of(calls_decode.columns_of(problem), sms // options["cluster"])
 
 
 def decode_us(problem: Problem, sms: int = SMS) -> float:

@@ -331,7 +331,8 @@ def flash_attn_with_kvcache(
     Returns o like q, or `out`, and with `return_softmax_lse` also the LSE, fp32 (batch, heads, queries): 0
     and −∞ for a query that sees no key. Keys are split among all SMs in any case: `num_splits` is taken and
     ignored. With `batch_invariant` a sequence's bits do not depend on the other sequences; they never depend
-    on the run. From 64 to 128 queries on, by the number of keys, `attention` is faster (notes/decode.md).
+    on the run. From some 16 to 64 queries on, by the number of keys, `attention` is faster: it chooses
+    (notes/decode.md).
     There is no gradient. Keys and queries are not rotated: with `rotary_cos`, as with batch indices, padding
     on the left and slopes, it raises NotImplementedError with the argument's name, as TypeError and
     ValueError before anything is launched.

@@ -16,7 +16,7 @@ COUNTERS_MAX = 256
 # A launch's scratch of up to so many bytes its stream keeps, with what was too small before it: allocating
 # takes longer than so short a kernel. Of the forward pass it is the LSE that nobody asked for.
 KEPT_BYTES = {"fwd": 2**18, "bwd": 2**24}
-ZEROS = 2**21  # counters for launches in CUDA graphs, of a device: 8 MiB
+ZEROS = 2**21  # counters for launches in CUDA graphs, of a device: 8 MiB, as often as half of them are gone
 TO_LINE = 32  # numbers of 4 bytes: what is divided is divided at 128 bytes
 
 Place = tuple[slice, slice]  # of batches and of heads
@@ -30,6 +30,7 @@ is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 _counters: dict[tuple[object, ...], list[torch.Tensor]] = {}
 _memory: dict[tuple[object, ...], torch.Tensor] = {}  # what streams keep, by stream, device, direction, type
 _zeros: dict[int, torch.Tensor] = {}  # by device: those that no graph has yet
+_of_graphs: list[torch.Tensor] = []  # all that were ever made: a graph keeps nothing but an address
 _handing_out = threading.Lock()
 
 
@@ -105,9 +106,14 @@ def _counters_of_a_graph(part: Part, device: torch.device) -> list[torch.Tensor]
 
 
 def _make_zeros_for_graphs(device: torch.device) -> None:
-    if device.index not in _zeros:
-        (_zeros[device.index],) = zeros_to_keep((dense((ZEROS,), torch.int32),), device)
-        torch.cuda.current_stream(device).synchronize()  # the graph that has them may run on another stream
+    """Outside of graphs, where memory can be had: whoever captures a call has made one like it before."""
+    with _handing_out:  # until they are zero, for a graph may run on any stream
+        left = _zeros.get(device.index)
+        if left is None or left.numel() < ZEROS // 2:
+            (zeros,) = zeros_to_keep((dense((ZEROS,), torch.int32),), device)
+            torch.cuda.current_stream(device).synchronize()
+            _of_graphs.append(zeros)
+            _zeros[device.index] = zeros
 
 
 def _sizes_of(wanted: tuple[Dense, ...]) -> list[int]:

@@ -1,6 +1,7 @@
 """Fill the cache of compiled kernels ahead of the first call.
 
-    python -m hopper_attention.precompile             the kernels of `attention` and its backward pass
+    python -m hopper_attention.precompile             the kernels of `attention` and its backward pass; of few
+                                                      queries beside many keys alone: `few_queries`
     python -m hopper_attention.precompile policies    those with windows, soft caps, sinks, packed sequences
     python -m hopper_attention.precompile fp8         those of `attention_fp8` and `quantize`
     python -m hopper_attention.precompile k2 bwd3     of other stages; `all` for the ladder
@@ -100,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
         "stages",
         nargs="*",
         default=[*LIBRARY, FEW_QUERIES],
-        help="stage ids, `all`, `policies`, `fp8`, `decode`",
+        help="stage ids, `few_queries`, `all`, `policies`, `fp8` or `decode`",
     )
     parser.add_argument("--head-dim", type=int, help="only kernels for heads of this size")
     parser.add_argument("--dtype", choices=DTYPES, help="only kernels for queries of this type")

@@ -27,7 +27,7 @@ from .launch import FP8, FP8_CAST, FP8_ROWS, QUANTIZE, kernel_for, sms_option
 from .layouts import Dense, dense, dense_like
 from .memory import WHOLE, Part, part_of, scratch_of
 from .plans import keep, plan_of
-from .production import run_on
+from .production import margin, run_on
 from .selection import Launch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -111,7 +111,7 @@ def forward(
     tensors = q8, k8, vt8, q_scale, k_scale, v_exponent
     options = softmax_scale, causal, top_left, dtype
     shapes = q8.shape, k8.shape, vt8.shape, q_scale.shape, k_scale.shape, v_exponent.shape
-    kind = FP8, *shapes, q8.stride(), k8.stride(), vt8.stride(), q8.device, options
+    kind = FP8, *shapes, q8.stride(), k8.stride(), vt8.stride(), q8.device, options, margin()
     plan_anew = lambda: _plan_forward(*tensors, *options)
     plan = plan_of(_plans, kind, plan_anew)
     return run_on(q8.device, lambda: _attend(plan, q8, k8, vt8, tensors[3:]), plan_anew)
@@ -136,7 +136,7 @@ def forward_rows(
     descales = q_descale, k_descale, v_descale
     options = softmax_scale, causal, top_left, dtype
     shapes = q.shape, k.shape, *(None if x is None else x.shape for x in descales)
-    kind = FP8_ROWS, *shapes, q.stride(), k.stride(), v.stride(), q.dtype, q.device, options
+    kind = FP8_ROWS, *shapes, q.stride(), k.stride(), v.stride(), q.dtype, q.device, options, margin()
     plan_anew = lambda: _plan_rows(q, k, v, *descales, *options)
     plan = plan_of(_plans, kind, plan_anew)
 
@@ -160,7 +160,8 @@ def forward_cast(
     Raises TypeError or ValueError before anything is launched.
     """
     options = softmax_scale, causal, top_left
-    kind = FP8_CAST, q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, options
+    shapes = q.shape, k.shape, q.stride(), k.stride(), v.stride()
+    kind = FP8_CAST, *shapes, q.dtype, q.device, options, margin()
     plan_anew = lambda: _plan_cast(q, k, v, *options)
     plan = plan_of(_plans, kind, plan_anew)
     return run_on(q.device, lambda: _attend(plan, q, k, v, plan.given), plan_anew)

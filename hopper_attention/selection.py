@@ -1,6 +1,7 @@
 """Which kernel computes a problem, what it needs beside its tensors, and how it is launched."""
 
 from collections.abc import Callable
+from typing import Any
 
 from . import few_queries, tuned, ways
 from .kernels import calls, calls_decode, calls_slices, division
@@ -61,8 +62,9 @@ def forward_kernel(problem: Problem, way: Way, gpu: tuned.Gpu) -> Job:
 
 def forward_launch(problem: Problem, way: Way, gpu: tuned.Gpu) -> Launch:
     """A way's launch: of q, k, v, o, lse, its scratch, and a scale where the problem has one."""
-    launch = kernel_for(*forward_kernel(problem, way, gpu)).launch
-    return _decoding(launch, problem, gpu.sms) if way.grouped else launch
+    kernel = forward_kernel(problem, way, gpu)
+    launch = kernel_for(*kernel).launch
+    return _decoding(launch, problem, kernel[2], gpu.sms) if way.grouped else launch
 
 
 def forward_scratch(problem: Problem, way: Way, sms: int) -> Scratch:
@@ -76,9 +78,9 @@ def forward_scratch(problem: Problem, way: Way, sms: int) -> Scratch:
     return calls_slices.slices_scratch(problem, way.rows, sms * ctas)
 
 
-def _decoding(decode: Launch, problem: Problem, sms: int) -> Launch:
+def _decoding(decode: Launch, problem: Problem, options: dict[str, Any], sms: int) -> Launch:
     """A launch of decode with the arguments of a forward pass."""
-    together = few_queries.together_of(problem, sms)
+    together = few_queries.together_of(few_queries.as_decode(problem), options, sms)
 
     def launch(q, k, v, o, lse, pieces, pieces_lse, arrived, scale=problem.head_dim**-0.5) -> None:
         rows_first = (x.transpose(1, 2) for x in (q, k, v, o))

@@ -4,7 +4,8 @@
     python -m hopper_attention.tune --forget   go back to the built-in costs, an H200's
 
 `division.forward_us` says how a time follows from the costs; here they follow from times. Kernels and the
-number of parts of the backward pass stay as they are. Takes about a minute, most of it compiling.
+number of parts of the backward pass stay as they are, and so do the costs of decode and of joining slices,
+which few queries are chosen by. Takes about a minute, most of it compiling.
 """
 
 import argparse

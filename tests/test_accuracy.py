@@ -203,6 +203,10 @@ def test_table_of_decoding() -> None:
     assert "The 2 rows without a remark: 0.750 to 1.200" in text
     assert text.endswith("below 1.000: 1, 32:8, 1, 4096 (0.750).")
     assert decode_table([]) == NOTHING
+    failed = plain | {"us": {"cudnn": 8.4}, "without_pdl_us": None}
+    alone = plain | {"us": {"hopper_attention": 10.0}, "without_pdl_us": None}
+    text = decode_table([failed, alone])
+    assert "**10.0** |  |" in text and "8.4" not in text and "rows without a remark" not in text
 
 
 def test_rows_of_decoding_may_hold_zeros_and_reasons(tmp_path: Path) -> None:

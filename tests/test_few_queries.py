@@ -37,7 +37,7 @@ def test_what_is_taken() -> None:
     for other in (
         {"seqlen_q": 129}, {"seqlen_q": 0}, {"seqlen_kv": 4}, {"seqlen_kv": 0}, {"head_dim": 72},
         {"value_dim": 64}, {"top_left": True}, {"window": (10, 0), "causal": False}, {"softcap": 5.0},
-        {"sink": True}, {"direction": "bwd"},
+        {"sink": True}, {"direction": "bwd"}, {"batch": 0}, {"heads": 0, "kv_heads": 0},
     ):  # fmt: skip
         assert not few_queries.takes(few.with_(**other)), other
     assert not few_queries.takes(few.with_(seqlen_q=1, top_left=True)), "it sees the first key alone"

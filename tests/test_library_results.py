@@ -144,6 +144,8 @@ def test_any_problem_is_covered_by_one_way(sms: int) -> None:
         ((64, 32, 8, 1, 2048, 128), True),  # half a gigabyte
         ((64, 32, 8, 2, 2048, 128), False),
         ((1, 32, 8, 1, 4096, 80), True),  # which decode does not take
+        ((1, 32, 8, 4, 4096, 80), False),  # and slices do
+        ((4, 32, 8, 16, 1024, 128), True),  # in whole tiles
         ((1, 8, 8, 512, 512, 32), False),  # which nobody asks about: it is refused
     ],
 )

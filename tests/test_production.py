@@ -56,16 +56,20 @@ def stand_in_for_kernels(monkeypatch: pytest.MonkeyPatch) -> Launched:
     return found
 
 
-def stand_in_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch on the CPU, of one stream, of which nothing is kept yet."""
+def stand_in_for_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Scratch on the CPU, of one stream, of which nothing is kept yet. How many zeros graphs could have had
+    whenever somebody waited for the stream."""
     for name in ("_counters", "_memory", "_zeros"):
         monkeypatch.setattr(memory, name, {})
+    monkeypatch.setattr(memory, "_of_graphs", [])
     monkeypatch.setattr(memory, "empty", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(memory, "as_argument", lambda x: x)
     monkeypatch.setattr(memory, "is_capturing", lambda: False)
     monkeypatch.setattr(memory, "current_stream", lambda index: 7)
-    stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    waits: list[int] = []
+    wait = lambda: waits.append(sum(x.numel() for x in memory._zeros.values()))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=wait))
+    return waits
 
 
 @pytest.fixture
@@ -163,18 +167,26 @@ def test_scratch_is_of_the_stream_and_of_the_capture(
 
 
 def test_launches_in_a_graph_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros made before; where there are too few, a graph makes them."""
-    stand_in_for_memory(monkeypatch)
+    """Zeros made before, and waited for before a graph can have them; more when half are gone and somebody
+    calls outside of a graph; where there are too few, a graph makes them."""
+    waits = stand_in_for_memory(monkeypatch)
     monkeypatch.setattr(memory, "ZEROS", 3 * memory.TO_LINE + 4)
     spec = {"pieces": ((2, 8, 64), "float32"), "arrived": ((8,), "int32")}
     part, device = memory.part_of(memory.WHOLE, memory.WHOLE, spec), torch.device("cuda", 0)
     eager = [memory.scratch_of(part, device)[1] for _ in range(2)]
-    assert eager[0] is eager[1]
+    assert eager[0] is eager[1] and waits == [0]
     monkeypatch.setattr(memory, "is_capturing", lambda: True)
     counters = [memory.scratch_of(part, device)[1] for _ in range(5)]
     assert len({x.data_ptr() for x in (eager[0], *counters)}) == 6
     assert all(x.shape == (8,) and not x.any() for x in counters)
     assert memory._zeros[0].numel() == 4
+    monkeypatch.setattr(memory, "is_capturing", lambda: False)
+    monkeypatch.setattr(memory, "current_stream", lambda index: 8)
+    memory.scratch_of(part, device)
+    assert memory._zeros[0].numel() == memory.ZEROS and waits == [0, 4]
+    ends = [x.data_ptr() + 4 * x.numel() for x in memory._of_graphs]
+    given = [x.data_ptr() for x in counters]  # of which three are still held for their graphs
+    assert sum(x.data_ptr() <= y < end for y in given for x, end in zip(memory._of_graphs, ends)) == 3
 
 
 @pytest.mark.parametrize(
@@ -184,12 +196,6 @@ def test_more_batches_or_heads_than_a_grid_has(
     batch: int, heads: int, kv_heads: int, launched: Launched
 ) -> None:
     """Every head of every batch once, with its key head, in launches that a grid can have."""
-    q = (
-        torch.arange(batch * heads, dtype=torch.float32)
-        .view(batch, heads, 1, 1)
-        .expand(-1, -1, -1, 64)
-        .half()
-    )
     q = torch.zeros(batch, heads, 1, 64, dtype=torch.float16)
     k = torch.zeros(batch, kv_heads, 1, 64, dtype=torch.float16)
     found = backward(q, k, k.clone())
@@ -303,10 +309,15 @@ def test_what_a_launch_refuses_is_named(name: str, wrong: str, launched: Launche
     assert len(launched) == first
 
 
+@pytest.mark.parametrize(("sms", "together_"), [(132, 2), (114, 2), (4, 2), (3, 1), (2, 1)])
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("with_lse", [True, False])
-def test_few_queries_are_decoded(launched: Launched, scale: float | None, with_lse: bool) -> None:
-    """As from a cache, whose dimensions have another order."""
+def test_few_queries_are_decoded(
+    launched: Launched, scale: float | None, with_lse: bool, sms: int, together_: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As from a cache, whose dimensions have another order, by as many CTAs as the GPU has SMs."""
+    monkeypatch.setattr(tuned, "gpu", lambda device: tuned.Gpu(sms))
     (q,), (k, v) = tensors(2, 8, 4, 128, count=1), tensors(2, 2, 4096, 128, count=2)
     o, lse = production.forward(q, k, v, scale, True, False, with_lse)
     [(stage_id, least, given)] = launched
@@ -315,9 +326,9 @@ def test_few_queries_are_decoded(launched: Launched, scale: float | None, with_l
     assert given[3].data_ptr() == o.data_ptr() and o.stride() == q.stride()
     assert given[4].shape == (2, 8, 4) and (lse is given[4] or not with_lse)
     scratch, (together, used_scale, left) = given[-6:-3], given[-3:]
-    assert used_scale == (scale or 128**-0.5) and left is None and together == 2
+    assert used_scale == (scale or 128**-0.5) and left is None and together == together_
     asked, options = few_queries.as_decode(problem_of(q, k, v, True)), {"rows": 16, "unit": 0, "cluster": 2}
-    wanted = calls_decode.decode_scratch(asked, options, 132)
+    wanted = calls_decode.decode_scratch(asked, options, sms)
     assert [tuple(x.shape) for x in scratch] == [shape for shape, _ in wanted.values()]
 
 

@@ -272,6 +272,19 @@ def test_scratch_is_of_the_stream_and_of_the_capture(
     assert not any(x.any() for x in counters) and all((x == 1).all() for x in ones)
 
 
+def test_a_margin_has_its_own_plan(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for fewer SMs serve no call that may have all."""
+    monkeypatch.setattr(tuned, "gpu", lambda device=None: tuned.Gpu(132 - tuned.margin.get()))
+    qkv, rows, given = tensors(), in_rows(), make(*tensors(), seed=0)
+    for call in (lambda: attend_cast(qkv), lambda: attend(given), lambda: attend_rows(rows)):
+        first = len(launched)
+        with tuned.leaving(32):
+            call()
+        call()
+        sms = [x.options.get("sms", 132) for x in launched[first:]]
+        assert sms == [100, 132]
+
+
 def test_of_nothing_nothing_is_launched(launched: list[Launch]) -> None:
     for shape in ({"seqlen_q": 0}, {"seqlen_q": 0, "seqlen_kv": 0}, {"heads": 0, "kv_heads": 0}):
         rows = in_rows(**shape)

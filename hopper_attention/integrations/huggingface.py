@@ -3,7 +3,7 @@
 A model's masks come as transformers makes them for "sdpa": none where causality says everything, and here
 none either where a sliding window does besides; the kernels take both, as they take soft caps, sinks and
 packed sequences (`cu_seq_lens_q` and `cu_seq_lens_k`, of training without padding). A call that they do not
-take, or would do slower (padding, dropout, other head dims, decoding), goes to transformers' own "sdpa" with
+take, or would do slower (padding, dropout, some steps of decoding), goes to transformers' own "sdpa" with
 the mask it needs; with a soft cap or sinks, which that lacks, it is refused by name. Generation with
 `huggingface_cache.KeyValueCache` is decoding by the kernels as well.
 """
