@@ -275,7 +275,7 @@ def test_scratch_is_of_the_stream_and_of_the_capture(
 def test_a_margin_has_its_own_plan(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels for fewer SMs serve no call that may have all."""
     monkeypatch.setattr(tuned, "gpu", lambda device=None: tuned.Gpu(132 - tuned.margin.get()))
-    qkv, rows, given = tensors(), in_rows(), make(*tensors(), seed=0)
+    qkv, rows, given = tensors(), in_rows(), quantized(head_dim=64)
     for call in (lambda: attend_cast(qkv), lambda: attend(given), lambda: attend_rows(rows)):
         first = len(launched)
         with tuned.leaving(32):
