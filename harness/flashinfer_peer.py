@@ -74,8 +74,8 @@ def xqa(
     if queries > 1:  # 32 bits a query, bit j for new key j
         seen = [(1 << (i + 1)) - 1 for i in range(queries)]
         words = torch.tensor([[x & 0xFFFF, x >> 16] for x in seen], dtype=torch.int32)
-        of_several["mask"] = words.to(torch.uint16).cuda().expand(batch, -1, -1).contiguous()
-    on_device = torch.tensor(lengths, dtype=torch.int32, device="cuda").view(torch.uint32)
+        of_several["mask"] = words.to(torch.uint16).to(q.device).expand(batch, -1, -1).contiguous()
+    on_device = torch.tensor(lengths, dtype=torch.int32, device=q.device).view(torch.uint32)
     rows, o = q.view(batch * queries, heads, head_dim), torch.empty_like(q)
     out = o if queries > 1 else o.view(rows.shape)
 
