@@ -16,7 +16,8 @@ from hopper_attention.kernels.contract import Problem
 
 k6, SHORT = kernels("k6"), kernels("k6_rows").SHORT
 Causal, ROWS = kernels("device.masks").Causal, kernels("device.query_tiles").ROWS
-NOWHERE = kernels("device.key_slices").NOWHERE
+NOWHERE, LEAVES = (getattr(kernels("device.key_slices"), name) for name in ("NOWHERE", "LEAVES"))
+k6_slices = kernels("k6_slices")
 
 LENGTHS = (
     (64, 64),
@@ -66,12 +67,13 @@ class Ring:
         return self.puts + self.left.total()
 
 
-Tile = tuple[int, tuple[int, int]] | tuple[int, tuple[int, int], tuple[int, int, int]]
+Tile = tuple[int, tuple[int, int]] | tuple[int, tuple[int, int], tuple[int, ...]]
 
 
 class Cta:
     """One CTA of `kernel`, at these tiles: (which one of the queries, (queries, keys) of its sequence), and
-    of one that heads share (its first head, how many there are, how many have a key head)."""
+    of one that heads share (its first head, how many there are, how many have a key head), of a piece of one
+    (its first tile of keys, how many, how many pieces to add or LEAVES, slice)."""
 
     def __init__(self, kernel: k6.FlashAttentionForward, tiles: list[Tile]):
         self.kernel, self.tiles = kernel, tiles
@@ -82,6 +84,9 @@ class Cta:
 
     def place(self, tile: Tile | None) -> tuple[int, ...]:
         """As it is told to the consumers."""
+        if self.kernel.sliced:
+            q_block, _, piece = tile or (NOWHERE, (0, 0), (0, 0, 0, 0))
+            return q_block, 0, 0, *piece
         q_block, lengths, *heads = tile or (NOWHERE, (0, 0))
         sharing = [int(self.kernel.batch.sharing(*heads[0]) if heads else 0)] * self.kernel.batch.shares
         head = heads[0][0] if heads else 0
@@ -101,9 +106,10 @@ class Cta:
 
     def producer(self) -> Iterator[None]:
         place = 0
-        for tile, (q_block, lengths, *_) in enumerate(self.tiles):
+        for tile, (q_block, extents, *_) in enumerate(self.tiles):
             yield from self.message.put(tile, self.tiles[tile])
             told = self.place(self.tiles[tile])
+            lengths = self.kernel.batch.lengths(told, extents)
             first = int(self.kernel.first_of_tile(q_block, *lengths))
             at = lambda block: (tile, *map(int, self.kernel.batch.keys_at(told, block)[1:]))
             for consumer, q in enumerate(self.q):
@@ -120,6 +126,8 @@ class Cta:
 
     def own(self, work: Tile, tile: int, index: int, block: int) -> tuple[int, ...]:
         """What a consumer is to find of the block-th tile of its keys."""
+        if self.kernel.sliced:
+            return tile, work[2][0] + block
         if not self.kernel.batch.shares:
             return tile, block
         if len(work) == 2:
@@ -279,6 +287,44 @@ def test_nobody_waits_forever_of_tiles_that_heads_share(head_dim: int, rows: int
         for seed in range(12):
             tiles = [some_tile() for _ in range(8)]
             assert Cta(kernel, tiles).run(seed), f"{window} {tiles}: they wait for each other"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rows", [None, 64])
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 96, 192, 256])
+def test_nobody_waits_forever_of_pieces_of_tiles(
+    head_dim: int, rows: int | None, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any run of the keys that a tile sees, of which some of its consumers may see none."""
+    monkeypatch.setattr("cutlass.cute.arch.make_warp_uniform", int)
+    kernel = k6_slices.kernel_for(Problem.square(1, 1, 1, head_dim, causal), rows)
+    for seed in range(60):
+        choose = random.Random(seed)
+        lengths, tiles = choose.choice(LENGTHS), []
+        for slice_ in range(6):
+            q_block = choose.randrange(-(-lengths[0] // kernel.tile_q))
+            blocks = int(kernel.kv_blocks((q_block + 1) * kernel.tile_q, *lengths))
+            first = choose.randrange(blocks)
+            count = choose.randint(1, blocks - first)
+            adds = 0 if first + count == blocks else LEAVES
+            tiles.append((q_block, lengths, (first, count, adds, slice_)))
+        assert Cta(kernel, tiles).run(seed), f"{tiles}: they wait for each other"
+
+
+@pytest.mark.parametrize("wrong", ["tiles_of_keys", "keys_at"])
+def test_keys_of_another_piece_are_seen(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    """A producer that loads all that the tile sees, or the tile's first keys."""
+    monkeypatch.setattr("cutlass.cute.arch.make_warp_uniform", int)
+    kernel = k6_slices.kernel_for(Problem.square(1, 1, 1, 128, True))
+    tiles = [(2, (600, 600), (3, 2, LEAVES, 0)), (1, (600, 600), (0, 6, 0, 0))]
+    assert Cta(kernel, tiles).run(0)
+    whole = {"tiles_of_keys": lambda self, place, tiles: tiles, "keys_at": lambda self, place, x: (None, x)}
+    monkeypatch.setattr(type(kernel.batch), wrong, whole[wrong])
+    try:
+        ended = Cta(kernel, tiles).run(0)
+    except AssertionError:  # of what a consumer found in a place
+        ended = False
+    assert not ended
 
 
 @pytest.mark.parametrize("wrong", ["before", "behind"])
