@@ -1,7 +1,9 @@
-"""Random problems with windows, soft caps, sinks and packed sequences against float64 on the GPU.
+"""Random problems with windows, soft caps, sinks and packed sequences, and plain ones of few queries to many
+keys, against float64 on the GPU.
 
-    python -m harness.fuzz                    problems 0…2047 of each direction: library/fuzz.json of results
+    python -m harness.fuzz                    problems 0…2047 of each set: library/fuzz.json of results
     python -m harness.fuzz 300 40 --no-save   40 from the 300th on, printed only
+    python -m harness.fuzz --set few          few queries alone
 
 A problem follows from its number (`problem_of`) and from nothing else. It goes through the library's own call
 (`attention` or `flash_attn_varlen_func`), in the layout that the number says, and its outputs through the
@@ -10,6 +12,7 @@ many sequences, rows and keys, and of each kernel that ran its machine code's id
 """
 
 import argparse
+import functools
 import math
 import random
 import sys
@@ -26,7 +29,7 @@ from harness.inputs import hopper_gpu
 from harness.measuring import chosen_stage, job_of
 from harness.policies import Given, random_given
 from harness.reference import rounding_of
-from hopper_attention import policies
+from hopper_attention import attention, policies
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import BACKWARD, compile_kernel
@@ -34,7 +37,9 @@ from hopper_attention.precompile import Job, fill
 
 COUNT = 2048
 PIECE = 64  # problems that a process takes at a time
-DIRECTIONS = ("fwd", "bwd")
+FEW = "few"  # the set of plain forward problems; the others are of one direction each
+SETS = ("fwd", "bwd", FEW)
+KEYS_MAX = 400_000  # of a batch's heads, of few queries
 ROWS_MAX = 6000  # rows of all heads and batches together, so that float64 takes milliseconds
 LAYOUTS = ("heads first", "rows first", "of one tensor", "padded rows")
 # What is compiled in, of which there are thousands; a problem's number chooses among these.
@@ -93,9 +98,12 @@ def length_of(rng: random.Random, most: int) -> int:
     return int(math.exp(rng.uniform(0, math.log(max(1, most)))))
 
 
-def problem_of(number: int, direction: str) -> Drawn:
-    """The number-th random problem."""
-    rng = random.Random(f"{direction} {number}")
+def problem_of(number: int, which: str) -> Drawn:
+    """The number-th random problem of a set."""
+    rng = random.Random(f"{which} {number}")
+    if which == FEW:
+        return _few(number, rng)
+    direction = which
     kind = kinds()[number % KINDS]
     kv_heads = rng.choice((1, 1, 2, 3))
     heads = kv_heads * rng.choice((1, 1, 2, 4, 8))
@@ -140,6 +148,28 @@ def problem_of(number: int, direction: str) -> Drawn:
     return Drawn(number, problem, scale, padding, rng.choice(LAYOUTS), outside)
 
 
+def _few(number: int, rng: random.Random) -> Drawn:
+    """As many rows as a group's heads and queries may be, and keys about the ends of chunks, or many."""
+    kv_heads = rng.choice((1, 1, 2, 3, 8))
+    heads = kv_heads * rng.choice((1, 1, 2, 4, 5, 8, 16))
+    queries = rng.choice((1, 1, 2, 3, 4, 8, 15, 16, 17, 32, 64, 100, 128, 129))
+    chunk = rng.choice((32, 64, 128, 512, 1024, 4096))
+    keys = queries + rng.choice((1, 2, chunk - queries, chunk + 1, chunk, rng.randint(1, 20000)))
+    batch = max(1, min(rng.choice((1, 1, 2, 3, 9)), KEYS_MAX // (heads * max(1, keys))))
+    causal = rng.random() < 0.6
+    problem = Problem(
+        batch, heads, kv_heads, queries, max(queries + 1, keys), rng.choice((64, 128, 128, 256)), causal,
+        rng.choice(("bfloat16", "bfloat16", "float16")), top_left=causal and rng.random() < 0.1,
+        scaled=rng.random() < 0.3,
+    )  # fmt: skip
+    scale = (rng.choice((0.5, 3.0)) if problem.scaled else 1.0) * problem.head_dim**-0.5
+    return Drawn(number, problem, scale, None, rng.choice(LAYOUTS), math.nan)
+
+
+def set_of(problem: Problem) -> str:
+    return problem.direction if problem.policies else FEW
+
+
 def is_deterministic(drawn: Drawn) -> bool:
     """Whether a backward problem goes to the deterministic kernels; each kind goes to both."""
     return drawn.number // KINDS % 2 == 0
@@ -173,7 +203,15 @@ def check(drawn: Drawn) -> list[str]:
     more, options = arguments_of(given)
     tensors = [laid_out(x, drawn.layout, packed) for x in (given.q, given.k, given.v)]
     as_judged = lambda x: x.transpose(0, 1)[None] if packed and x.dim() == 3 else x
-    if problem.direction == "fwd":
+    if not problem.policies:
+        given.softmax_scale = drawn.scale if problem.scaled else None
+        masks = {"causal": problem.causal, "top_left": problem.top_left}
+        call = functools.partial(attention, *tensors, **masks, softmax_scale=given.softmax_scale)
+        o, lse = call(return_lse=True)
+        if not call().equal(o):
+            return ["without the lse o is another"]
+        outputs, stage_id = {"o": o, "lse": lse}, chosen_stage(problem)
+    elif problem.direction == "fwd":
         o, lse = policies.forward(*tensors, more, *options)
         outputs = {"o": as_judged(o), "lse": lse[None] if packed else lse}
         stage_id = chosen_stage(policies.without_idle_window(problem))
@@ -215,67 +253,65 @@ def jobs(drawn: list[Drawn]) -> list[Job]:
     return list(found.values())
 
 
-def run(
-    first: int, count: int, directions: tuple[str, ...] = DIRECTIONS
-) -> Iterator[tuple[Drawn, list[str]]]:
+def run(first: int, count: int, sets: tuple[str, ...] = SETS) -> Iterator[tuple[Drawn, list[str]]]:
     """Each problem, and what was wrong with it."""
-    for direction in directions:
+    for which in sets:
         for number in range(first, first + count):
-            drawn = problem_of(number, direction)
+            drawn = problem_of(number, which)
             try:
                 yield drawn, check(drawn)
             except (ValueError, NotImplementedError) as error:  # of the library: a refusal is a failure here
                 yield drawn, [f"{type(error).__name__}: {error}"]
 
 
-def run_piece(first: int, count: int, direction: str) -> list[tuple[int, list[str]]]:
+def run_piece(first: int, count: int, which: str) -> list[tuple[int, list[str]]]:
     """Of each problem in a range its number, and what was wrong with it."""
-    return [(drawn.number, failures) for drawn, failures in run(first, count, (direction,))]
+    return [(drawn.number, failures) for drawn, failures in run(first, count, (which,))]
 
 
 def run_in_processes(
-    first: int, count: int, directions: tuple[str, ...], processes: int
+    first: int, count: int, sets: tuple[str, ...], processes: int
 ) -> Iterable[tuple[Drawn, list[str]]]:
     """As `run`, in so many processes: what takes time is the reference's many small operations, which keep no
     GPU busy."""
     pieces = [
-        (begin, min(PIECE, first + count - begin), direction)
-        for direction in directions
+        (begin, min(PIECE, first + count - begin), which)
+        for which in sets
         for begin in range(first, first + count, PIECE)
     ]
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for (*_, direction), found in zip(pieces, pool.map(run_piece, *zip(*pieces))):
+        for (*_, which), found in zip(pieces, pool.map(run_piece, *zip(*pieces))):
             for number, failures in found:
-                yield problem_of(number, direction), failures
+                yield problem_of(number, which), failures
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("first", nargs="?", type=int, default=0, help="number of the first problem")
-    parser.add_argument("count", nargs="?", type=int, default=COUNT, help="problems of each direction")
-    parser.add_argument("--direction", choices=DIRECTIONS, help="one direction alone")
+    parser.add_argument("count", nargs="?", type=int, default=COUNT, help="problems of each set")
+    parser.add_argument("--set", choices=SETS, help="one set alone")
     parser.add_argument("--processes", type=int, default=1, help="how many share the problems, on one GPU")
     parser.add_argument("--no-save", action="store_true", help="print, and write nothing")
     args = parser.parse_args(arguments)
     if not hopper_gpu():
         print("harness.fuzz: there is no Hopper GPU here", file=sys.stderr)
         return 2
-    directions = (args.direction,) if args.direction else DIRECTIONS
-    every = [problem_of(n, x) for x in directions for n in range(args.first, args.first + args.count)]
+    sets = (args.set,) if args.set else SETS
+    every = [problem_of(n, x) for x in sets for n in range(args.first, args.first + args.count)]
     kernels = jobs(every)
     fill(kernels)
     print(f"{len(kernels)} kernels", flush=True)
-    begin, failed, passed = time.perf_counter(), [], dict.fromkeys(directions, 0)
-    for drawn, failures in run_in_processes(args.first, args.count, directions, args.processes):
-        passed[drawn.problem.direction] += not failures
+    begin, failed, passed = time.perf_counter(), [], dict.fromkeys(sets, 0)
+    for drawn, failures in run_in_processes(args.first, args.count, sets, args.processes):
+        passed[set_of(drawn.problem)] += not failures
         if failures:
             failed.append(drawn)
-            print(f"{drawn.problem.direction} {drawn.number}: {drawn.problem}, {drawn.layout}", flush=True)
+            print(f"{set_of(drawn.problem)} {drawn.number}: {drawn.problem}, {drawn.layout}", flush=True)
             print(*(f"    {x:.300}" for x in failures), sep="\n", flush=True)
     seconds = time.perf_counter() - begin
     print(f"{sum(passed.values())} of {len(every)} problems passed in {seconds:.0f} s")
     if not args.no_save and not failed:
-        rows = [summary(x, [y for y in every if y.problem.direction == x], args.first) for x in directions]
+        rows = [summary(x, [y for y in every if set_of(y.problem) == x], args.first) for x in sets]
         for stage_id, least, options in kernels:
             identity = machine_code.identity(compile_kernel(stage_id, least, **options))
             rows.append({"stage": stage_id, "kernel": str(least), "cubin_sha256": identity})
@@ -283,12 +319,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def summary(direction: str, drawn: list[Drawn], first: int) -> dict[str, object]:
-    """What was tried, of one direction."""
+def summary(which: str, drawn: list[Drawn], first: int) -> dict[str, object]:
+    """What was tried, of one set."""
     problems = [x.problem for x in drawn]
     count = lambda wanted: sum(map(bool, map(wanted, problems)))
     return {
-        "direction": direction,
+        "direction": which,
         "first": first,
         "problems": len(problems),
         "failures": 0,
@@ -297,7 +333,7 @@ def summary(direction: str, drawn: list[Drawn], first: int) -> dict[str, object]
         "sinks": count(lambda x: x.sink),
         "packed": count(lambda x: x.sequences is not None),
         "sequences": sum(len(x.sequences or ()) for x in problems),
-        "deterministic": sum(map(is_deterministic, drawn)) if direction == "bwd" else None,
+        "deterministic": sum(map(is_deterministic, drawn)) if which == "bwd" else None,
         "grouped_heads": count(lambda x: x.heads != x.kv_heads),
         "layouts": {name: sum(x.layout == name for x in drawn) for name in LAYOUTS},
     }

@@ -11,7 +11,7 @@ import torch
 from harness import fuzz, policy_models
 from harness.policies import Given
 from harness.results import repository
-from hopper_attention import launch, policies, tuned
+from hopper_attention import few_queries, launch, policies, tuned
 from hopper_attention.kernels import ladder
 
 # Problems that the choice of tiles, edited since the committed run, sends to kernels that it did not run.
@@ -19,7 +19,7 @@ CHOSEN_SINCE: set[tuple[str, int]] = set()
 
 
 def test_a_number_is_a_problem() -> None:
-    for direction in fuzz.DIRECTIONS:
+    for direction in ("fwd", "bwd"):
         for number in range(200):
             drawn = fuzz.problem_of(number, direction)
             assert drawn == fuzz.problem_of(number, direction) or math.isnan(drawn.outside)
@@ -28,6 +28,20 @@ def test_a_number_is_a_problem() -> None:
             assert problem.heads * problem.seqlen_q * problem.batch <= 20 * fuzz.ROWS_MAX
             stage_id = launch.FORWARD if direction == "fwd" else launch.BACKWARD
             assert ladder.load(stage_id)[1].supports(problem) is None, problem
+
+
+def test_few_queries_go_every_way() -> None:
+    """Most kernels of decode that a forward problem reaches, and all the other ways."""
+    drawn = [fuzz.problem_of(number, fuzz.FEW) for number in range(fuzz.COUNT)]
+    assert drawn[7] == fuzz.problem_of(7, fuzz.FEW) or math.isnan(drawn[7].outside)
+    for problem in (x.problem for x in drawn):
+        assert fuzz.set_of(problem) == fuzz.FEW and 0 < problem.seqlen_q < problem.seqlen_kv
+        assert problem.batch == 1 or problem.batch * problem.heads * problem.seqlen_kv <= fuzz.KEYS_MAX
+    jobs = fuzz.jobs(drawn)
+    decoded = {repr((what, options)) for stage_id, what, options in jobs if stage_id == launch.DECODE}
+    assert decoded < {repr(kernel) for kernel in few_queries.kernels()} and len(decoded) > 50
+    assert {stage_id for stage_id, *_ in jobs} >= {"k6_slices_r64", "k6_r64", launch.DECODE}
+    assert {(x.layout, x.problem.scaled) for x in drawn} == {(x, y) for x in fuzz.LAYOUTS for y in (0, 1)}
 
 
 def test_every_policy_is_among_the_kinds() -> None:
@@ -64,6 +78,12 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str | None]
         found = tuple(rows(seen[-1], name, x) for name, x in found.items())
         return found if len(found) != 3 else (*found, None)
 
+    def attention(*tensors, return_lse=False, **options):
+        o, lse = call()[:2]
+        o = o + (wrong["wrong"] == "one row" and not return_lse)
+        return (o, lse) if return_lse else o
+
+    monkeypatch.setattr(fuzz, "attention", attention)
     monkeypatch.setattr(fuzz, "random_given", on_cpu)
     monkeypatch.setattr(policies, "forward", call)
     monkeypatch.setattr(policies, "backward", call)
@@ -82,6 +102,15 @@ def test_a_right_library_passes_and_a_wrong_one_does_not(stand_ins: dict[str, st
         assert failed and set(failed) <= set(applies)
 
 
+def test_few_queries_are_judged(stand_ins: dict[str, str | None]) -> None:
+    cost = lambda x: x.batch * x.heads * x.seqlen_q * x.seqlen_kv
+    drawn = [fuzz.problem_of(number, fuzz.FEW) for number in range(400)]
+    small = [x for x in drawn if cost(x.problem) < 3e5][:8]
+    assert len(small) == 8 and [fuzz.check(x) for x in small] == [[]] * 8
+    stand_ins["wrong"] = "one row"
+    assert all(fuzz.check(x) == ["without the lse o is another"] for x in small)
+
+
 def test_what_is_written_down() -> None:
     drawn = [fuzz.problem_of(number, "fwd") for number in range(100)]
     row = fuzz.summary("fwd", drawn, 0)
@@ -93,12 +122,15 @@ def test_the_committed_run_is_of_these_problems(monkeypatch: pytest.MonkeyPatch)
     """The numbers still give what was tried, and every kernel that it ran has its identity in the file."""
     rows = json.loads((repository() / "results/h100-80gb-hbm3/library/fuzz.json").read_text("utf-8"))["rows"]
     monkeypatch.setattr(tuned, "gpu", lambda device=None: tuned.H200)
-    summaries, kernels = rows[:2], rows[2:]
+    summaries = [row for row in rows if "direction" in row]
+    kernels = rows[len(summaries) :]
     ran = {(x["stage"], x["kernel"]) for x in kernels}
     assert len(ran) == len(kernels) and all(len(x["cubin_sha256"]) == 64 for x in kernels)
     of_jobs = lambda drawn: {(stage_id, str(what)) for stage_id, what, _ in fuzz.jobs(drawn)}
     needed = set()
-    for direction, row in zip(fuzz.DIRECTIONS, summaries):
+    assert [row["direction"] for row in summaries] == ["fwd", "bwd"]  # few queries came after the run
+    for row in summaries:
+        direction = row["direction"]
         drawn = [fuzz.problem_of(number, direction) for number in range(fuzz.COUNT)]
         assert row == fuzz.summary(direction, drawn, 0)
         elsewhere = [x for x in drawn if (direction, x.number) in CHOSEN_SINCE]
@@ -114,7 +146,7 @@ def test_whatever_is_drawn_is_on_the_list_of_what_can_be_reached() -> None:
     listed = jobs_of("policies")
     assert len({(stage_id, what) for stage_id, what, _ in listed}) == len(listed)
     every = {(stage_id, what) for stage_id, what, _ in listed}
-    for direction in fuzz.DIRECTIONS:
+    for direction in ("fwd", "bwd"):
         drawn = [fuzz.problem_of(number, direction) for number in range(300)]
         needed = {(stage_id, what) for stage_id, what, _ in fuzz.jobs(drawn) if what.policies}
         assert needed and needed <= every

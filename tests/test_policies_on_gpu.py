@@ -163,7 +163,7 @@ def test_varlen_attn(window: tuple[int, int]) -> None:
         assert (x - y).abs().max() <= 0.02 * y.abs().max()
 
 
-@pytest.mark.parametrize("direction", fuzz.DIRECTIONS)
+@pytest.mark.parametrize("direction", fuzz.SETS)
 def test_some_random_problems(direction: str) -> None:
     """All of them: `python -m harness.fuzz`."""
     failed = [(x.problem, failures) for x, failures in fuzz.run(5000, 6, (direction,)) if failures]
