@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from . import few_queries
 from .kernels.calls_decode import rows_of as rows_of_group
-from .kernels.calls_slices import KEPT_BYTES, refuse_steps
+from .kernels.calls_slices import CACHED_BYTES, refuse_steps
 from .kernels.contract import Problem
 from .kernels.device.constants import SMS
 from .kernels.device.limits import BLOCK, L2_BYTES, tile_dim
-from .kernels.division import CLEARLY, TILES, Tiles, _keys_seen, forward_us, rows_of
+from .kernels.division import CLEARLY, TILES, Tiles, forward_us, keys_seen, rows_of
 
 # What a slice of the steps costs beside its steps and tiles (k6_slices), by columns and rows: that a piece is
 # left, and another is added to its own; and each further piece that is added. notes/k6_slices.md.
@@ -88,7 +88,7 @@ def slices_us(problem: Problem, rows: int, sms: int = SMS, tiles: Tiles = TILES)
     """The time of a forward pass in equal slices of the steps of such tiles."""
     columns = tile_dim(problem)
     tile = tiles[columns][rows]
-    steps = [math.ceil(keys / tile.keys) for keys in _keys_seen(problem, rows)]
+    steps = [math.ceil(keys / tile.keys) for keys in keys_seen(problem, rows)]
     slices = slices_of(problem, steps, sms, tile.ctas)
     beside = min(tile.ctas, slices.count / sms)  # CTAs that an SM has at once
     step = max(tile.alone, tile.step * beside)
@@ -112,7 +112,7 @@ def slices_of(problem: Problem, steps: list[int], sms: int, ctas: int) -> Slices
     """For the steps of each tile of a head, on a GPU with so many SMs that have `ctas` CTAs each."""
     heads, longest, whole = problem.batch * problem.heads, max(steps), 0
     key_rows = problem.batch * problem.kv_heads * problem.seqlen_kv
-    if not problem.causal and ctas == 1 and key_rows > KEPT_BYTES // (4 * tile_dim(problem)):
+    if not problem.causal and ctas == 1 and key_rows > CACHED_BYTES // (4 * tile_dim(problem)):
         whole = heads * len(steps) // sms * sms
     divided = heads * sum(steps) - whole * longest
     share = max(-(-divided // (sms * ctas)), math.isqrt(longest - 1) + 1)

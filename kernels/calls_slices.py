@@ -6,7 +6,7 @@ from .device.constants import WARP, WARPGROUP
 from .device.limits import BLOCK, tile_dims
 
 QUAD = 4  # fp32 in one 16-byte access
-KEPT_BYTES = 24 * 2**20  # of K and V of all heads, up to which CTAs may read any of them at once
+CACHED_BYTES = 24 * 2**20  # of K and V of all heads, which stay in the L2: CTAs may read any at once
 
 
 def refuse_steps(problem: Problem) -> str | None:

@@ -86,7 +86,7 @@ def forward_us(problem: Problem, rows: int, sms: int = SMS, tiles: Tiles = TILES
     """The time of a forward pass in tiles of so many queries, in µs of the GPU whose costs `tiles` are."""
     tile = tiles[tile_dim(problem)][rows]
     heads = problem.batch * problem.heads
-    steps = [math.ceil(keys / tile.keys) for keys in _keys_seen(problem, rows)]
+    steps = [math.ceil(keys / tile.keys) for keys in keys_seen(problem, rows)]
     count = len(steps) * heads
     if count > MANY_TILES * sms:
         mean = heads * (sum(steps) * tile.step + len(steps) * tile.tile) / sms
@@ -99,7 +99,7 @@ def forward_us(problem: Problem, rows: int, sms: int = SMS, tiles: Tiles = TILES
     return busiest + tile.call
 
 
-def _keys_seen(problem: Problem, rows: int) -> list[int]:
+def keys_seen(problem: Problem, rows: int) -> list[int]:
     """How many keys each tile of `rows` queries of a head sees, at least one."""
     offset = 0 if problem.top_left else problem.seqlen_kv - problem.seqlen_q
     ends = range(rows, problem.seqlen_q + rows, rows)

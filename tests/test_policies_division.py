@@ -26,7 +26,7 @@ def test_a_window_shows_so_many_keys(window: tuple[int, int], lengths: tuple[int
     problem = Problem(1, 1, 1, *lengths, 128, False, window=window)
     offset = lengths[1] - lengths[0]
     for rows in (64, 192):
-        found = division._keys_seen(problem, rows)
+        found = division.keys_seen(problem, rows)
         for tile, seen in enumerate(found):
             keys = {
                 j

@@ -56,7 +56,7 @@ def pieces_of(problem: Problem, rows: int | None, sms: int) -> tuple[object, lis
 
 def check_model(problem: Problem, kernel: object, ctas: int) -> None:
     """`ways`, which chooses, has the kernel's numbers."""
-    seen = division._keys_seen(problem, kernel.tile_q)
+    seen = division.keys_seen(problem, kernel.tile_q)
     steps = [math.ceil(keys / kernel.tile_kv) for keys in seen]
     of_kernel, ours = kernel.slices, ways.slices_of(problem, steps, kernel.sms, kernel.config.ctas)
     assert (of_kernel.divided, of_kernel.share, of_kernel.whole) == ours[:3]

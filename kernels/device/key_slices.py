@@ -29,7 +29,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_tensor
 
-from ..calls_slices import KEPT_BYTES, QUAD
+from ..calls_slices import CACHED_BYTES, QUAD
 from .constants import WARP, WARPGROUP
 from .limits import BLOCK
 from .packed import Dense
@@ -111,7 +111,7 @@ class SlicedTiles(QueryTiles):
         whole = Int32(0)
         if const_expr(self.keeps_whole):
             # Slices of neighbours are of all heads at once, whole tiles come head by head.
-            if key_rows > KEPT_BYTES // (4 * self.head_dim):
+            if key_rows > CACHED_BYTES // (4 * self.head_dim):
                 whole = heads * q_blocks // self.sms * self.sms
         divided = heads * steps - whole * longest
         share = cute.ceil_div(divided, mStates.shape[0])
