@@ -8,6 +8,7 @@ from typing import Any
 
 from hopper_attention.kernels import calls_decode
 from hopper_attention.kernels.contract import Problem
+from hopper_attention.launch import least_of
 
 
 @dataclass(frozen=True)
@@ -151,4 +152,4 @@ def kernel_of(x: Case | Row) -> tuple[Problem, dict[str, Any]]:
     options = calls_decode.options_of(
         problem, not x.whole, x.page, x.eight_bits, x.left >= 0, x.appends, x.invariant
     )
-    return Problem(1, 1, 1, 1, 1, *compiled_in, direction="decode"), options
+    return least_of(problem), options

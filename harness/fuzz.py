@@ -1,9 +1,9 @@
 """Random problems with windows, soft caps, sinks and packed sequences, and plain ones of few queries to many
 keys, against float64 on the GPU.
 
-    python -m harness.fuzz                    problems 0…2047 of each set: library/fuzz.json of results
-    python -m harness.fuzz 300 40 --no-save   40 from the 300th on, printed only
-    python -m harness.fuzz --set few          few queries alone
+    python -m harness.fuzz                     problems 0…2047 of each set: library/fuzz.json of results
+    python -m harness.fuzz 300 40 --no-save    40 from the 300th on, printed only
+    python -m harness.fuzz --set few --no-save few queries alone
 
 A problem follows from its number (`problem_of`) and from nothing else. It goes through the library's own call
 (`attention` or `flash_attn_varlen_func`), in the layout that the number says, and its outputs through the

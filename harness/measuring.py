@@ -103,7 +103,7 @@ def chosen_stage(problem: Problem, deterministic: bool = False) -> str:
 
 def library_options(stage_id: str) -> dict[str, Any]:
     """With which the library compiles a stage for this GPU."""
-    return selection.OPTIONS.get(stage_id, {}) | sms_option(tuned.gpu().sms)
+    return selection.options_of(stage_id, tuned.gpu())
 
 
 def job_of(stage_id: str, problem: Problem) -> Job:

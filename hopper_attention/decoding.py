@@ -11,7 +11,7 @@ from . import few_queries, lengths, memory, tuned
 from .checks import E4M3, check_device, check_layout, check_scale, check_tensor, name_of
 from .kernels import calls_decode
 from .kernels.contract import DTYPES, Problem
-from .launch import DECODE, kernel_for, sms_option
+from .launch import DECODE, kernel_for, least_of, sms_option
 from .layouts import dense, dense_like
 from .memory import WHOLE, part_of, scratch_of
 from .plans import plan_of
@@ -158,8 +158,7 @@ def _plan(
     outputs = dense_like(q), dense(lse_shape, torch.float32)
     launch = None
     if q.numel():
-        least = Problem(1, 1, 1, 1, 1, problem.head_dim, problem.causal, problem.dtype, direction="decode")
-        launch = kernel_for(DECODE, least, options | sms_option(gpu.sms)).launch
+        launch = kernel_for(DECODE, least_of(problem), options | sms_option(gpu.sms)).launch
     together = few_queries.together_of(problem, options, gpu.sms)
     return Plan(launch, outputs, (part,), ()), (together, scale, window_left if window else None)
 

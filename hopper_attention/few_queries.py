@@ -12,6 +12,7 @@ from .kernels import calls_decode
 from .kernels.contract import DTYPES, Problem
 from .kernels.device.constants import SMS
 from .kernels.device.limits import HEAD_DIMS, has_own_kernel
+from .launch import least_of
 
 QUERIES = 128  # up to which it was measured
 
@@ -46,8 +47,7 @@ def takes(problem: Problem) -> bool:
 def kernel_of(problem: Problem) -> tuple[Problem, dict[str, Any]]:
     """The kernel that takes a forward problem, as `launch.kernel_for` takes it."""
     asked = as_decode(problem)
-    least = Problem(1, 1, 1, 1, 1, asked.head_dim, asked.causal, asked.dtype, direction="decode")
-    return least, calls_decode.options_of(asked, False, 0, False, False, False, False)
+    return least_of(asked), calls_decode.options_of(asked, False, 0, False, False, False, False)
 
 
 def kernels() -> Iterator[tuple[Problem, dict[str, Any]]]:

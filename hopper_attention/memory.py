@@ -126,6 +126,7 @@ def _divided(memory: torch.Tensor, sizes: list[int], wanted: tuple[Dense, ...]) 
 
 
 def zeros_to_keep(wanted: tuple[Dense, ...], device: torch.device) -> list[torch.Tensor]:
+    """As `to_keep`."""
     return to_keep(lambda: [empty(*dense).zero_() for dense in wanted], device)
 
 

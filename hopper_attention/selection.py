@@ -38,6 +38,11 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 
 
+def options_of(stage_id: str, gpu: tuned.Gpu) -> dict[str, object]:
+    """With which a stage is compiled for a GPU."""
+    return OPTIONS.get(stage_id, {}) | sms_option(gpu.sms)
+
+
 def forward_stage(problem: Problem, way: Way | None = None, gpu: tuned.Gpu = tuned.H200) -> str:
     """The stage that computes O of a problem that FORWARD takes, by default in the way that `ways` chooses.
     Raises ValueError for rows that no tile of this head_dim has."""
@@ -57,7 +62,7 @@ def forward_kernel(problem: Problem, way: Way, gpu: tuned.Gpu) -> Job:
         least, options = few_queries.kernel_of(problem)
         return DECODE, least, options | sms_option(gpu.sms)
     stage_id = forward_stage(problem, way, gpu)
-    return stage_id, least_of(problem), OPTIONS.get(stage_id, {}) | sms_option(gpu.sms)
+    return _kernel_of(stage_id, problem, gpu)
 
 
 def forward_launch(problem: Problem, way: Way, gpu: tuned.Gpu) -> Launch:
@@ -119,4 +124,8 @@ def backward_scratch(stage_id: str, problem: Problem, parts: Parts | None) -> Sc
 
 def launch_of(stage_id: str, problem: Problem, gpu: tuned.Gpu) -> Launch:
     """That of a stage, but decode."""
-    return kernel_for(stage_id, least_of(problem), OPTIONS.get(stage_id, {}) | sms_option(gpu.sms)).launch
+    return kernel_for(*_kernel_of(stage_id, problem, gpu)).launch
+
+
+def _kernel_of(stage_id: str, problem: Problem, gpu: tuned.Gpu) -> Job:
+    return stage_id, least_of(problem), options_of(stage_id, gpu)

@@ -40,7 +40,7 @@ class Way(NamedTuple):
 def ways_of(problem: Problem) -> list[Way]:
     """Every way to compute the forward pass of a problem without policies."""
     ways = [Way(rows) for rows in TILES[tile_dim(problem)]]
-    if not problem.top_left:
+    if not (problem.top_left or refuse_steps(problem)):
         ways += [Way(rows, sliced=True) for rows in JOIN[tile_dim(problem)]]
     return ways + [Way(rows_of_group(problem), grouped=True)] * few_queries.takes(problem)
 
@@ -50,14 +50,9 @@ def way_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> Way:
     best = Way(rows_of(problem, sms, tiles))
     if problem.policies:
         return best
-    others = []
-    if not (problem.top_left or refuse_steps(problem)):
-        heads = problem.batch * problem.heads
-        few = [x for x in JOIN[tile_dim(problem)] if heads * -(-problem.seqlen_q // x) <= FEW_SLICED * sms]
-        others += [Way(rows, sliced=True) for rows in few]
-    if few_queries.takes(problem):
-        others.append(Way(rows_of_group(problem), grouped=True))
-    us = {way: way_us(problem, way, sms, tiles) for way in others}
+    tiles_of = lambda way: problem.batch * problem.heads * -(-problem.seqlen_q // way.rows)
+    measured = lambda way: way.grouped or (way.sliced and tiles_of(way) <= FEW_SLICED * sms)
+    us = {way: way_us(problem, way, sms, tiles) for way in ways_of(problem) if measured(way)}
     other = min(us, key=us.get, default=best)
     return other if us and us[other] < CLEARLY * way_us(problem, best, sms, tiles) else best
 
