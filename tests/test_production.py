@@ -6,90 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from stand_in_launches import Launched, backward, forward, stand_in_for_kernels, tensors
 
-from hopper_attention import few_queries, launch, memory, production, selection, tuned
+from hopper_attention import few_queries, launch, production, selection, tuned
 from hopper_attention.checks import problem_of
 from hopper_attention.choice import slower
-from hopper_attention.kernels import calls, calls_decode
+from hopper_attention.kernels import calls_decode
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.plans import Plans
-
-Launched = list[tuple[str, Problem, tuple]]
-
-
-def check_as_a_launch(least: Problem, q, k, v, o, *rest: object) -> None:
-    """What compiled host code checks of its tensors: `test_cache.py` shows it on a real one."""
-    if least.direction == "decode":
-        q, k, v, o = (x.transpose(1, 2) for x in (q, k, v, o))
-    like_q, like_o, like_k, like_v, rows = [q], [o], [k], [v], [rest[0]]
-    if least.direction == "bwd":
-        do, dq, dk, dv, *rows = rest[:5]
-        like_q, like_o, like_k, like_v = [q, dq], [o, do], [k, dk], [v, dv]
-        rows += [rest[-1]] * least.lse_grad
-    columns = v.shape[3] if least.head_dim not in (64, 128, 256) else q.shape[3]
-    of_q, of_k = q.shape, (*k.shape[:3], q.shape[3])
-    wanted = (like_q, of_q), (like_k, of_k), (like_o, (*of_q[:3], columns)), (like_v, (*of_k[:3], columns))
-    for tensors, shape in wanted:
-        if any(x.shape != shape or x.dtype != q.dtype or x.data_ptr() % 16 for x in tensors):
-            raise ValueError("Mismatched Tensor")
-    if any(x.shape != q.shape[:3] or x.dtype != torch.float32 for x in rows):
-        raise ValueError("Mismatched Tensor")
-
-
-def stand_in_for_kernels(monkeypatch: pytest.MonkeyPatch) -> Launched:
-    """What is compiled and launched from now on: stage, what it was compiled for, arguments."""
-    found: Launched = []
-
-    def kernel_for(stage_id: str, least: Problem, options: dict) -> SimpleNamespace:
-        def launch(*given: object) -> None:
-            check_as_a_launch(least, *given)
-            found.append((stage_id, least, given))
-
-        return SimpleNamespace(launch=launch)
-
-    monkeypatch.setattr(selection, "kernel_for", kernel_for)
-    monkeypatch.setattr(production, "check_device", lambda stage_id, q: None)
-    monkeypatch.setattr(production, "plans", Plans())
-    monkeypatch.setattr(production, "_reasons", {})
-    monkeypatch.setattr(production, "current_device", lambda: None)
-    stand_in_for_memory(monkeypatch)
-    return found
-
-
-def stand_in_for_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Scratch on the CPU, of one stream, of which nothing is kept yet. How many zeros graphs could have had
-    whenever somebody waited for the stream."""
-    for name in ("_counters", "_memory", "_zeros"):
-        monkeypatch.setattr(memory, name, {})
-    monkeypatch.setattr(memory, "_of_graphs", [])
-    monkeypatch.setattr(memory, "empty", torch._C._dynamo.guards._empty_strided_cpu)
-    monkeypatch.setattr(memory, "as_argument", lambda x: x)
-    monkeypatch.setattr(memory, "is_capturing", lambda: False)
-    monkeypatch.setattr(memory, "current_stream", lambda index: 7)
-    waits: list[int] = []
-    wait = lambda: waits.append(sum(x.numel() for x in memory._zeros.values()))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=wait))
-    return waits
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     return stand_in_for_kernels(monkeypatch)
-
-
-def tensors(*shape: int, count: int = 3, dtype=torch.bfloat16) -> list[torch.Tensor]:
-    return [torch.zeros(shape, dtype=dtype) for _ in range(count)]
-
-
-def forward(q, k, v, scale=None, causal=False, top_left=False):
-    return production.forward(q, k, v, scale, causal, top_left)
-
-
-def backward(q, k, v, dlse=None, scale=None, causal=False, deterministic=False, do=None, lse=None):
-    lse = torch.zeros(q.shape[:3]) if lse is None else lse
-    do = torch.zeros_like(q) if do is None else do
-    o = torch.zeros_like(q)
-    return production.backward(do, q, k, v, o, lse, dlse, scale, causal, False, deterministic)
 
 
 def test_a_second_call_of_a_kind_plans_nothing(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,45 +76,6 @@ def test_what_gradients_are_computed_with(launched: Launched) -> None:
     assert launched[1][2][-2] == 128**-0.5
     assert launched[2][2][-2] == 0.5
     assert launched[2][2][-1].equal(dlse)
-
-
-def test_scratch_is_of_the_stream_and_of_the_capture(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q, k, v = tensors(2, 4, 16, 64)
-    forward(q, k, v)
-    monkeypatch.setattr(memory, "current_stream", lambda index: 8)
-    forward(q, k, v)
-    monkeypatch.setattr(memory, "is_capturing", lambda: True)
-    forward(q, k, v)
-    forward(q, k, v)
-    counters = [given[-1] for *_, given in launched]
-    assert len({x.data_ptr() for x in counters}) == 4
-    assert len(memory._memory) == 4  # floats and counters of two streams
-    assert not any(x.any() for x in counters)
-
-
-def test_launches_in_a_graph_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros made before, and waited for before a graph can have them; more when half are gone and somebody
-    calls outside of a graph; where there are too few, a graph makes them."""
-    waits = stand_in_for_memory(monkeypatch)
-    monkeypatch.setattr(memory, "ZEROS", 3 * memory.TO_LINE + 4)
-    spec = {"pieces": ((2, 8, 64), "float32"), "arrived": ((8,), "int32")}
-    part, device = memory.part_of(memory.WHOLE, memory.WHOLE, spec), torch.device("cuda", 0)
-    eager = [memory.scratch_of(part, device)[1] for _ in range(2)]
-    assert eager[0] is eager[1] and waits == [0]
-    monkeypatch.setattr(memory, "is_capturing", lambda: True)
-    counters = [memory.scratch_of(part, device)[1] for _ in range(5)]
-    assert len({x.data_ptr() for x in (eager[0], *counters)}) == 6
-    assert all(x.shape == (8,) and not x.any() for x in counters)
-    assert memory._zeros[0].numel() == 4
-    monkeypatch.setattr(memory, "is_capturing", lambda: False)
-    monkeypatch.setattr(memory, "current_stream", lambda index: 8)
-    memory.scratch_of(part, device)
-    assert memory._zeros[0].numel() == memory.ZEROS and waits == [0, 4]
-    ends = [x.data_ptr() + 4 * x.numel() for x in memory._of_graphs]
-    given = [x.data_ptr() for x in counters]  # of which three are still held for their graphs
-    assert sum(x.data_ptr() <= y < end for y in given for x, end in zip(memory._of_graphs, ends)) == 3
 
 
 @pytest.mark.parametrize(
@@ -343,26 +232,6 @@ def test_what_is_decoded_and_what_is_not() -> None:
         assert selection.forward_stage(few.with_(**other)) != "decode", other
 
 
-def test_memory_that_was_not_there_is_asked_for_again(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q, k, v = tensors(2, 4, 16, 64)
-    empty, left = memory.empty, [2]  # o, lse; and no counter
-
-    def no_memory(*dense: object) -> torch.Tensor:
-        left[0] -= 1
-        if left[0] < 0:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return empty(*dense)
-
-    monkeypatch.setattr(memory, "empty", no_memory)
-    with pytest.raises(torch.OutOfMemoryError):
-        forward(q, k, v)
-    monkeypatch.setattr(memory, "empty", empty)
-    forward(q, k, v)
-    assert len(launched) == 1
-
-
 def test_a_backward_pass_is_launched_in_one_go(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is several kernels that share counters with those of another thread on the same stream."""
     inside, most = [], []
@@ -398,19 +267,6 @@ def test_other_head_dims_of_groups(head_dim: int, seqlen: int, launched: Launche
         production.reason_against(direction, q[:0], k[:0], k[:0], None, False, False, slower)
 
 
-def test_scratch_of_one_launch_is_never_shared(launched: Launched) -> None:
-    """Also where two of its tensors have one shape: of one key head, as many counters as tiles taken."""
-    q, k, v = tensors(1, 1, 200, 64)
-    backward(q, k, v)
-    *_, given = launched[0]
-    scratch = [x.data_ptr() for x in given[9:]]
-    assert len(set(scratch)) == len(scratch) == 5
-    for head_dim, deterministic in ((64, False), (128, True), (256, False)):
-        problem = Problem.square(2, 4, 64, head_dim, True, direction="bwd")
-        kinds = [kind for _, kind in calls.backward_scratch(problem, deterministic).values()]
-        assert kinds == sorted(kinds)  # float32 before int32, as `_scratch` gives them
-
-
 def test_kernels_are_for_the_sms_of_the_gpu(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     """And so are the choices, which on fewer SMs find less idle."""
     asked, kernel_for = [], selection.kernel_for
@@ -435,43 +291,3 @@ def test_kernels_are_for_the_sms_of_the_gpu(launched: Launched, monkeypatch: pyt
     assert tuned.gpu(torch.device("cpu")) == tuned.H200
     assert launch.sms_option(114) == {"sms": 114}
     assert launch.sms_option(132) == {}
-
-
-def test_an_lse_that_nobody_asked_for_is_scratch(launched: Launched) -> None:
-    """Kept for the stream where it is small, and never the output of another call."""
-    q, k, v = tensors(2, 4, 16, 64)
-    for _ in range(2):
-        lse = production.forward(q, k, v, None, True, False, with_lse=False)[1]
-        assert lse is None
-    assert forward(q, k, v, causal=True)[1].shape == (2, 4, 16)
-    first, again, asked_for = (given[4] for *_, given in launched)
-    assert first is again
-    assert (first.shape, first.dtype) == ((2, 4, 16), torch.float32)
-    assert asked_for.data_ptr() != first.data_ptr()
-    q, k, v = tensors(1, 1, 2**16 + 8, 64)  # of more bytes than are kept
-    for _ in range(2):
-        production.forward(q, k, v, None, True, False, with_lse=False)
-    assert launched[-1][2][4] is not launched[-2][2][4]
-    nothing = tensors(2, 4, 0, 64)
-    assert production.forward(*nothing, None, False, False, with_lse=False)[0].shape == (2, 4, 0, 64)
-
-
-def test_small_scratch_is_kept_and_shared_in_one_direction(launched: Launched) -> None:
-    """A forward launch may come between the kernels of another thread's backward pass."""
-    q, k, v = tensors(2, 4, 16, 64)
-    backward(q, k, v)
-    backward(q, k, v)
-    production.forward(q, k, v, None, False, False, with_lse=False)
-    backward(*tensors(2, 8, 16, 64))
-    first, again, of_forward, larger = (given for *_, given in launched)
-    assert all(x is y for x, y in zip(first[9:], again[9:]))
-    memory = [{x.untyped_storage().data_ptr() for x in given} for given in (first[9:], of_forward[4:])]
-    assert len(memory[0]) == 2 and not memory[0] & memory[1]
-    assert all(x.storage_offset() % 32 == 0 for x in (*first[9:], *larger[9:]))
-    assert not any(x.any() for x in larger[-3:])  # counters
-    large = tensors(1, 64, 4096, 64)  # sums of more bytes than are kept
-    backward(*large)
-    backward(*large)
-    assert launched[-1][2][9].data_ptr() != launched[-1][2][10].data_ptr()
-    assert launched[-1][2][9] is not launched[-2][2][9]
-    assert launched[-1][2][-1] is launched[-2][2][-1]

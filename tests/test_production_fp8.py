@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_production import stand_in_for_memory
+from stand_in_launches import stand_in_for_memory
 
 from harness.quantized import codes
 from harness.results import repository

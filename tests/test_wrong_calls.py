@@ -7,8 +7,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from stand_in_launches import Launched, check_as_a_launch, stand_in_for_kernels
 from test_ops import Modes, Tagged
-from test_production import Launched, check_as_a_launch, stand_in_for_kernels
 
 from hopper_attention import (
     attention,
@@ -30,7 +30,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     torch._dynamo.reset()
     found = stand_in_for_kernels(monkeypatch)
     check = lambda least, *given: None if least.policies else check_as_a_launch(least, *given)
-    monkeypatch.setattr("test_production.check_as_a_launch", check)
+    monkeypatch.setattr("stand_in_launches.check_as_a_launch", check)
     monkeypatch.setattr(policies, "_plans", Plans())
     return found
 
