@@ -31,7 +31,7 @@ from hopper_attention.launch import (
     sms_option,
 )
 from hopper_attention.precompile import Job
-from hopper_attention.ways import Way
+from hopper_attention.ways import Kind, Way
 
 # From this length on, and for who is this fast, the power cap and not the burst is what a user sees.
 SUSTAINED_FROM, SUSTAINED_TFLOPS = 16384, 100.0
@@ -109,7 +109,7 @@ def library_options(stage_id: str) -> dict[str, Any]:
 def job_of(stage_id: str, problem: Problem) -> Job:
     """A stage's kernel for a problem, as the library compiles it."""
     if stage_id == DECODE:
-        return selection.forward_kernel(problem, Way(0, grouped=True), tuned.gpu())
+        return selection.forward_kernel(problem, Way(0, Kind.DECODE), tuned.gpu())
     return stage_id, compiled_for(stage_id, problem), library_options(stage_id)
 
 

@@ -33,13 +33,14 @@ from hopper_attention.launch import (
     DECODE,
     DETERMINISTIC,
     FORWARD,
+    IN_GROUPS,
     IN_PARTS,
     IN_SLICES,
     ONE_TILE,
     ONE_TILE_IN_PARTS,
 )
 from hopper_attention.precompile import Job, ahead
-from hopper_attention.ways import Way
+from hopper_attention.ways import Kind, Way
 
 PEERS = ("fa2", "cudnn", "fa3", "fa4")
 DIRECTIONS = {FORWARD: "fwd", BACKWARD: "bwd"}  # by the stage that a user names
@@ -54,13 +55,15 @@ Call = Callable[[], tuple[torch.Tensor, ...]]
 
 def way_of(choice: Way | Parts, problem: Problem) -> str:
     """The name of a way: of the forward pass, or parts of a backward one."""
-    if isinstance(choice, Way) and choice.grouped:
+    if isinstance(choice, Way) and choice.kind is Kind.DECODE:
         return DECODE
     if isinstance(choice, Parts):
         one_tile = division.one_tile_pays(problem)
         whole, in_parts = (ONE_TILE, ONE_TILE_IN_PARTS) if one_tile else (BACKWARD, IN_PARTS)
         return whole if choice == UNDIVIDED else f"{in_parts} {choice.heads}×{choice.queries}"
-    name = IN_SLICES if choice.sliced else FORWARD
+    if choice.kind is Kind.GROUPS:
+        return f"{IN_GROUPS} {choice.rows} rows"
+    name = IN_SLICES if choice.kind is Kind.SLICES else FORWARD
     first = next(iter(division.TILES[problem.head_dim]))
     return name if choice.rows == first else f"{name} {choice.rows} rows"
 

@@ -5,6 +5,7 @@ from .kernels.contract import Problem
 from .kernels.device.constants import SMS
 from .kernels.device.limits import NARROW_VALUES, tile_dim, tile_dims
 from .kernels.division import TILES
+from .ways import Kind
 
 FEW = 16  # queries, beside more keys
 SHORT = 256  # keys, for so few queries: with fewer PyTorch's kernels are up to a microsecond ahead
@@ -23,7 +24,8 @@ def slower(problem: Problem) -> str | None:
     if problem.seqlen_q == 1 and few_queries.kv_bytes(problem) >= LARGE:
         return "half a gigabyte of keys and values for one query: cuDNN's kernel is as fast"
     way = ways.way_of(problem)
-    divided = way.grouped or (way.sliced and problem.seqlen_q > 1)  # one query in slices is behind cuDNN
+    # One query in slices is behind cuDNN.
+    divided = way.kind is Kind.DECODE or (way.kind is not Kind.TILES and problem.seqlen_q > 1)
     if divided and (problem.seqlen_q > FEW or problem.seqlen_kv >= SHORT):
         return None
     rows = min(TILES[tile_dim(problem)])

@@ -28,6 +28,9 @@ FORWARD = "k6"
 FORWARD_IN_ROWS = {192: "k6_r192", 128: "k6_r128", 64: "k6_r64"}
 # And in equal slices: of tiles with these rows, otherwise with k6's own.
 IN_SLICES, IN_SLICES_OF_ROWS = "k6_slices", {64: "k6_slices_r64"}
+# And with the heads of a group in a tile: of 64 rows, otherwise of 128.
+IN_GROUPS, IN_GROUPS_OF_ROWS = "k6_groups", {64: "k6_groups_r64"}
+IN_ROWS = FORWARD_IN_ROWS, IN_SLICES_OF_ROWS, IN_GROUPS_OF_ROWS
 # What gradients are computed with: where tiles of keys are few (`division.parts_of`), in parts; of no more
 # keys than one tile has, without sums of dQ.
 BACKWARD, IN_PARTS = "bwd4", "bwd4_parts"
@@ -42,6 +45,8 @@ LIBRARY = [
     *FORWARD_IN_ROWS.values(),
     IN_SLICES,
     *IN_SLICES_OF_ROWS.values(),
+    IN_GROUPS,
+    *IN_GROUPS_OF_ROWS.values(),
     BACKWARD,
     IN_PARTS,
     DETERMINISTIC,
@@ -130,13 +135,11 @@ def reachable(stage_id: str) -> list[Problem]:
 
 
 def has_height(stage_id: str, problem: Problem) -> bool:
-    """Whether `division` may choose the stage for heads of this size: of those in other heights than k6's,
-    where there is such a tile."""
-    for rows, name in FORWARD_IN_ROWS.items():
-        if name == stage_id:
-            _, *others = division.TILES[tile_dim(problem)]
-            return rows in others
-    return True
+    """Whether the stage may be chosen for heads of this size: in another height than k6's where there is such
+    a tile."""
+    rows = next((rows for of in IN_ROWS for rows, name in of.items() if name == stage_id), None)
+    _, *others = division.TILES[tile_dim(problem)]
+    return rows is None or rows in others
 
 
 def reachable_with_policies(stage_id: str) -> list[Problem]:

@@ -16,7 +16,10 @@ from .launch import (
     DETERMINISTIC_IN_PARTS,
     FORWARD,
     FORWARD_IN_ROWS,
+    IN_GROUPS,
+    IN_GROUPS_OF_ROWS,
     IN_PARTS,
+    IN_ROWS,
     IN_SLICES,
     IN_SLICES_OF_ROWS,
     ONE_TILE,
@@ -26,7 +29,7 @@ from .launch import (
     least_of,
     sms_option,
 )
-from .ways import Way
+from .ways import Kind, Way
 
 Launch = Callable[..., None]
 # Of the stages that have some; known here, so that a call whose kernels are compiled imports no kernel file.
@@ -34,7 +37,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     DETERMINISTIC: calls.DETERMINISTIC,
     DETERMINISTIC_IN_PARTS: calls.DETERMINISTIC,
     ONE_TILE_IN_PARTS: calls.DIVIDED,
-    **{x: {"rows": rows} for of in (FORWARD_IN_ROWS, IN_SLICES_OF_ROWS) for rows, x in of.items()},
+    **{x: {"rows": rows} for of in IN_ROWS for rows, x in of.items()},
 }
 
 
@@ -47,18 +50,22 @@ def forward_stage(problem: Problem, way: Way | None = None, gpu: tuned.Gpu = tun
     """The stage that computes O of a problem that FORWARD takes, by default in the way that `ways` chooses.
     Raises ValueError for rows that no tile of this head_dim has."""
     way = way or ways.way_of(problem, *gpu)
-    if way.grouped:
+    if way.kind is Kind.DECODE:
         return DECODE
     own, *others = division.TILES[tile_dim(problem)]
     if way.rows not in (own, *others):
         raise ValueError(f"tiles of head_dim {problem.head_dim} have {own} or {others} rows, not {way.rows}")
-    whole, in_rows = (IN_SLICES, IN_SLICES_OF_ROWS) if way.sliced else (FORWARD, FORWARD_IN_ROWS)
+    if way.kind is Kind.GROUPS:
+        return IN_GROUPS_OF_ROWS.get(way.rows, IN_GROUPS)
+    whole, in_rows = FORWARD, FORWARD_IN_ROWS
+    if way.kind is Kind.SLICES:
+        whole, in_rows = IN_SLICES, IN_SLICES_OF_ROWS
     return whole if way.rows == own else in_rows[way.rows]
 
 
 def forward_kernel(problem: Problem, way: Way, gpu: tuned.Gpu) -> Job:
     """The kernel of a way, as `kernel_for` takes it."""
-    if way.grouped:
+    if way.kind is Kind.DECODE:
         least, options = few_queries.kernel_of(problem)
         return DECODE, least, options | sms_option(gpu.sms)
     stage_id = forward_stage(problem, way, gpu)
@@ -69,15 +76,15 @@ def forward_launch(problem: Problem, way: Way, gpu: tuned.Gpu) -> Launch:
     """A way's launch: of q, k, v, o, lse, its scratch, and a scale where the problem has one."""
     kernel = forward_kernel(problem, way, gpu)
     launch = kernel_for(*kernel).launch
-    return _decoding(launch, problem, kernel[2], gpu.sms) if way.grouped else launch
+    return _decoding(launch, problem, kernel[2], gpu.sms) if way.kind is Kind.DECODE else launch
 
 
 def forward_scratch(problem: Problem, way: Way, sms: int) -> Scratch:
     """What a launch of a way needs beside its tensors."""
-    if way.grouped:
+    if way.kind is Kind.DECODE:
         _, options = few_queries.kernel_of(problem)
         return calls_decode.decode_scratch(few_queries.as_decode(problem), options, sms)
-    if not way.sliced:
+    if way.kind is Kind.TILES:
         return calls.forward_scratch(problem, way.rows)
     ctas = division.TILES[tile_dim(problem)][way.rows].ctas
     return calls_slices.slices_scratch(problem, way.rows, sms * ctas)

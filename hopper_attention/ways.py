@@ -1,29 +1,57 @@
 """In what way the forward pass goes through a problem: in whole tiles of queries, of how many `division`
-says; in equal slices of all their steps (k6_slices); or, few queries, in equal slices of all keys, which are
-read once for all heads of a group (decode). Imports no compiler.
+says; in equal slices of all their steps (k6_slices), also of tiles with all heads of a group (k6_groups); or,
+few queries, in equal slices of all keys by the kernel of decoding. Imports no compiler.
 """
 
 import math
+from enum import Enum
 from typing import NamedTuple
 
 from . import few_queries
 from .kernels.calls_decode import rows_of as rows_of_group
-from .kernels.calls_slices import CACHED_BYTES, refuse_steps
+from .kernels.calls_slices import (
+    CACHED_BYTES,
+    OCTET,
+    is_short,
+    refuse_groups,
+    refuse_slices,
+    together_of,
+)
 from .kernels.contract import Problem
 from .kernels.device.constants import SMS
 from .kernels.device.limits import BLOCK, L2_BYTES, tile_dim
 from .kernels.division import CLEARLY, TILES, Tiles, forward_us, keys_seen, rows_of
 
-# What a slice of the steps costs beside its steps and tiles (k6_slices), by columns and rows: that a piece is
-# left, and another is added to its own; and each further piece that is added. notes/k6_slices.md.
+
+class Kind(Enum):
+    """How a way goes through a problem."""
+
+    TILES = "whole tiles of queries"  # k6, k6_rows
+    SLICES = "tiles in equal slices of all steps"  # k6_slices
+    GROUPS = "tiles of all heads of a group, in equal slices of all steps"  # k6_groups
+    DECODE = "all heads of a group at once, in equal slices of all keys"  # decode
+
+
+# What a slice of the steps costs beside its steps and tiles, by columns and rows: that a piece is left, and
+# another is added to its own; each further piece or sum that is added; and that sums are left before they
+# are. notes/k6_slices.md.
 JOIN = {
-    64: {256: 3.0, 64: 4.0},
-    96: {192: 10.0, 64: 2.5},
-    128: {192: 10.0, 64: 2.5},
-    192: {128: 8.0, 64: 8.0},
-    256: {128: 8.0, 64: 4.0},
+    Kind.SLICES: {
+        64: {256: 3.0, 64: 4.0},
+        96: {192: 10.0, 64: 2.5},
+        128: {192: 10.0, 64: 2.5},
+        192: {128: 8.0, 64: 8.0},
+        256: {128: 8.0, 64: 4.0},
+    },
+    Kind.GROUPS: {
+        64: {128: 3.5, 64: 4.0},
+        96: {128: 6.0, 64: 2.5},
+        128: {128: 6.0, 64: 2.5},
+        192: {128: 8.0, 64: 8.0},
+        256: {128: 8.0, 64: 4.0},
+    },
 }
-ADD = 1.0
+ADD, HOP = 0.6, 2.0
 FEW_SLICED = 5  # tiles for each SM, up to which slices were measured
 READ_AGAIN = 0.75  # of what slices read, where L2 does not hold all keys: the rest another has just read
 READS_SLOWLY = 1.13  # than other tiles a whole one of BLOCK rows, whose loads are fewer
@@ -32,17 +60,18 @@ READS_SLOWLY = 1.13  # than other tiles a whole one of BLOCK rows, whose loads a
 class Way(NamedTuple):
     """How the forward pass goes through a problem."""
 
-    rows: int  # queries of a tile; if grouped, of all heads of a group
-    sliced: bool = False  # tiles in equal slices of all steps: k6_slices
-    grouped: bool = False  # heads of a group in a tile, keys in equal slices: decode
+    rows: int  # of a tile: queries of a head, or of all heads of a group
+    kind: Kind = Kind.TILES
 
 
 def ways_of(problem: Problem) -> list[Way]:
     """Every way to compute the forward pass of a problem without policies."""
     ways = [Way(rows) for rows in TILES[tile_dim(problem)]]
-    if not (problem.top_left or refuse_steps(problem)):
-        ways += [Way(rows, sliced=True) for rows in JOIN[tile_dim(problem)]]
-    return ways + [Way(rows_of_group(problem), grouped=True)] * few_queries.takes(problem)
+    for kind, refuse in ((Kind.SLICES, refuse_slices), (Kind.GROUPS, refuse_groups)):
+        fits = problem.heads > problem.kv_heads and problem.seqlen_q <= few_queries.QUERIES
+        if refuse(problem) is None and (fits or kind is not Kind.GROUPS):
+            ways += [Way(rows, kind) for rows in JOIN[kind][tile_dim(problem)]]
+    return ways + [Way(rows_of_group(problem), Kind.DECODE)] * few_queries.takes(problem)
 
 
 def way_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> Way:
@@ -50,8 +79,10 @@ def way_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> Way:
     best = Way(rows_of(problem, sms, tiles))
     if problem.policies:
         return best
-    tiles_of = lambda way: problem.batch * problem.heads * -(-problem.seqlen_q // way.rows)
-    measured = lambda way: way.grouped or (way.sliced and tiles_of(way) <= FEW_SLICED * sms)
+    sliced = (Kind.SLICES, Kind.GROUPS)
+    measured = lambda way: way.kind is Kind.DECODE or (
+        way.kind in sliced and tiles_of(problem, way) <= FEW_SLICED * sms
+    )
     us = {way: way_us(problem, way, sms, tiles) for way in ways_of(problem) if measured(way)}
     other = min(us, key=us.get, default=best)
     return other if us and us[other] < CLEARLY * way_us(problem, best, sms, tiles) else best
@@ -59,10 +90,26 @@ def way_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> Way:
 
 def way_us(problem: Problem, way: Way, sms: int = SMS, tiles: Tiles = TILES) -> float:
     """The time that a way is expected to take, in µs of the GPU whose costs `tiles` are."""
-    if way.grouped:
+    if way.kind is Kind.DECODE:
         return few_queries.decode_us(problem, sms)
-    us = (slices_us if way.sliced else forward_us)(problem, way.rows, sms, tiles)
+    if way.kind is Kind.TILES:
+        us = forward_us(problem, way.rows, sms, tiles)
+    else:
+        us = slices_us(problem, way, sms, tiles)
     return max(us, memory_us(problem, way, tiles))
+
+
+def rows_of_heads(problem: Problem, way: Way) -> tuple[int, int]:
+    """(rows, heads): how many rows there are of what a tile is of, and of how many such a batch consists."""
+    if way.kind is not Kind.GROUPS:
+        return problem.seqlen_q, problem.heads
+    group = problem.heads // max(1, problem.kv_heads)
+    return -(-problem.seqlen_q // OCTET) * OCTET * group, problem.kv_heads
+
+
+def tiles_of(problem: Problem, way: Way) -> int:
+    rows, heads = rows_of_heads(problem, way)
+    return problem.batch * heads * -(-rows // way.rows)
 
 
 def memory_us(problem: Problem, way: Way, tiles: Tiles = TILES) -> float:
@@ -70,27 +117,48 @@ def memory_us(problem: Problem, way: Way, tiles: Tiles = TILES) -> float:
     for itself."""
     kv_bytes, tile = few_queries.kv_bytes(problem), tiles[tile_dim(problem)][way.rows]
     us, again = tile.call + tile.tile, READS_SLOWLY if way.rows == BLOCK else 1.0
-    if way.sliced:
+    if way.kind is not Kind.TILES:
         again = 1.0
-        us += JOIN[tile_dim(problem)][way.rows]
+        us += JOIN[way.kind][tile_dim(problem)][way.rows]
         if kv_bytes > L2_BYTES:
-            readers = problem.heads // max(1, problem.kv_heads) * -(-problem.seqlen_q // way.rows)
+            readers = tiles_of(problem, way) / max(1, problem.batch * problem.kv_heads)
             again = max(1.0, READ_AGAIN * readers)
     return us + kv_bytes * again / few_queries.MEMORY_BYTES
 
 
-def slices_us(problem: Problem, rows: int, sms: int = SMS, tiles: Tiles = TILES) -> float:
+def slices_us(problem: Problem, way: Way, sms: int = SMS, tiles: Tiles = TILES) -> float:
     """The time of a forward pass in equal slices of the steps of such tiles."""
     columns = tile_dim(problem)
-    tile = tiles[columns][rows]
-    steps = [math.ceil(keys / tile.keys) for keys in keys_seen(problem, rows)]
-    slices = slices_of(problem, steps, sms, tile.ctas)
+    tile = tiles[columns][way.rows]
+    steps = [math.ceil(keys / tile.keys) for keys in seen_by_tiles(problem, way)]
+    slices = slices_of(problem.with_(heads=rows_of_heads(problem, way)[1]), steps, sms, tile.ctas)
     beside = min(tile.ctas, slices.count / sms)  # CTAs that an SM has at once
     step = max(tile.alone, tile.step * beside)
     of_tile = slices.steps * len(steps) / sum(steps)
     pieces = math.ceil(max(steps) / slices.share) if slices.divided else 1
-    further = max(0, pieces - 2)
-    return tile.call + slices.steps * step + tile.tile * (1 + of_tile) + JOIN[columns][rows] + ADD * further
+    joining = JOIN[way.kind][columns][way.rows] + adding_us(pieces)
+    return tile.call + slices.steps * step + tile.tile * (1 + of_tile) + joining
+
+
+def adding_us(pieces: int) -> float:
+    """What it takes to add the pieces of a tile beyond the first that is added (`device.key_slices`)."""
+    together = together_of(pieces)
+    alone, sums = min(pieces, together), (pieces - 1) // together
+    return ADD * max(0, alone - 2 + sums) + (HOP if sums else 0.0)
+
+
+def seen_by_tiles(problem: Problem, way: Way) -> list[int]:
+    """How many keys each tile of a way sees."""
+    if way.kind is not Kind.GROUPS:
+        return keys_seen(problem, way.rows)
+    rows, _ = rows_of_heads(problem, way)
+    octets = rows // OCTET // max(1, -(-problem.seqlen_q // OCTET))  # of the same queries
+    # Of the last queries that a tile has; what lies past the end sees no more than there is.
+    queries = [-(-end // (OCTET * octets)) * OCTET for end in range(way.rows, rows + way.rows, way.rows)]
+    if not problem.causal:
+        return [problem.seqlen_kv for _ in queries]
+    offset = problem.seqlen_kv - problem.seqlen_q
+    return [max(1, min(problem.seqlen_kv, x + offset)) for x in queries]
 
 
 class Slices(NamedTuple):
@@ -110,5 +178,7 @@ def slices_of(problem: Problem, steps: list[int], sms: int, ctas: int) -> Slices
     if not problem.causal and ctas == 1 and key_rows > CACHED_BYTES // (4 * tile_dim(problem)):
         whole = heads * len(steps) // sms * sms
     divided = heads * sum(steps) - whole * longest
-    share = max(-(-divided // (sms * ctas)), math.isqrt(longest - 1) + 1)
+    share = max(1, -(-divided // (sms * ctas)))
+    while is_short(share, longest):
+        share += 1
     return Slices(divided, share, whole, -(-divided // share), share + whole // sms * longest)

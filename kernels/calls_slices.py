@@ -1,12 +1,47 @@
-"""What a caller of k6_slices must know to launch it, beside what `calls` says of k6. Imports no compiler."""
+"""What a caller of k6_slices and k6_groups must know to launch them, beside what `calls` says of k6. Imports
+no compiler."""
 
-from .calls import forward_scratch
+import math
+
+from .calls import forward_scratch, refuse_forward
 from .contract import Problem, Scratch
 from .device.constants import WARP, WARPGROUP
-from .device.limits import BLOCK, tile_dims
+from .device.limits import BLOCK, refuse_policies, tile_dims
 
+ALONE = 8  # pieces of a tile up to which each is added to the last
 QUAD = 4  # fp32 in one 16-byte access
+OCTET = 8  # queries of a head that k6_groups has beside each other
+NOWHERE = 2**20  # a tile of queries behind those of any sequence
+GROUP_ROWS = NOWHERE * BLOCK  # rows of a group before that
 CACHED_BYTES = 24 * 2**20  # of K and V of all heads, which stay in the L2: CTAs may read any at once
+
+
+def is_short(share, longest):
+    """Whether slices of `share` steps are too short for tiles of up to `longest`, where a piece takes about a
+    step's time to be added, and pieces are added one after the other: with more than ALONE in two rounds."""
+    return (share * share < longest) & ((share < 6) | (share * share * share < longest))
+
+
+def together_of(pieces: int) -> int:
+    """How many pieces of a tile that has so many are added to one sum, before the sums are."""
+    return ALONE if pieces <= ALONE else math.isqrt(pieces - 1) + 1
+
+
+def refuse_slices(problem: Problem) -> str | None:
+    """Why k6_slices refuses a problem, or None."""
+    if reason := refuse_forward(problem) or refuse_policies(problem):
+        return reason
+    if problem.top_left and problem.seqlen_q != problem.seqlen_kv:
+        return "aligns a causal mask at the bottom right"
+    return refuse_steps(problem)
+
+
+def refuse_groups(problem: Problem) -> str | None:
+    """Why k6_groups refuses a problem, or None."""
+    if reason := refuse_slices(problem):
+        return reason
+    rows = -(-problem.seqlen_q // OCTET) * OCTET * (problem.heads // max(1, problem.kv_heads))
+    return f"takes fewer rows of a group than {GROUP_ROWS}, not {rows}" if rows >= GROUP_ROWS else None
 
 
 def refuse_steps(problem: Problem) -> str | None:

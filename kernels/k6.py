@@ -131,6 +131,16 @@ class FlashAttentionForward(LoadingQueries):
         words = math.ceil(self.message / 4) + (math.ceil(self.consumers / 4) if self.sliced else 0)
         return self.tile_bytes(self.q_and_o) + 16 * words + barriers * 8
 
+    q_box, o_box = ROWS, WARP_ROWS  # rows that one TMA loads, or stores
+
+    def store_o(self, o_stores, rO16, o_place, place) -> None:
+        """A warp's rows of O, through its place in shared memory."""
+        store_warp_rows(o_stores, rO16, o_place, place, self.batch)
+
+    def store_lse(self, mLSE, place, first_row, end, where, lse) -> None:
+        """Those of a consumer's rows that lie before `end`."""
+        store_of_rows(self.batch.query_values(mLSE, place), first_row, end, where, lse)
+
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, *rest):
         """`rest` is `calls.forward_scratch` or `calls_slices.slices_scratch`, what `calls.given_names`
@@ -145,10 +155,10 @@ class FlashAttentionForward(LoadingQueries):
             totals = seqlen_q, mK.shape[2]
             listing, tiles = self.list_tiles(mList, given, totals, heads, self.sms * self.config.ctas, stream)
         mQ, mK, mV, mO = [self.batch.view(mX) for mX in (mQ, mK, mV, mO)]
-        loads = *load_atom(mQ, ROWS, self.head_dim), *load_atom(mK, self.tile_kv, self.head_dim)
+        loads = *load_atom(mQ, self.q_box, self.head_dim), *load_atom(mK, self.tile_kv, self.head_dim)
         loads = *loads, *load_atom(mV, self.tile_kv, self.value_dim)
         mmas = attention_mmas(self.dtype, self.tile_kv, self.value_dim)
-        tensors = *loads, *store_atom(mO, WARP_ROWS, self.value_dim), mLSE, mCounter
+        tensors = *loads, *store_atom(mO, self.o_box, self.value_dim), mLSE, mCounter
         self.kernel(*mmas, *tensors, tiles, listing, *self.on_host(*given[:3]), given.sink).launch(
             grid=(cutlass.min(tiles, self.sms * self.config.ctas), 1, 1),
             block=(self.threads, 1, 1),
@@ -166,13 +176,14 @@ class FlashAttentionForward(LoadingQueries):
         self.take(scale, window, cap)
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
-        extents = mQ.shape[0], mK.shape[0]
         consumer_warps, taken = WARPS * self.consumers, None
         if const_expr(self.sliced):
             self.slices, taken = Slices(*listing), Int32(0)
+            self.take_queries(mQ.shape[0], self.slices.group)
             if tidx == consumer_warps * WARP:
                 taken = cute.arch.atomic_add(mCounter.iterator.llvm_ptr, Int32(1))
 
+        extents = self.extents_of(mQ, mK)
         smem = SmemAllocator()
         q_places = self.q_stages * self.consumers  # of Q; a consumer's are its number, and that + consumers
         sO = sQ = allocate_tiles(smem, self.dtype, ROWS, self.head_dim, q_places)  # (row, head_dim, place)
@@ -303,7 +314,7 @@ class FlashAttentionForward(LoadingQueries):
                 if const_expr(self.sliced):
                     self.await_pieces(place, warp_idx)
                     warpgroup.wait_group(0)
-                    here, this_row = self.join(x.rO, O, row_max, row_sum, place, first_row, tidx)
+                    here, this_row = self.join(x.rO, O, row_max, row_sum, place, first_row, tidx, warp_idx)
                     if announced == FIRST:
                         self.say_left(sLeft, place, consumer, thread, Barrier.LEFT)
                 inverse, lse = [None, None], [None, None]
@@ -339,11 +350,11 @@ class FlashAttentionForward(LoadingQueries):
                     cute.arch.barrier(barrier_id=Barrier.Q_READ + consumer, number_of_threads=WARPGROUP)
                 else:
                     await_stores()
-                store_warp_rows(o_stores, rO16, o_place, here, self.batch)
+                self.store_o(o_stores, rO16, o_place, here)
                 if const_expr(self.q_stages == 1):
                     await_stores()
                 # After O: the fence of its store would wait for this one (notes/k6.md, "Fewer instructions").
-                store_of_rows(self.batch.query_values(mLSE, here), this_row, lengths[0], rows.where_S, lse)
+                self.store_lse(mLSE, here, this_row, lengths[0], rows.where_S, lse)
                 if const_expr(self.q_stages == 1):
                     q_ring.consumer_release(q_left)
                     k_get = await_next(q_ring, k_ring, q_get, k_get, ahead, announced != END)
@@ -394,11 +405,14 @@ def workspace(problem: Problem, config: Config | None = None, **options: object)
     return forward_scratch(problem, ROWS * (config or config_of(problem)).consumers)
 
 
-def kernel_for(problem: Problem, config: Config | None = None, **options: object) -> FlashAttentionForward:
+def kernel_for(
+    problem: Problem, config: Config | None = None, of: type = FlashAttentionForward, **options: object
+) -> FlashAttentionForward:
+    """`of`: the class."""
     (columns, of_values), config = tile_dims(problem), config or config_of(problem)
     kind = columns, mask_of(problem), problem.dtype, config
     names = given_names(problem)
-    return FlashAttentionForward(*kind, value_dim=of_values, has=names, **options)
+    return of(*kind, value_dim=of_values, has=names, **options)
 
 
 def work(problem: Problem, **options: object) -> list[Work]:

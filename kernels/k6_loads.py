@@ -5,7 +5,8 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
-from .device.key_slices import NOWHERE, SlicedTiles
+from .calls_slices import NOWHERE
+from .device.key_slices import SlicedTiles
 from .device.rings import PRODUCER, put, put_both
 from .device.tile_order import fetch, tell
 from .device.tma import partition_tma
@@ -30,6 +31,18 @@ class LoadingQueries(SlicedTiles):
         """A place without rows, which consumers hear of at the end."""
         return [0 if self.plain else NOWHERE] + [0] * (self.batch.words - 1)
 
+    def kv_head_of(self, head, mQ, mK):
+        """The key head of a place's head."""
+        return head // (mQ.shape[2] // mK.shape[2])
+
+    def partition_queries(self, load_Q, mQ, sQ, place):
+        """What `put_queries` takes of the queries of a place's head."""
+        return partition_tma(load_Q, self.batch.queries_from(mQ, place[1], place), sQ)
+
+    def put_queries(self, q_ring, q_put, load_Q, tQgQ, tQsQ, place, consumer: int):
+        """Load those of a consumer."""
+        put(q_ring, q_put, load_Q, tQgQ[self.queries_at(place, consumer)], tQsQ)
+
     @cute.jit
     def produce(self, rings, sTile, loads, mCounter, tiles, listing, taken):
         """The producer warp, to the end, as far ahead as the rings have room, across the ends of tiles:
@@ -43,7 +56,7 @@ class LoadingQueries(SlicedTiles):
         """
         q_ring, k_ring, v_ring, tile_ring = rings
         load_Q, mQ, sQ, load_K, mK, sK, load_V, mV, sV = loads
-        extents = mQ.shape[0], mK.shape[0]
+        extents = self.extents_of(mQ, mK)
         q_put = pipeline.make_pipeline_state(PRODUCER, self.q_stages * self.consumers)
         kv_put = pipeline.make_pipeline_state(PRODUCER, self.stages)
         tile_put = pipeline.make_pipeline_state(PRODUCER, 1)
@@ -66,15 +79,15 @@ class LoadingQueries(SlicedTiles):
             tell(tile_ring, tile_put, sTile, (announced, *place))
             tile_put.advance()
             q_block, head = place[0], place[1]
-            kv_head = head // (mQ.shape[2] // mK.shape[2])
+            kv_head = self.kv_head_of(head, mQ, mK)
             # (TMA, block of rows) in global memory, (TMA, place or stage) in shared
-            tQgQ, tQsQ = partition_tma(load_Q, self.batch.queries_from(mQ, head, place), sQ)
+            tQgQ, tQsQ = self.partition_queries(load_Q, mQ, sQ, place)
             tKgK, tKsK = partition_tma(load_K, self.batch.keys_from(mK, kv_head, place), sK)
             tVgV, tVsV = partition_tma(load_V, self.batch.keys_from(mV, kv_head, place), sV)
             lengths = self.batch.lengths(place, extents)
             first = self.first_of_tile(q_block, *lengths)
             for i in range_constexpr(self.consumers):
-                put(q_ring, q_put, load_Q, tQgQ[self.queries_at(place, i)], tQsQ)
+                self.put_queries(q_ring, q_put, load_Q, tQgQ, tQsQ, place, i)
                 q_put.advance()
                 if const_expr(i == 0):
                     put(k_ring, kv_put, load_K, tKgK[self.batch.keys_at(place, first)], tKsK)

@@ -14,11 +14,10 @@ Where to read     device/key_slices.py; hopper_attention/ways.py has the choice.
 from dataclasses import replace
 
 from . import k6
-from .calls import refuse_forward, run_forward
-from .calls_slices import refuse_steps, slices_scratch
+from .calls import run_forward
+from .calls_slices import refuse_slices, slices_scratch
 from .contract import LazyMaximum, Problem, Scratch, Stage, Work
 from .device.constants import SMS
-from .device.limits import refuse_policies
 from .device.query_tiles import ROWS, Config, work_on_query_tiles
 from .k6_rows import SHORT
 
@@ -43,14 +42,7 @@ STAGES = (
 )
 
 
-def supports(problem: Problem) -> str | None:
-    if reason := refuse_forward(problem) or refuse_policies(problem):
-        return reason
-    if problem.top_left and problem.seqlen_q != problem.seqlen_kv:
-        return "aligns a causal mask at the bottom right"
-    return refuse_steps(problem)
-
-
+supports = refuse_slices
 run_kernel = run_forward
 
 
@@ -60,7 +52,13 @@ def workspace(problem: Problem, rows: int | None = None, sms: int = SMS) -> Scra
 
 
 def config_for(problem: Problem, rows: int | None) -> Config:
-    return k6.config_of(problem, SHORT[rows] if rows else k6.CONFIGS)
+    return with_registers(k6.config_of(problem, SHORT[rows] if rows else k6.CONFIGS))
+
+
+def with_registers(config: Config) -> Config:
+    """With enough for a producer that looks for pieces, where a CTA has some to spare."""
+    alone = config.consumers == config.ctas == 1
+    return replace(config, registers=(40, config.registers[1])) if alone else config
 
 
 def kernel_for(problem: Problem, rows: int | None = None, sms: int = SMS) -> k6.FlashAttentionForward:
@@ -68,7 +66,10 @@ def kernel_for(problem: Problem, rows: int | None = None, sms: int = SMS) -> k6.
 
 
 def work(problem: Problem, **options: object) -> list[Work]:
-    kernel = kernel_for(problem, **options)
+    return work_of(kernel_for(problem, **options), problem)
+
+
+def work_of(kernel: k6.FlashAttentionForward, problem: Problem) -> list[Work]:
     found = work_on_query_tiles(kernel, problem)
     # A third loop adds pieces, of which a CTA leaves one at most. The words of one or two consumers that one
     # is left take 8 bytes of shared memory, of which `smem_bytes` counts 16.

@@ -24,6 +24,8 @@ LADDER: dict[str, str] = {
     "k6_r64": "k6_rows",
     "k6_slices": "k6_slices",
     "k6_slices_r64": "k6_slices",
+    "k6_groups": "k6_groups",
+    "k6_groups_r64": "k6_groups",
     "k7": "k7",
     "k7_rows": "k7_rows",
     "k8": "k8",

@@ -9,7 +9,7 @@ from hopper_attention.kernels import calls_decode
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import DECODE
 from hopper_attention.precompile import FEW_QUERIES, jobs_of
-from hopper_attention.ways import Way
+from hopper_attention.ways import Kind, Way
 
 
 def made_up(chance: random.Random) -> Problem:
@@ -57,11 +57,11 @@ def test_its_time_grows_with_the_keys_and_with_what_computes_them() -> None:
 @pytest.mark.parametrize(
     ("problem", "way"),
     [
-        (Problem(1, 32, 8, 1, 32768, 128, False), Way(8, grouped=True)),
-        (Problem(8, 32, 8, 16, 32768, 128, True), Way(64, grouped=True)),
-        (Problem(1, 12, 12, 4, 4096, 64, True), Way(8, grouped=True)),
-        (Problem(1, 8, 1, 64, 32768, 128, True), Way(64, sliced=True)),  # whose pieces one CTA would add
-        (Problem(1, 32, 8, 64, 2048, 128, True), Way(64, sliced=True)),
+        (Problem(1, 32, 8, 1, 32768, 128, False), Way(8, Kind.DECODE)),
+        (Problem(8, 32, 8, 16, 32768, 128, True), Way(64, Kind.DECODE)),
+        (Problem(1, 12, 12, 4, 4096, 64, True), Way(8, Kind.DECODE)),
+        (Problem(1, 8, 1, 64, 32768, 128, True), Way(64, Kind.SLICES)),  # whose pieces one CTA would add
+        (Problem(1, 32, 8, 64, 2048, 128, True), Way(64, Kind.SLICES)),
         (Problem(1, 32, 8, 1, 77, 128, False), Way(192)),
     ],
 )
@@ -73,7 +73,7 @@ def test_the_way_that_was_measured_to_be_the_fastest(problem: Problem, way: Way)
 def test_slices_that_read_keys_again_are_told_from_tiles_that_read_them_together() -> None:
     """Keys that L2 holds cost a slice nothing; others it reads for each head, and each tile, by itself."""
     small, large = (Problem(8, 32, 8, 64, keys, 128, True) for keys in (256, 32768))
-    sliced, whole = Way(64, sliced=True), Way(64)
+    sliced, whole = Way(64, Kind.SLICES), Way(64)
     gained = lambda problem: ways.memory_us(problem, sliced) - ways.memory_us(problem, whole)
-    assert abs(gained(small)) < ways.JOIN[128][64] + 1
+    assert abs(gained(small)) < ways.JOIN[Kind.SLICES][128][64] + 1
     assert gained(large) > ways.memory_us(large, whole)

@@ -16,7 +16,8 @@ from hopper_attention.kernels.contract import Problem
 
 k6, SHORT = kernels("k6"), kernels("k6_rows").SHORT
 Causal, ROWS = kernels("device.masks").Causal, kernels("device.query_tiles").ROWS
-NOWHERE, LEAVES = (getattr(kernels("device.key_slices"), name) for name in ("NOWHERE", "LEAVES"))
+key_slices = kernels("device.key_slices")
+NOWHERE, LEAVES, in_one_word = key_slices.NOWHERE, key_slices.LEAVES, key_slices.in_one_word
 k6_slices = kernels("k6_slices")
 
 LENGTHS = (
@@ -73,7 +74,7 @@ Tile = tuple[int, tuple[int, int]] | tuple[int, tuple[int, int], tuple[int, ...]
 class Cta:
     """One CTA of `kernel`, at these tiles: (which one of the queries, (queries, keys) of its sequence), and
     of one that heads share (its first head, how many there are, how many have a key head), of a piece of one
-    (its first tile of keys, how many, how many pieces to add or LEAVES, slice)."""
+    (its first tile of keys, how many, `in_one_word`)."""
 
     def __init__(self, kernel: k6.FlashAttentionForward, tiles: list[Tile]):
         self.kernel, self.tiles = kernel, tiles
@@ -85,7 +86,7 @@ class Cta:
     def place(self, tile: Tile | None) -> tuple[int, ...]:
         """As it is told to the consumers."""
         if self.kernel.sliced:
-            q_block, _, piece = tile or (NOWHERE, (0, 0), (0, 0, 0, 0))
+            q_block, _, piece = tile or (NOWHERE, (0, 0), (0, 0, 0))
             return q_block, 0, 0, *piece
         q_block, lengths, *heads = tile or (NOWHERE, (0, 0))
         sharing = [int(self.kernel.batch.sharing(*heads[0]) if heads else 0)] * self.kernel.batch.shares
@@ -306,8 +307,8 @@ def test_nobody_waits_forever_of_pieces_of_tiles(
             blocks = int(kernel.kv_blocks((q_block + 1) * kernel.tile_q, *lengths))
             first = choose.randrange(blocks)
             count = choose.randint(1, blocks - first)
-            adds = 0 if first + count == blocks else LEAVES
-            tiles.append((q_block, lengths, (first, count, adds, slice_)))
+            word = in_one_word(slice_, 0, 0 if first + count == blocks else LEAVES)
+            tiles.append((q_block, lengths, (first, count, word)))
         assert Cta(kernel, tiles).run(seed), f"{tiles}: they wait for each other"
 
 
@@ -316,10 +317,11 @@ def test_keys_of_another_piece_are_seen(monkeypatch: pytest.MonkeyPatch, wrong: 
     """A producer that loads all that the tile sees, or the tile's first keys."""
     monkeypatch.setattr("cutlass.cute.arch.make_warp_uniform", int)
     kernel = k6_slices.kernel_for(Problem.square(1, 1, 1, 128, True))
-    tiles = [(2, (600, 600), (3, 2, LEAVES, 0)), (1, (600, 600), (0, 6, 0, 0))]
+    left, whole = in_one_word(0, 0, LEAVES), in_one_word(0, 0, 0)
+    tiles = [(2, (600, 600), (3, 2, left)), (1, (600, 600), (0, 6, whole))]
     assert Cta(kernel, tiles).run(0)
-    whole = {"tiles_of_keys": lambda self, place, tiles: tiles, "keys_at": lambda self, place, x: (None, x)}
-    monkeypatch.setattr(type(kernel.batch), wrong, whole[wrong])
+    faults = {"tiles_of_keys": lambda self, place, tiles: tiles, "keys_at": lambda self, place, x: (None, x)}
+    monkeypatch.setattr(type(kernel.batch), wrong, faults[wrong])
     try:
         ended = Cta(kernel, tiles).run(0)
     except AssertionError:  # of what a consumer found in a place

@@ -9,11 +9,13 @@ import pytest
 from untraced import kernels
 
 from hopper_attention import ways
-from hopper_attention.kernels import division
+from hopper_attention.kernels.calls_slices import together_of
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.kernels.device.constants import SMS
+from hopper_attention.ways import Kind, Way
 
-k6_slices, key_slices = kernels("k6_slices"), kernels("device.key_slices")
+k6_slices, k6_groups, key_slices = kernels("k6_slices"), kernels("k6_groups"), kernels("device.key_slices")
+group_rows = kernels("device.group_rows")
 key_slices.Int32 = int
 LEAVES = key_slices.LEAVES
 RNG = random.Random(0)
@@ -29,10 +31,12 @@ SHAPES = [  # batch, heads, queries, keys
 ]
 
 
-def pieces_of(problem: Problem, rows: int | None, sms: int) -> tuple[object, list[list[tuple[int, ...]]]]:
+def pieces_of(
+    problem: Problem, rows: int | None, sms: int, file: object = k6_slices
+) -> tuple[object, list[list[tuple[int, ...]]]]:
     """The kernel, and what each slice has, in the order of its producer."""
-    kernel = k6_slices.kernel_for(problem, rows, sms)
-    slots = k6_slices.workspace(problem, rows, sms)["states"][0][0]
+    kernel = file.kernel_for(problem, rows, sms)
+    slots = file.workspace(problem, rows, sms)["states"][0][0]
     states = SimpleNamespace(shape=(slots,))
     lengths = problem.seqlen_q, problem.seqlen_kv
     q, k = [
@@ -43,12 +47,16 @@ def pieces_of(problem: Problem, rows: int | None, sms: int) -> tuple[object, lis
     assert 1 <= ctas <= slots
     kernel.slices = key_slices.Slices(*members)
     check_model(problem, kernel, ctas)
-    mQ, mK = [SimpleNamespace(shape=(n, 0, problem.heads, problem.batch)) for n in lengths]
+    extents = zip(lengths, (problem.heads, problem.kv_heads))
+    mQ, mK = [SimpleNamespace(shape=(n, 0, heads, problem.batch)) for n, heads in extents]
     found = []
     for number in range(int(ctas)):
         at, pieces = kernel.first_piece(number, mQ, mK), []
         while (tile := at[0]) < (tiles := at[1]):
-            pieces.append(tuple(map(int, kernel.locate_piece(number, tile, tiles, mQ, mK))))
+            *place, word = map(int, kernel.locate_piece(number, tile, tiles, mQ, mK))
+            assert word < 2**31
+            said, *adding = key_slices.from_one_word(word)
+            pieces.append((*place, *adding, said))
             at = kernel.next_piece((tile + pieces[-1][4], *at[1:]), mQ, mK)
         found.append(pieces)
     return kernel, found
@@ -56,9 +64,14 @@ def pieces_of(problem: Problem, rows: int | None, sms: int) -> tuple[object, lis
 
 def check_model(problem: Problem, kernel: object, ctas: int) -> None:
     """`ways`, which chooses, has the kernel's numbers."""
-    seen = division.keys_seen(problem, kernel.tile_q)
-    steps = [math.ceil(keys / kernel.tile_kv) for keys in seen]
-    of_kernel, ours = kernel.slices, ways.slices_of(problem, steps, kernel.sms, kernel.config.ctas)
+    grouped = isinstance(kernel, k6_groups.FlashAttentionGroups)
+    way = Way(kernel.tile_q, Kind.GROUPS if grouped else Kind.SLICES)
+    steps = [math.ceil(keys / kernel.tile_kv) for keys in ways.seen_by_tiles(problem, way)]
+    rows, heads = ways.rows_of_heads(problem, way)
+    assert (rows, heads) == kernel.rows_of(problem.seqlen_q, problem.heads, problem.kv_heads)
+    assert len(steps) == -(-rows // kernel.tile_q)
+    as_counted = problem.with_(heads=heads)
+    of_kernel, ours = kernel.slices, ways.slices_of(as_counted, steps, kernel.sms, kernel.config.ctas)
     assert (of_kernel.divided, of_kernel.share, of_kernel.whole) == ours[:3]
     assert ctas == max(ours.count, min(ours.whole, kernel.sms))
 
@@ -71,24 +84,68 @@ def test_every_step_is_some_slice_s_and_nobody_waits_for_a_later_one(
 ) -> None:
     for batch, heads, queries, keys in SHAPES:
         problem = Problem(batch, heads, heads, queries, keys, head_dim, causal)
-        kernel, slices = pieces_of(problem, rows, sms)
-        taken: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        for number, pieces in enumerate(slices):
-            assert pieces, "a CTA without work"
-            for i, (block, head, at, first, count, adds, said) in enumerate(pieces):
-                assert said == number and count > 0
-                assert adds >= 0 or i == 0, "what others wait for comes first"
-                assert adds <= 0 or i == len(pieces) - 1, "who waits has done all else"
-                taken.setdefault((at, head, block), []).append((first, count, adds, number))
-        q_blocks = -(-queries // kernel.tile_q)
-        assert len(taken) == batch * heads * q_blocks
-        for (_, _, block), parts in taken.items():
-            blocks = int(kernel.kv_blocks((block + 1) * kernel.tile_q, queries, keys))
-            *left, (_, _, adds, last) = parts = sorted(parts)
-            ends = [first + count for first, count, *_ in parts]
-            assert [first for first, *_ in parts] == [0, *ends[:-1]] and ends[-1] == blocks
-            assert adds == len(left)
-            assert [x[2:] for x in left] == [(LEAVES, last - adds + i) for i in range(adds)]
+        check_pieces(*pieces_of(problem, rows, sms), problem)
+
+
+def check_pieces(kernel: object, slices: list[list[tuple[int, ...]]], problem: Problem) -> None:
+    """Every step is some slice's, every piece that is left is added once, in one order, and who waits does so
+    for first pieces of slices fetched before."""
+    taken: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for number, pieces in enumerate(slices):
+        assert pieces, "a CTA without work"
+        for i, (block, head, at, first, count, adds, sums, said) in enumerate(pieces):
+            assert said == number and count > 0 and adds >= 0
+            assert sums != LEAVES or i == 0, "what others wait for comes first"
+            assert not (adds or sums) or i in (0, len(pieces) - 1), "who waits has done all else"
+            assert not adds or sums == LEAVES or i == len(pieces) - 1
+            taken.setdefault((at, head, block), []).append((first, count, adds, sums, number))
+    rows, heads = kernel.rows_of(problem.seqlen_q, problem.heads, problem.kv_heads)
+    assert len(taken) == problem.batch * heads * -(-rows // kernel.tile_q)
+    for (_, _, block), parts in taken.items():
+        blocks = int(kernel.kv_blocks((block + 1) * kernel.tile_q, rows, problem.seqlen_kv))
+        parts.sort()
+        ends = [first + count for first, count, *_ in parts]
+        assert [first for first, *_ in parts] == [0, *ends[:-1]] and ends[-1] == blocks
+        left = {x[-1]: {x[-1]} for x in parts[:-1]}  # by slice, of which pieces it is the sum
+        for *_, adds, sums, number in parts:
+            own = {number}
+            for before in [*range(1, adds + 1), *((adds + 1) * x for x in range(1, sums + 1))]:
+                own |= left.pop(number - before)  # of an earlier slice, left, and not yet added
+            assert (sums == LEAVES) == (number != parts[-1][-1])
+            if sums == LEAVES:
+                left[number] = own
+            most = together_of(len(parts)) - 1  # as `ways` reckons
+            assert adds <= most and (sums <= 0 or adds == most)
+        assert not left and len(own) == len(parts)
+
+
+@pytest.mark.parametrize("sms", [SMS, 20])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "rows"), [(64, None), (128, None), (256, 64), (64, 64), (128, 64)])
+def test_the_same_of_tiles_of_a_group(head_dim: int, rows: int | None, causal: bool, sms: int) -> None:
+    for i, (batch, heads, queries, keys) in enumerate(SHAPES[:15]):
+        problem = Problem(batch, heads * (3, 8, 1)[i % 3], heads, min(queries, 130), keys, head_dim, causal)
+        check_pieces(*pieces_of(problem, rows, sms, k6_groups), problem)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize("queries", [1, 8, 13, 100])
+def test_rows_of_a_group_are_its_queries(queries: int, group: int) -> None:
+    """Each once, and a causal mask hides of each row what it hides of its query."""
+    rows, keys = group_rows.rows_of_group(queries, group), 50
+    kernel = k6_groups.kernel_for(Problem(1, group, 1, queries, keys, 128, True))
+    found = []
+    for row in range(rows):
+        _, head = group_rows.octet_at(row // group_rows.OCTET, group)
+        query = group_rows.query_of(row, group)
+        assert kernel.mask.last_key(row, rows, keys) == query + keys - queries
+        found += [(head, query)] * (query < queries)
+    assert sorted(found) == [(head, query) for head in range(group) for query in range(queries)]
+    last_keys = [kernel.mask.last_key(row, rows, keys) for row in range(rows)]
+    for first in range(0, rows, 64):  # a consumer's rows: what all of them see, and what any up to them does
+        assert kernel.seen_before(first + 1, rows, keys) == 1 + min(last_keys[first:])
+        if first + 64 <= rows:
+            assert kernel.seen_before(first + 64, rows, keys) == 1 + max(last_keys[: first + 64])
 
 
 def test_all_slices_end_together_where_nothing_is_kept_whole() -> None:
@@ -101,7 +158,8 @@ def test_tiles_of_which_each_sm_has_as_many_are_kept_whole() -> None:
     """25 heads of 4608 tokens: 600 tiles are four for each SM, and 72 that all of them share."""
     problem = Problem(1, 25, 25, 4608, 4608, 128, False)
     _, slices = pieces_of(problem, None, SMS)
-    whole = [sum(piece[5] == 0 and piece[3] == 0 and piece[4] == 72 for piece in x) for x in slices]
+    is_whole = lambda piece: piece[3:7] == (0, 72, 0, 0)
+    whole = [sum(map(is_whole, pieces)) for pieces in slices]
     assert min(whole) == 4 and sum(whole) <= 600
 
 

@@ -10,10 +10,15 @@ head, and CTA j has the j-th of its equal slices. It goes through it from right 
 What a slice has of a tile is a piece. One that lacks the tile's last step (▒) is left in global memory as its
 consumers hold it: O not divided, each row's maximum, each thread's part of its sum. Whoever has the last step
 (▓) adds what the slices before have left, nearest first, and stores the tile: one order, so that every run
-gives the same bits.
+gives the same bits. Of more than ALONE pieces some first add those before them, so that the last has fewer to
+add:
+
+    pieces of a tile   0  1  2  3  4  5  6  7  8  9
+    first              └──┤  └────────┤  └────────┤   into 1, 5 and 9, which has the tile's end
+    then                  └───────────┴───────────┤   into 9
 
 No hang: slices are numbered as CTAs fetch them. A piece without its tile's end is the first that its CTA
-computes, and needs nobody; who has an end waits for such pieces of slices fetched before its own alone.
+computes. Whoever waits does so for such pieces of slices fetched before its own alone.
 
 Where K and V of all heads do not stay in L2 slices are of the tiles that are left when each CTA has as many
 whole ones as the others. These come head by head, between the piece that is left and the one that is added
@@ -29,16 +34,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_tensor
 
-from ..calls_slices import CACHED_BYTES, QUAD
+from ..calls_slices import ALONE, CACHED_BYTES, NOWHERE, QUAD, is_short
 from .constants import WARP, WARPGROUP
 from .limits import BLOCK
 from .packed import Dense
 from .query_tiles import Config, QueryTiles
 from .rows import OWN_ROWS, finite, sum_of_row
 
-NOWHERE = 2**20  # a tile of queries behind those of any sequence
 QUADS_IN_FLIGHT = 16  # that a thread reads of a piece at once
-LEAVES = -1  # in the place of how many pieces are to be added: a piece that is left for another to add
+LEAVES = -1  # in the place of how many sums are to be added: a piece that is left for another to add
+NUMBER, ADDS = 16, 8  # bits of a slice's number, and of how many pieces it adds, in one register
 
 
 class Slices(NamedTuple):
@@ -50,15 +55,17 @@ class Slices(NamedTuple):
     steps: Int32  # of a head
     divided: Int32  # steps, the first, that are divided into slices
     whole: Int32  # tiles of queries behind them that are not
+    group: Int32  # query heads of a key head
 
 
 @dataclass(frozen=True)
 class SlicedKeys(Dense):
     """Sequences of one length, of whose keys a tile takes a piece. A place is (block, head, batch, first tile
-    of keys, how many, how many pieces to add or LEAVES, slice)."""
+    of keys, how many, `in_one_word`: slice, how many pieces to add, and how many sums or LEAVES). Each sum is
+    of a piece more than there are to add."""
 
     tile_kv: int
-    words = 7
+    words = 6
 
     def lengths(self, place, extents):
         """From the piece's first key on, with which a mask aligned at the bottom right stays where it is."""
@@ -69,6 +76,17 @@ class SlicedKeys(Dense):
 
     def tiles_of_keys(self, place, tiles):
         return cutlass.min(tiles, place[4])
+
+
+def in_one_word(number, adds, sums):
+    """A slice's number, how many pieces it adds and how many sums, or LEAVES: a register instead of three."""
+    return number + (adds << NUMBER) + ((sums - LEAVES) << (NUMBER + ADDS))
+
+
+def from_one_word(word):
+    """What `in_one_word` was made of."""
+    adds = (word >> NUMBER) & (2**ADDS - 1)
+    return word & (2**NUMBER - 1), adds, (word >> (NUMBER + ADDS)) + LEAVES
 
 
 def fake_slices(value_dim: int, threads: int) -> tuple[object, object]:
@@ -96,10 +114,26 @@ class SlicedTiles(QueryTiles):
         has as many as the others: where all have as many steps, and an SM has one CTA."""
         return not self.mask.hides and self.config.ctas == 1
 
+    # ---- what tiles are of: here the queries of a head; k6_groups has those of a group of heads ------------
+
+    def take_queries(self, queries, group):
+        """How many a head has, and heads a group: before anything is asked, on the host and in the kernel."""
+
+    def rows_of(self, queries, heads, kv_heads):
+        """Rows of what a tile belongs to, and of how many such a batch consists."""
+        return queries, heads
+
+    def extents_of(self, mQ, mK):
+        """How many rows and how many keys, in the kernel."""
+        return self.rows_of(mQ.shape[0], mQ.shape[2], mK.shape[2])[0], mK.shape[0]
+
     @cute.jit
     def slices_of(self, mStates, mLeft, mQ, mK):
         """On the host, of Q and K (batch, heads, seqlen, head_dim): (`Slices`' members, how many CTAs)."""
-        batch, heads, seqlen_q, _ = mQ.shape
+        batch, heads, queries, _ = mQ.shape
+        group = heads // mK.shape[1]
+        self.take_queries(queries, group)
+        seqlen_q, heads = self.rows_of(queries, heads, mK.shape[1])
         heads, seqlen_kv, key_rows = batch * heads, mK.shape[2], batch * mK.shape[1] * mK.shape[2]
         q_blocks, steps = cute.ceil_div(seqlen_q, self.tile_q), Int32(0)
         if const_expr(self.mask.hides):
@@ -114,11 +148,11 @@ class SlicedTiles(QueryTiles):
             if key_rows > CACHED_BYTES // (4 * self.head_dim):
                 whole = heads * q_blocks // self.sms * self.sms
         divided = heads * steps - whole * longest
-        share = cute.ceil_div(divided, mStates.shape[0])
-        while share * share < longest:  # about a step's time is what a piece takes to be added
+        share = cutlass.max(1, cute.ceil_div(divided, mStates.shape[0]))
+        while is_short(share, longest):
             share += 1
         ctas = cutlass.max(cute.ceil_div(divided, share), cutlass.min(whole, self.sms))
-        return (mStates, mLeft, share, steps, divided, whole), ctas
+        return (mStates, mLeft, share, steps, divided, whole, group), ctas
 
     # ---- which pieces: the producer ------------------------------------------------------------------------
 
@@ -165,7 +199,8 @@ class SlicedTiles(QueryTiles):
     @cute.jit
     def locate_piece(self, number, tile, tiles, mQ, mK):
         """The place of the piece of slice `number` that ends at step −tile, and begins at −tiles or later."""
-        seqlen_q, seqlen_kv, heads = mQ.shape[0], mK.shape[0], mQ.shape[2]
+        seqlen_q, heads = self.rows_of(mQ.shape[0], mQ.shape[2], mK.shape[2])
+        seqlen_kv = mK.shape[0]
         last = -tile - 1
         head, inside = last // self.slices.steps, last % self.slices.steps
         block, blocks = Int32(0), self.kv_blocks(self.tile_q, seqlen_q, seqlen_kv)
@@ -178,10 +213,22 @@ class SlicedTiles(QueryTiles):
             block, inside = inside // blocks, inside % blocks
         begin = last - inside  # the tile's first step
         first = cutlass.max(0, -tiles - begin)
-        adds = Int32(LEAVES)
-        if inside + 1 == blocks:
-            adds = number - begin // self.slices.share if begin < self.slices.divided else Int32(0)
-        return block, head % heads, head // heads, first, inside + 1 - first, adds, number
+        adds, sums = Int32(0), Int32(0)
+        if begin < self.slices.divided:  # a tile that is
+            before = number - begin // self.slices.share  # pieces of it
+            behind = (begin + blocks - 1) // self.slices.share - number
+            together = Int32(ALONE)
+            if before + behind >= ALONE:
+                together = Int32(2)
+                while together * together <= before + behind:
+                    together += 1
+            if behind % together == 0:
+                adds = cutlass.min(before, together - 1)
+                sums = before // together
+            if inside + 1 < blocks:
+                sums = Int32(LEAVES)
+        word = in_one_word(number, adds, sums)
+        return block, head % heads, head // heads, first, inside + 1 - first, word
 
     # ---- what becomes of them: consumers -------------------------------------------------------------------
 
@@ -202,13 +249,18 @@ class SlicedTiles(QueryTiles):
         warps = self.slices.mStates.shape[2] // WARP
         return (self.slices.mLeft.iterator + (number * warps + warp)).llvm_ptr
 
-    @cute.jit
     def await_pieces(self, place, warp):
-        """A consumer's warp, beside its last product: wait until the pieces that it adds are there. Each lane
-        waits for one, and leaves 0 for the next launch."""
-        adds, lane = place[5], cute.arch.lane_idx()
-        for i in range(1 + lane, adds + 1, WARP, unroll=1):
-            left = self.left(place[6] - i, warp)
+        """A consumer's warp, beside its last product: wait until the pieces that it adds are there."""
+        number, adds, _ = from_one_word(place[5])
+        self.await_left(number, adds, 1, warp)
+
+    @cute.jit
+    def await_left(self, number, count, apart, warp):
+        """Wait until `count` slices before `number`, each `apart`-th, have left a piece. Each lane waits for
+        one, and leaves 0 for the next launch."""
+        lane = cute.arch.lane_idx()
+        for i in range(1 + lane, count + 1, WARP, unroll=1):
+            left = self.left(number - i * apart, warp)
             there = cute.arch.load(left, Int32, sem="acquire", scope="gpu")
             while there == 0:
                 there = cute.arch.load(left, Int32, sem="acquire", scope="gpu")
@@ -216,17 +268,21 @@ class SlicedTiles(QueryTiles):
         cute.arch.sync_warp()
 
     @cute.jit
-    def join(self, rO, O, row_max, row_sum, place, first_row, tidx):
-        """A consumer's warp, when O += P·V is done: store the piece to global memory if it is to be left, or
-        add those before it. rO is O's accumulator, O the same by row. Returns (place, first row) of what else
+    def join(self, rO, O, row_max, row_sum, place, first_row, tidx, warp):
+        """A consumer's warp, when O += P·V is done: add what it is to add, and store the sum to global memory
+        if it is to be left. rO is O's accumulator, O the same by row. Returns (place, first row) of what else
         is to be stored: nowhere, if the piece is left."""
-        adds, number, last = place[5], place[6], cute.size(rO) // QUAD
+        (number, adds, sums), last = from_one_word(place[5]), cute.size(rO) // QUAD
         for r in range_constexpr(OWN_ROWS):
             if sum_of_row(row_sum[r]) == 0.0:  # no key is seen: a maximum of 0 is no score's
                 row_max[r] = -Float32.inf
                 O[r, None].fill(0.0)  # and not 0·NaN, of a hidden value
         quads = cute.make_tensor(rO.iterator, cute.make_layout((QUAD, last)))
-        if adds == LEAVES:
+        self.add_pieces(quads, row_max, row_sum, number, adds, 1, tidx)
+        if sums > 0:
+            self.await_left(number, sums, adds + 1, warp)
+            self.add_pieces(quads, row_max, row_sum, number, sums, adds + 1, tidx)
+        if sums == LEAVES:
             gState = self.state(number, tidx)
             about = cute.make_rmem_tensor(cute.make_layout(QUAD), Float32)
             for r in range_constexpr(OWN_ROWS):
@@ -235,35 +291,60 @@ class SlicedTiles(QueryTiles):
                 cute.autovec_copy(quads[None, i], gState[None, i])
             cute.autovec_copy(about, gState[None, last])
             place, first_row = (Int32(NOWHERE), *place[1:]), Int32(NOWHERE * self.tile_q)
-        for i in range(1, adds + 1, unroll=1):
-            self.add_piece(quads, row_max, row_sum, self.state(number - i, tidx))
         for r in range_constexpr(OWN_ROWS):
             row_max[r] = finite(row_max[r])
         return place, first_row
 
     @cute.jit
-    def add_piece(self, quads, row_max, row_sum, gState):
-        """Add a `state` to a thread's own: O as quads (4, quad), maxima and sums."""
-        last = cute.size(quads, mode=[1])
-        about = cute.make_rmem_tensor(cute.make_layout(QUAD), Float32)
-        own, theirs = [cute.make_rmem_tensor(cute.make_layout(OWN_ROWS), Float32) for _ in range(2)]
-        held = cute.make_rmem_tensor(cute.make_layout((QUAD, min(last, QUADS_IN_FLIGHT))), Float32)
-        cute.autovec_copy(gState[None, last], about)
+    def add_pieces(self, quads, row_max, row_sum, number, count, apart, tidx):
+        """Add what `count` slices before `number` have left, each `apart`-th, nearest first."""
+        at_once = self.pieces_at_once
+        state = lambda i: self.state(number - i * apart, tidx)
+        for i in range(0, count // at_once, unroll=1):
+            pieces = [state(at_once * i + p + 1) for p in range(at_once)]
+            self.add_states(quads, row_max, row_sum, pieces)
+        if const_expr(at_once > 1):
+            for i in range(count // at_once * at_once, count, unroll=1):
+                self.add_states(quads, row_max, row_sum, [state(i + 1)])
+
+    @property
+    def pieces_at_once(self) -> int:
+        """How many are read at once: as many as registers hold beside O."""
+        quads = self.value_dim * BLOCK // WARPGROUP // QUAD
+        return 2 if quads <= QUADS_IN_FLIGHT and self.config.consumers <= 2 else 1
+
+    @cute.jit
+    def add_states(self, quads, row_max, row_sum, states):
+        """Add some `state`s to a thread's own: O as quads (4, quad), maxima and sums."""
+        last, count = cute.size(quads, mode=[1]), len(states)
+        registers = lambda *shape: cute.make_rmem_tensor(cute.make_layout(shape), Float32)
+        abouts = [registers(QUAD) for _ in range(count)]
+        helds = [registers(QUAD, min(last, QUADS_IN_FLIGHT)) for _ in range(count)]
+        own, theirs = registers(OWN_ROWS), [registers(OWN_ROWS) for _ in range(count)]
+        for p in range_constexpr(count):
+            cute.autovec_copy(states[p][None, last], abouts[p])
         for first in range_constexpr(0, last, QUADS_IN_FLIGHT):
             quads_here = range(min(QUADS_IN_FLIGHT, last - first))
-            for i in quads_here:
-                cute.autovec_copy(gState[None, first + i], held[None, i])
+            for p in range_constexpr(count):
+                for i in quads_here:
+                    cute.autovec_copy(states[p][None, first + i], helds[p][None, i])
             if const_expr(first == 0):
                 for r in range_constexpr(OWN_ROWS):
-                    largest = cute.arch.fmax(row_max[r], about[r])
+                    largest = row_max[r]
+                    for p in range_constexpr(count):
+                        largest = cute.arch.fmax(largest, abouts[p][r])
                     own[r] = cute.math.exp2(row_max[r] - finite(largest), fastmath=True)
-                    theirs[r] = cute.math.exp2(about[r] - finite(largest), fastmath=True)
-                    row_sum[r] = row_sum[r] * own[r] + about[OWN_ROWS + r] * theirs[r]
+                    row_sum[r] = row_sum[r] * own[r]
+                    for p in range_constexpr(count):
+                        theirs[p][r] = cute.math.exp2(abouts[p][r] - finite(largest), fastmath=True)
+                        row_sum[r] = row_sum[r] + abouts[p][OWN_ROWS + r] * theirs[p][r]
                     row_max[r] = largest
             for i in quads_here:
                 for j in range(QUAD):  # two columns of either row
                     value = quads[j, first + i] * own[j // 2]
-                    quads[j, first + i] = value + held[j, i] * theirs[j // 2]
+                    for p in range_constexpr(count):
+                        value = value + helds[p][j, i] * theirs[p][j // 2]
+                    quads[j, first + i] = value
 
     # ---- saying so: a warp of its own, since what is stored takes a microsecond to arrive ------------------
 
@@ -271,7 +352,8 @@ class SlicedTiles(QueryTiles):
     def say_left(self, sLeft, place, consumer, thread, barrier: cutlass.Constexpr):
         """A consumer, behind its first piece: whether it has left that."""
         if thread == 0:
-            sLeft[consumer] = place[6] if place[5] == LEAVES else Int32(LEAVES)
+            number, _, sums = from_one_word(place[5])
+            sLeft[consumer] = number if sums == LEAVES else Int32(LEAVES)
         cute.arch.barrier_arrive(barrier_id=barrier + consumer, number_of_threads=WARPGROUP + WARP)
 
     @cute.jit

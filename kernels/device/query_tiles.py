@@ -68,14 +68,18 @@ class QueryTiles:
         """Of K and V of the heads that are worked on together under a mask, and stay in L2."""
         raise NotImplementedError
 
+    def seen_before(self, row, seqlen_q, seqlen_kv):
+        """How many keys end with the last that the row before `row` sees: the next row's last is the first
+        that it does not."""
+        return self.mask.last_key(row, seqlen_q, seqlen_kv)
+
     @cute.jit
     def kv_blocks(self, rows, seqlen_q, seqlen_kv):
         """Tiles of keys that some of the first `rows` queries sees; at least one, so that what they get is
         written."""
         keys = seqlen_kv
-        # The first `rows` queries see keys up to last_key(rows − 1) = last_key(rows) − 1: so many.
         if const_expr(self.mask.hides):
-            keys = cutlass.max(1, cutlass.min(seqlen_kv, self.mask.last_key(rows, seqlen_q, seqlen_kv)))
+            keys = cutlass.max(1, cutlass.min(seqlen_kv, self.seen_before(rows, seqlen_q, seqlen_kv)))
         elif const_expr(self.packed):
             keys = cutlass.max(1, keys)
         return cute.ceil_div(keys, self.tile_kv)
@@ -102,7 +106,7 @@ class QueryTiles:
         """How many of a consumer's `own_blocks` hide no pair: they are its first."""
         seen = seqlen_kv  # keys that its first row sees; with a mask as many as in `kv_blocks`
         if const_expr(self.mask.hides):
-            seen = cutlass.min(seen, cutlass.max(0, self.mask.last_key(first_row + 1, seqlen_q, seqlen_kv)))
+            seen = cutlass.min(seen, cutlass.max(0, self.seen_before(first_row + 1, seqlen_q, seqlen_kv)))
         return cutlass.min(own_blocks, seen // self.tile_kv)
 
     @cute.jit
@@ -185,10 +189,10 @@ class QueryTiles:
             return
         tile, lengths = self.tile_kv, (problem.seqlen_q, problem.seqlen_kv)
         for row in range(0, math.ceil(problem.seqlen_q / self.tile_q) * self.tile_q, ROWS):
-            own = math.ceil(max(1, min(problem.seqlen_kv, self.mask.last_key(row + ROWS, *lengths))) / tile)
+            own = math.ceil(max(1, min(problem.seqlen_kv, self.seen_before(row + ROWS, *lengths))) / tile)
             first = min(own - 1, max(0, self.mask.first_key(row, *lengths)) // tile)
             edge = max(0, self.mask.first_key(row + ROWS - 1, *lengths)) // tile + 1
-            seen = min(problem.seqlen_kv, max(0, self.mask.last_key(row + 1, *lengths)))
+            seen = min(problem.seqlen_kv, max(0, self.seen_before(row + 1, *lengths)))
             if row >= problem.seqlen_q:
                 own = first + 1
             edge = min(max(edge, first + 1), own)
@@ -201,8 +205,8 @@ class QueryTiles:
         for first_row in range(0, math.ceil(problem.seqlen_q / self.tile_q) * self.tile_q, ROWS):
             seen = keys = max(1, problem.seqlen_kv) if self.packed else problem.seqlen_kv
             if self.mask.hides:
-                seen = min(seen, max(0, self.mask.last_key(first_row + 1, *lengths)))
-                keys = max(1, min(keys, self.mask.last_key(first_row + ROWS, *lengths)))
+                seen = min(seen, max(0, self.seen_before(first_row + 1, *lengths)))
+                keys = max(1, min(keys, self.seen_before(first_row + ROWS, *lengths)))
             own = 1 if first_row >= problem.seqlen_q else math.ceil(keys / self.tile_kv)
             yield own, min(own, seen // self.tile_kv)
 

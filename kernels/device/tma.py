@@ -82,7 +82,8 @@ def _tma_atom(
     op: object, mX: cute.Tensor, rows: int, columns: int | None = None, block: int | None = None
 ) -> tuple[cute.CopyAtom, cute.Tensor]:
     columns = mX.shape[3] if columns is None else columns
-    one_tile = cute.slice_(swizzled_tiles(mX.element_type, rows, columns, 1, block), (None, None, 0))
+    # Selected and not sliced: of 8 rows in three blocks of columns a slice makes the compiler abort.
+    one_tile = cute.select(swizzled_tiles(mX.element_type, rows, columns, 1, block), mode=[0, 1])
     mX = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=[2, 3, 1, 0]))
     return cpasync.make_tiled_tma_atom(op, mX, one_tile, (rows, columns))
 
