@@ -123,7 +123,7 @@ class Model(NamedTuple):
     problem: Problem
     way: str  # that the library takes
     us: float  # its call's
-    regret: float  # its way's time over the best way's
+    regret: float | None  # its way's time over the best way's; None if it is newer than the row
     best: str  # peer
     ratio: float  # that peer's time over the call's
     deterministic: float | None  # the call's time over the deterministic one's, of a backward pass
@@ -140,7 +140,7 @@ def models(rows: Rows, direction: str) -> list[Model]:
         way, best = suite.chosen(problem), min(peers, key=peers.get)
         steady = us.get(PUBLIC_CALLS[DETERMINISTIC])
         deterministic = call / steady if steady else None
-        regret, ratio = us[way] / min(ways), peers[best] / call
+        regret, ratio = us[way] / min(ways) if way in us else None, peers[best] / call
         found.append(
             Model(row["family"], row["name"], problem, way, call, regret, best, ratio, deterministic)
         )
@@ -166,7 +166,7 @@ def models_table(rows: Rows, direction: str) -> str:
             f"{x.us:.0f}" if x.us >= 100 else f"{x.us:.1f}",
             f"{rate:.0f}",
             f"`{x.way}`",
-            f"{x.regret:.3f}",
+            f"{x.regret:.3f}" if x.regret else "not timed",
         ]
         steady = [f"{x.deterministic:.2f}"] if x.deterministic else []
         problem = str(x.problem).removesuffix(" bfloat16")
@@ -181,7 +181,7 @@ def models_table(rows: Rows, direction: str) -> str:
     sentence = (
         f"{len(found)} problems, {least.ratio:.3f} to {greatest.ratio:.3f} × the best peer; mean of the "
         f"families' geometric means {mean:.3f}. Below 1.000: {'; '.join(behind) or 'none'}. Of the ways "
-        f"timed a wrong choice costs at most {max(x.regret for x in found) - 1:.1%}."
+        f"timed a wrong choice costs at most {max(x.regret or 1 for x in found) - 1:.1%}."
     )
     return f"{table(header, lines, 'llrrlrlr' + 'r' * backward)}\n\n{sentence}"
 

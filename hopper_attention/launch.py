@@ -138,8 +138,7 @@ def has_height(stage_id: str, problem: Problem) -> bool:
     """Whether the stage may be chosen for heads of this size: in another height than k6's where there is such
     a tile."""
     rows = next((rows for of in IN_ROWS for rows, name in of.items() if name == stage_id), None)
-    _, *others = division.TILES[tile_dim(problem)]
-    return rows is None or rows in others
+    return rows is None or rows in list(division.TILES[tile_dim(problem)])[1:]
 
 
 def reachable_with_policies(stage_id: str) -> list[Problem]:

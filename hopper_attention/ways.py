@@ -11,8 +11,9 @@ from . import few_queries
 from .kernels.calls_decode import rows_of as rows_of_group
 from .kernels.calls_slices import (
     CACHED_BYTES,
+    LEAST_STEPS,
     OCTET,
-    is_short,
+    most_pieces,
     refuse_groups,
     refuse_slices,
     together_of,
@@ -44,16 +45,17 @@ JOIN = {
         256: {128: 8.0, 64: 4.0},
     },
     Kind.GROUPS: {
-        64: {128: 3.5, 64: 4.0},
-        96: {128: 6.0, 64: 2.5},
-        128: {128: 6.0, 64: 2.5},
-        192: {128: 8.0, 64: 8.0},
-        256: {128: 8.0, 64: 4.0},
+        64: {128: 3.5, 64: 9.0},
+        96: {128: 7.0, 64: 3.5},
+        128: {128: 7.0, 64: 3.5},
+        192: {128: 8.0, 64: 9.0},
+        256: {128: 8.0, 64: 9.0},
     },
 }
-ADD, HOP = 0.6, 2.0
+ADD, ADD_BYTES, HOP = 0.1, 1e5, 4.0
 FEW_SLICED = 5  # tiles for each SM, up to which slices were measured
-READ_AGAIN = 0.75  # of what slices read, where L2 does not hold all keys: the rest another has just read
+# Of what slices read, where L2 does not hold all keys: the rest another has just read.
+READ_AGAIN = {Kind.SLICES: 0.75, Kind.GROUPS: 0.55}
 READS_SLOWLY = 1.13  # than other tiles a whole one of BLOCK rows, whose loads are fewer
 
 
@@ -80,8 +82,8 @@ def way_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> Way:
     if problem.policies:
         return best
     sliced = (Kind.SLICES, Kind.GROUPS)
-    measured = lambda way: way.kind is Kind.DECODE or (
-        way.kind in sliced and tiles_of(problem, way) <= FEW_SLICED * sms
+    measured = lambda way: (
+        way.kind is Kind.DECODE or (way.kind in sliced and tiles_of(problem, way) <= FEW_SLICED * sms)
     )
     us = {way: way_us(problem, way, sms, tiles) for way in ways_of(problem) if measured(way)}
     other = min(us, key=us.get, default=best)
@@ -122,7 +124,7 @@ def memory_us(problem: Problem, way: Way, tiles: Tiles = TILES) -> float:
         us += JOIN[way.kind][tile_dim(problem)][way.rows]
         if kv_bytes > L2_BYTES:
             readers = tiles_of(problem, way) / max(1, problem.batch * problem.kv_heads)
-            again = max(1.0, READ_AGAIN * readers)
+            again = max(1.0, READ_AGAIN[way.kind] * readers)
     return us + kv_bytes * again / few_queries.MEMORY_BYTES
 
 
@@ -136,15 +138,15 @@ def slices_us(problem: Problem, way: Way, sms: int = SMS, tiles: Tiles = TILES) 
     step = max(tile.alone, tile.step * beside)
     of_tile = slices.steps * len(steps) / sum(steps)
     pieces = math.ceil(max(steps) / slices.share) if slices.divided else 1
-    joining = JOIN[way.kind][columns][way.rows] + adding_us(pieces)
+    joining = JOIN[way.kind][columns][way.rows] + adding_us(pieces, way.rows * columns * 4)
     return tile.call + slices.steps * step + tile.tile * (1 + of_tile) + joining
 
 
-def adding_us(pieces: int) -> float:
+def adding_us(pieces: int, piece_bytes: int) -> float:
     """What it takes to add the pieces of a tile beyond the first that is added (`device.key_slices`)."""
     together = together_of(pieces)
     alone, sums = min(pieces, together), (pieces - 1) // together
-    return ADD * max(0, alone - 2 + sums) + (HOP if sums else 0.0)
+    return (ADD + piece_bytes / ADD_BYTES) * max(0, alone - 2 + sums) + (HOP if sums else 0.0)
 
 
 def seen_by_tiles(problem: Problem, way: Way) -> list[int]:
@@ -178,7 +180,5 @@ def slices_of(problem: Problem, steps: list[int], sms: int, ctas: int) -> Slices
     if not problem.causal and ctas == 1 and key_rows > CACHED_BYTES // (4 * tile_dim(problem)):
         whole = heads * len(steps) // sms * sms
     divided = heads * sum(steps) - whole * longest
-    share = max(1, -(-divided // (sms * ctas)))
-    while is_short(share, longest):
-        share += 1
+    share = max(LEAST_STEPS, -(-divided // (sms * ctas)), -(-longest // most_pieces(longest)))
     return Slices(divided, share, whole, -(-divided // share), share + whole // sms * longest)

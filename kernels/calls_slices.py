@@ -8,6 +8,7 @@ from .contract import Problem, Scratch
 from .device.constants import WARP, WARPGROUP
 from .device.limits import BLOCK, refuse_policies, tile_dims
 
+LEAST_STEPS = 4  # of a slice: about what it takes to leave a piece and add it
 ALONE = 8  # pieces of a tile up to which each is added to the last
 QUAD = 4  # fp32 in one 16-byte access
 OCTET = 8  # queries of a head that k6_groups has beside each other
@@ -16,10 +17,10 @@ GROUP_ROWS = NOWHERE * BLOCK  # rows of a group before that
 CACHED_BYTES = 24 * 2**20  # of K and V of all heads, which stay in the L2: CTAs may read any at once
 
 
-def is_short(share, longest):
-    """Whether slices of `share` steps are too short for tiles of up to `longest`, where a piece takes about a
-    step's time to be added, and pieces are added one after the other: with more than ALONE in two rounds."""
-    return (share * share < longest) & ((share < 6) | (share * share * share < longest))
+def most_pieces(longest: int) -> int:
+    """Into how many pieces tiles of up to `longest` steps may be cut: they are added one after the other, of
+    long tiles in two rounds."""
+    return ALONE if longest <= ALONE**2 else ALONE**2
 
 
 def together_of(pieces: int) -> int:

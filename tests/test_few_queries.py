@@ -58,9 +58,12 @@ def test_its_time_grows_with_the_keys_and_with_what_computes_them() -> None:
     ("problem", "way"),
     [
         (Problem(1, 32, 8, 1, 32768, 128, False), Way(8, Kind.DECODE)),
-        (Problem(8, 32, 8, 16, 32768, 128, True), Way(64, Kind.DECODE)),
+        (Problem(8, 32, 8, 32, 32768, 128, True), Way(128, Kind.GROUPS)),
+        (Problem(1, 32, 8, 64, 32768, 128, True), Way(128, Kind.GROUPS)),
+        (Problem(1, 8, 1, 8, 32768, 128, True), Way(64, Kind.GROUPS)),
+        (Problem(1, 32, 8, 8, 32768, 128, True), Way(32, Kind.DECODE)),
         (Problem(1, 12, 12, 4, 4096, 64, True), Way(8, Kind.DECODE)),
-        (Problem(1, 8, 1, 64, 32768, 128, True), Way(64, Kind.SLICES)),  # whose pieces one CTA would add
+        (Problem(1, 8, 1, 64, 32768, 128, True), Way(64, Kind.SLICES)),  # 512 rows, in as many tiles
         (Problem(1, 32, 8, 64, 2048, 128, True), Way(64, Kind.SLICES)),
         (Problem(1, 32, 8, 1, 77, 128, False), Way(192)),
     ],

@@ -54,7 +54,10 @@ def test_the_choice_is_right_where_it_was_measured(direction: str, row: dict) ->
 @pytest.mark.parametrize("row", library.load(FOLDER, "few_fwd"), ids=of_model)
 def test_the_choice_is_right_of_few_queries(row: dict) -> None:
     (found,) = library.models([row], "fwd")
-    assert found.regret <= WRONG_BY
+    if found.regret is None:  # the rows are older than these tiles
+        assert found.way.startswith(launch.IN_GROUPS)
+    else:
+        assert found.regret <= WRONG_BY
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
@@ -402,9 +405,11 @@ def test_what_a_suite_compiles_first_is_what_calls_ask_for() -> None:
     jobs += [job for x in suites.MODELS for job in suite.kernels(x.problem.with_(direction="bwd"))]
     packed = [x.problem.with_(direction=direction) for x in PACKED + WINDOW for direction in ("fwd", "bwd")]
     jobs += [job for problem in packed for job in policy_suite.kernels(problem)]
-    of_calls = [job for stage_id in (*LIBRARY, precompile.POLICIES) for job in precompile.jobs_of(stage_id)]
+    jobs += [job for x in suites.FEW for job in suite.kernels(x.problem)]
+    named = *LIBRARY, precompile.POLICIES, precompile.FEW_QUERIES
+    of_calls = [job for stage_id in named for job in precompile.jobs_of(stage_id)]
     assert not {repr(job) for job in jobs} - {repr(job) for job in of_calls}
-    assert {stage_id for stage_id, *_ in jobs} == {*LIBRARY}
+    assert {stage_id for stage_id, *_ in jobs} == {*LIBRARY, launch.DECODE}
 
 
 def test_options_are_the_stages_own() -> None:

@@ -26,7 +26,7 @@ from hopper_attention.kernels.contract import DTYPES
 from hopper_attention.launch import compile_stage
 
 CUDA_CORES = ("k1", "fa1", "k2", "bwd1", "bwd2")  # what these compute with; tensor cores and TMA come later
-SLICES = ("k6_slices", "k6_slices_r64")
+SLICES = ("k6_slices", "k6_slices_r64", "k6_groups", "k6_groups_r64")
 K6 = ("k6", "k6_r192", "k6_r128", "k6_r64", *SLICES)
 BWD4 = ("bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det", "bwd4_one", "bwd4_one_parts")
 MIRRORED = tuple(stage_id for stage_id in BWD4 if stage_id.endswith("_det"))  # of these some heads
@@ -51,7 +51,8 @@ WAITS = {"bwd3": (2, 2), **dict.fromkeys(K6, (9, 9)), **dict.fromkeys(BWD4, (13,
 WAITS |= dict.fromkeys(MIRRORED, (13, 17))
 WAITS |= {(stage_id, 64): (11, 11) for stage_id in K6} | {("k6_r64", 128): (11, 11)}  # a tile in two parts
 # Slices wait for P·V before it is left or added to.
-WAITS |= {("k6_slices", 64): (12, 12), ("k6_slices_r64", 64): (12, 12), ("k6_slices_r64", 128): (12, 12)}
+WAITS |= {(stage_id, 64): (12, 12) for stage_id in SLICES}
+WAITS |= {("k6_slices_r64", 128): (12, 12), ("k6_groups_r64", 128): (12, 12)}
 WAITS |= dict.fromkeys(SLICES, (10, 10))
 SPECIALISED = ("k5", "k6_1", "k6_2", *K6, *BWD4)
 # Instructions a thread issues for one score, in the loop over unmasked tiles, if no row's maximum has grown.

@@ -34,7 +34,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_tensor
 
-from ..calls_slices import ALONE, CACHED_BYTES, NOWHERE, QUAD, is_short
+from ..calls_slices import ALONE, CACHED_BYTES, LEAST_STEPS, NOWHERE, QUAD
 from .constants import WARP, WARPGROUP
 from .limits import BLOCK
 from .packed import Dense
@@ -148,9 +148,10 @@ class SlicedTiles(QueryTiles):
             if key_rows > CACHED_BYTES // (4 * self.head_dim):
                 whole = heads * q_blocks // self.sms * self.sms
         divided = heads * steps - whole * longest
-        share = cutlass.max(1, cute.ceil_div(divided, mStates.shape[0]))
-        while is_short(share, longest):
-            share += 1
+        least = cute.ceil_div(longest, ALONE)  # `most_pieces`
+        if longest > ALONE**2:
+            least = cute.ceil_div(longest, ALONE**2)
+        share = cutlass.max(LEAST_STEPS, least, cute.ceil_div(divided, mStates.shape[0]))
         ctas = cutlass.max(cute.ceil_div(divided, share), cutlass.min(whole, self.sms))
         return (mStates, mLeft, share, steps, divided, whole, group), ctas
 
