@@ -48,8 +48,10 @@ def options_of(stage_id: str, gpu: tuned.Gpu) -> dict[str, object]:
 
 def forward_stage(problem: Problem, way: Way | None = None, gpu: tuned.Gpu = tuned.H200) -> str:
     """The stage that computes O of a problem that FORWARD takes, by default in the way that `ways` chooses.
-    Raises ValueError for rows that no tile of this head_dim has."""
+    Raises ValueError for rows that no tile of this head_dim has, and a mask that the way does not take."""
     way = way or ways.way_of(problem, *gpu)
+    if way.kind is not Kind.TILES and problem.top_left:  # of whose keys a piece would hide others
+        raise ValueError(f"a mask at the top left is for whole tiles, not for {way.kind.value}")
     if way.kind is Kind.DECODE:
         return DECODE
     own, *others = division.TILES[tile_dim(problem)]

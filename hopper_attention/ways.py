@@ -69,10 +69,13 @@ class Way(NamedTuple):
 def ways_of(problem: Problem) -> list[Way]:
     """Every way to compute the forward pass of a problem without policies."""
     ways = [Way(rows) for rows in TILES[tile_dim(problem)]]
-    for kind, refuse in ((Kind.SLICES, refuse_slices), (Kind.GROUPS, refuse_groups)):
-        fits = problem.heads > problem.kv_heads and problem.seqlen_q <= few_queries.QUERIES
-        if refuse(problem) is None and (fits or kind is not Kind.GROUPS):
-            ways += [Way(rows, kind) for rows in JOIN[kind][tile_dim(problem)]]
+    kinds = []
+    if not (problem.top_left or refuse_slices(problem)):
+        kinds.append(Kind.SLICES)
+        few = problem.seqlen_q <= few_queries.QUERIES  # of more it was not measured
+        if few and problem.heads > problem.kv_heads and not refuse_groups(problem):
+            kinds.append(Kind.GROUPS)
+    ways += [Way(rows, kind) for kind in kinds for rows in JOIN[kind][tile_dim(problem)]]
     return ways + [Way(rows_of_group(problem), Kind.DECODE)] * few_queries.takes(problem)
 
 
@@ -81,9 +84,8 @@ def way_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> Way:
     best = Way(rows_of(problem, sms, tiles))
     if problem.policies:
         return best
-    sliced = (Kind.SLICES, Kind.GROUPS)
     measured = lambda way: (
-        way.kind is Kind.DECODE or (way.kind in sliced and tiles_of(problem, way) <= FEW_SLICED * sms)
+        way.kind is Kind.DECODE or (way.kind is not Kind.TILES and tiles_of(problem, way) <= FEW_SLICED * sms)
     )
     us = {way: way_us(problem, way, sms, tiles) for way in ways_of(problem) if measured(way)}
     other = min(us, key=us.get, default=best)

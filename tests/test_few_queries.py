@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hopper_attention import few_queries, ways
+from hopper_attention import few_queries, selection, ways
 from hopper_attention.kernels import calls_decode
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import DECODE
@@ -71,6 +71,25 @@ def test_its_time_grows_with_the_keys_and_with_what_computes_them() -> None:
 def test_the_way_that_was_measured_to_be_the_fastest(problem: Problem, way: Way) -> None:
     assert ways.way_of(problem) == way
     assert way in ways.ways_of(problem)
+
+
+@pytest.mark.parametrize("keys", [64, 4096])
+def test_a_mask_at_the_top_left_has_whole_tiles(keys: int) -> None:
+    """Of equal lengths too: a piece that begins behind the first key would hide what is seen."""
+    problem = Problem(1, 32, 8, 64, keys, 128, True, top_left=True)
+    assert {way.kind for way in ways.ways_of(problem)} == {Kind.TILES}
+    others = [way for way in ways.ways_of(problem.with_(top_left=False)) if way.kind is not Kind.TILES]
+    assert {way.kind for way in others} >= {Kind.SLICES, Kind.GROUPS}
+    for way in others:
+        with pytest.raises(ValueError, match="a mask at the top left"):
+            selection.forward_stage(problem, way)
+
+
+def test_tiles_of_a_group_are_for_few_queries_of_grouped_heads() -> None:
+    has_groups = lambda problem: Kind.GROUPS in {way.kind for way in ways.ways_of(problem)}
+    grouped = Problem(1, 7, 1, 128, 4096, 64, False)
+    assert has_groups(grouped)
+    assert not has_groups(grouped.with_(seqlen_q=129)) and not has_groups(grouped.with_(kv_heads=7))
 
 
 def test_slices_that_read_keys_again_are_told_from_tiles_that_read_them_together() -> None:
