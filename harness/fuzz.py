@@ -1,9 +1,9 @@
 """Random problems with windows, soft caps, sinks and packed sequences, and plain ones of few queries to many
 keys, against float64 on the GPU.
 
-    python -m harness.fuzz                     problems 0…2047 of each set: library/fuzz.json of results
-    python -m harness.fuzz 300 40 --no-save    40 from the 300th on, printed only
-    python -m harness.fuzz --set few --no-save few queries alone
+    python -m harness.fuzz              problems 0…2047 of each set: library/fuzz.json of results
+    python -m harness.fuzz 300 40       40 from the 300th on; only the whole is ever written
+    python -m harness.fuzz --set few    few queries alone
 
 A problem follows from its number (`problem_of`) and from nothing else. It goes through the library's own call
 (`attention` or `flash_attn_varlen_func`), in the layout that the number says, and its outputs through the
@@ -290,9 +290,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("first", nargs="?", type=int, default=0, help="number of the first problem")
     parser.add_argument("count", nargs="?", type=int, default=COUNT, help="problems of each set")
     parser.add_argument("--set", choices=SETS, help="one set alone")
-    parser.add_argument("--processes", type=int, default=1, help="how many share the problems, on one GPU")
-    parser.add_argument("--no-save", action="store_true", help="print, and write nothing")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="how many share the GPU, of which one takes up to 10 GB"
+    )
+    parser.add_argument("--no-save", action="store_true", help="write nothing of a whole run either")
     args = parser.parse_args(arguments)
+    whole = (args.first, args.count, args.set) == (0, COUNT, None)
     if not hopper_gpu():
         print("harness.fuzz: there is no Hopper GPU here", file=sys.stderr)
         return 2
@@ -310,7 +313,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(*(f"    {x:.300}" for x in failures), sep="\n", flush=True)
     seconds = time.perf_counter() - begin
     print(f"{sum(passed.values())} of {len(every)} problems passed in {seconds:.0f} s")
-    if not args.no_save and not failed:
+    if whole and not args.no_save and not failed:
         rows = [summary(x, [y for y in every if set_of(y.problem) == x], args.first) for x in sets]
         for stage_id, least, options in kernels:
             identity = machine_code.identity(compile_kernel(stage_id, least, **options))

@@ -156,3 +156,22 @@ def test_a_device_whose_kernels_have_no_policies_is_not_asked(capsys: pytest.Cap
     if not torch.cuda.is_available():
         assert fuzz.main(["0", "1", "--no-save"]) == 2
         assert "there is no Hopper GPU here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["0", "5"], ["--set", "few"], ["1", "20"], ["--no-save"], []])
+def test_only_a_whole_run_replaces_what_is_committed(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fuzz, "COUNT", 20)
+    saved = []
+    monkeypatch.setattr(fuzz, "hopper_gpu", lambda: True)
+    monkeypatch.setattr(fuzz, "jobs", lambda drawn: [])
+    monkeypatch.setattr(fuzz, "fill", lambda jobs: None)
+    monkeypatch.setattr(fuzz.timing, "environment", lambda peers: {})
+    monkeypatch.setattr(fuzz.row_files, "save", lambda *what: saved.append(what))
+    passing = lambda first, count, sets, processes: (
+        (fuzz.problem_of(n, x), []) for x in sets for n in range(first, first + count)
+    )
+    monkeypatch.setattr(fuzz, "run_in_processes", passing)
+    assert fuzz.main(arguments) == 0
+    assert len(saved) == (not arguments)
