@@ -57,6 +57,8 @@ def forward_stage(problem: Problem, way: Way | None = None, gpu: tuned.Gpu = tun
     own, *others = division.TILES[tile_dim(problem)]
     if way.rows not in (own, *others):
         raise ValueError(f"tiles of head_dim {problem.head_dim} have {own} or {others} rows, not {way.rows}")
+    if way.kind is not Kind.TILES and way.rows not in ways.JOIN[way.kind][tile_dim(problem)]:
+        raise ValueError(f"there are no {way.kind.value} of {way.rows} rows at head_dim {problem.head_dim}")
     if way.kind is Kind.GROUPS:
         return IN_GROUPS_OF_ROWS.get(way.rows, IN_GROUPS)
     whole, in_rows = FORWARD, FORWARD_IN_ROWS

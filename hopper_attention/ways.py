@@ -8,12 +8,11 @@ from enum import Enum
 from typing import NamedTuple
 
 from . import few_queries
-from .kernels.calls_decode import rows_of as rows_of_group
+from .kernels.calls_decode import rows_of as decode_rows
 from .kernels.calls_slices import (
     CACHED_BYTES,
-    LEAST_STEPS,
     OCTET,
-    most_pieces,
+    least_steps,
     refuse_groups,
     refuse_slices,
     together_of,
@@ -34,8 +33,7 @@ class Kind(Enum):
 
 
 # What a slice of the steps costs beside its steps and tiles, by columns and rows: that a piece is left, and
-# another is added to its own; each further piece or sum that is added; and that sums are left before they
-# are. notes/k6_slices.md.
+# another is added to its own. notes/k6_slices.md.
 JOIN = {
     Kind.SLICES: {
         64: {256: 3.0, 64: 4.0},
@@ -52,7 +50,7 @@ JOIN = {
         256: {128: 8.0, 64: 9.0},
     },
 }
-ADD, ADD_BYTES, HOP = 0.1, 1e5, 4.0
+ADD, ADD_BYTES, HOP = 0.1, 1e5, 4.0  # of a further piece or sum, its bytes in a µs, and of a second round
 FEW_SLICED = 5  # tiles for each SM, up to which slices were measured
 # Of what slices read, where L2 does not hold all keys: the rest another has just read.
 READ_AGAIN = {Kind.SLICES: 0.75, Kind.GROUPS: 0.55}
@@ -72,11 +70,11 @@ def ways_of(problem: Problem) -> list[Way]:
     kinds = []
     if not (problem.top_left or refuse_slices(problem)):
         kinds.append(Kind.SLICES)
-        few = problem.seqlen_q <= few_queries.QUERIES  # of more it was not measured
+        few = OCTET <= problem.seqlen_q <= few_queries.QUERIES  # others were not measured
         if few and problem.heads > problem.kv_heads and not refuse_groups(problem):
             kinds.append(Kind.GROUPS)
     ways += [Way(rows, kind) for kind in kinds for rows in JOIN[kind][tile_dim(problem)]]
-    return ways + [Way(rows_of_group(problem), Kind.DECODE)] * few_queries.takes(problem)
+    return ways + [Way(decode_rows(problem), Kind.DECODE)] * few_queries.takes(problem)
 
 
 def way_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> Way:
@@ -139,7 +137,8 @@ def slices_us(problem: Problem, way: Way, sms: int = SMS, tiles: Tiles = TILES) 
     beside = min(tile.ctas, slices.count / sms)  # CTAs that an SM has at once
     step = max(tile.alone, tile.step * beside)
     of_tile = slices.steps * len(steps) / sum(steps)
-    pieces = math.ceil(max(steps) / slices.share) if slices.divided else 1
+    aligned = all(x % slices.share == 0 for x in steps)
+    pieces = math.ceil((max(steps) - (not aligned)) / slices.share) + (not aligned) if slices.divided else 1
     joining = JOIN[way.kind][columns][way.rows] + adding_us(pieces, way.rows * columns * 4)
     return tile.call + slices.steps * step + tile.tile * (1 + of_tile) + joining
 
@@ -182,5 +181,6 @@ def slices_of(problem: Problem, steps: list[int], sms: int, ctas: int) -> Slices
     if not problem.causal and ctas == 1 and key_rows > CACHED_BYTES // (4 * tile_dim(problem)):
         whole = heads * len(steps) // sms * sms
     divided = heads * sum(steps) - whole * longest
-    share = max(LEAST_STEPS, -(-divided // (sms * ctas)), -(-longest // most_pieces(longest)))
-    return Slices(divided, share, whole, -(-divided // share), share + whole // sms * longest)
+    share = max(least_steps(longest), -(-divided // (sms * ctas)))
+    busiest = min(share, divided) + whole // sms * longest
+    return Slices(divided, share, whole, -(-divided // share), busiest)

@@ -8,7 +8,7 @@ from .contract import Problem, Scratch
 from .device.constants import WARP, WARPGROUP
 from .device.limits import BLOCK, refuse_policies, tile_dims
 
-LEAST_STEPS = 4  # of a slice: about what it takes to leave a piece and add it
+LEAST_STEPS = 4  # of a slice
 ALONE = 8  # pieces of a tile up to which each is added to the last
 QUAD = 4  # fp32 in one 16-byte access
 OCTET = 8  # queries of a head that k6_groups has beside each other
@@ -17,10 +17,16 @@ GROUP_ROWS = NOWHERE * BLOCK  # rows of a group before that
 CACHED_BYTES = 24 * 2**20  # of K and V of all heads, which stay in the L2: CTAs may read any at once
 
 
-def most_pieces(longest: int) -> int:
-    """Into how many pieces tiles of up to `longest` steps may be cut: they are added one after the other, of
-    long tiles in two rounds."""
-    return ALONE if longest <= ALONE**2 else ALONE**2
+def least_steps(longest: int) -> int:
+    """Of a slice, of tiles of up to `longest` steps: of ALONE² steps at most a tile has ALONE pieces at most,
+    also where a slice begins within it; a longer one as many as there are pieces in ALONE sums, or one more.
+    What it takes to leave a piece and add it is about as long as LEAST_STEPS."""
+    least = -(-longest // ALONE)
+    if longest > ALONE**2:
+        least = -(-longest // ALONE**2)
+    elif longest % least:
+        least = -(-(longest - 1) // (ALONE - 1))
+    return max(LEAST_STEPS, least)
 
 
 def together_of(pieces: int) -> int:

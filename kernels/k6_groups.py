@@ -67,7 +67,7 @@ class FlashAttentionGroups(k6.FlashAttentionForward):
         return rows_of_group(queries, self.group), kv_heads
 
     def seen_before(self, row, seqlen_q, seqlen_kv):
-        # Not as many as `row` does not: it may be the first of the next head's octet.
+        # `row` may begin the next head's octet, and see fewer.
         return self.mask.last_key(row - 1, seqlen_q, seqlen_kv) + 1
 
     def kv_head_of(self, head, mQ, mK):
@@ -91,9 +91,8 @@ class FlashAttentionGroups(k6.FlashAttentionForward):
             here = q_put.index * TILE_OCTETS + i
             cute.copy(load_Q, tQgQ[(None, *at)], tQsQ[None, here], tma_bar_ptr=full)
 
-    @cute.jit
-    def store_o(self, o_stores: cutlass.Constexpr, rO16, o_place, place):
-        x: WarpStores = o_stores
+    def store_o(self, o_stores: WarpStores, rO16, o_place, place) -> None:
+        x = o_stores
         cute.copy(x.copy, x.copy.retile(rO16), x.tXsX[None, None, None, o_place])
         cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
         cute.arch.sync_warp()
@@ -101,7 +100,7 @@ class FlashAttentionGroups(k6.FlashAttentionForward):
         tOgO, tOsO = partition_tma(x.atom, mO, row_slices(x.sX_warps, OCTET))
         here = (o_place * WARPS + x.warp_idx % WARPS) * WARP_OCTETS
         there = (place[0] * x.warps + x.warp_idx) * WARP_OCTETS
-        for i in range_constexpr(WARP_OCTETS):
+        for i in range(WARP_OCTETS):
             at = self.octet(there + i, place[1])
             cute.copy(x.atom, tOsO[None, here + i], tOgO[(None, *at)])
         cute.arch.cp_async_bulk_commit_group()

@@ -9,7 +9,7 @@ import pytest
 from untraced import kernels
 
 from hopper_attention import ways
-from hopper_attention.kernels.calls_slices import together_of
+from hopper_attention.kernels.calls_slices import ALONE, together_of
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.kernels.device.constants import SMS
 from hopper_attention.ways import Kind, Way
@@ -46,7 +46,7 @@ def pieces_of(
     members, ctas = kernel.slices_of(states, None, q, k)
     assert 1 <= ctas <= slots
     kernel.slices = key_slices.Slices(*members)
-    check_model(problem, kernel, ctas)
+    expected = check_model(problem, kernel, ctas)
     extents = zip(lengths, (problem.heads, problem.kv_heads))
     mQ, mK = [SimpleNamespace(shape=(n, 0, heads, problem.batch)) for n, heads in extents]
     found = []
@@ -59,10 +59,11 @@ def pieces_of(
             pieces.append((*place, *adding, said))
             at = kernel.next_piece((tile + pieces[-1][4], *at[1:]), mQ, mK)
         found.append(pieces)
+    assert expected.steps >= max(sum(piece[4] for piece in pieces) for pieces in found)
     return kernel, found
 
 
-def check_model(problem: Problem, kernel: object, ctas: int) -> None:
+def check_model(problem: Problem, kernel: object, ctas: int) -> ways.Slices:
     """`ways`, which chooses, has the kernel's numbers."""
     grouped = isinstance(kernel, k6_groups.FlashAttentionGroups)
     way = Way(kernel.tile_q, Kind.GROUPS if grouped else Kind.SLICES)
@@ -74,6 +75,7 @@ def check_model(problem: Problem, kernel: object, ctas: int) -> None:
     of_kernel, ours = kernel.slices, ways.slices_of(as_counted, steps, kernel.sms, kernel.config.ctas)
     assert (of_kernel.divided, of_kernel.share, of_kernel.whole) == ours[:3]
     assert ctas == max(ours.count, min(ours.whole, kernel.sms))
+    return ours
 
 
 @pytest.mark.parametrize("sms", [SMS, 20])
@@ -115,6 +117,7 @@ def check_pieces(kernel: object, slices: list[list[tuple[int, ...]]], problem: P
             if sums == LEAVES:
                 left[number] = own
             most = together_of(len(parts)) - 1  # as `ways` reckons
+            assert len(parts) <= (ALONE if blocks <= ALONE**2 else ALONE**2 + 1)
             assert adds <= most and (sums <= 0 or adds == most)
         assert not left and len(own) == len(parts)
 
@@ -136,8 +139,9 @@ def test_rows_of_a_group_are_its_queries(queries: int, group: int) -> None:
     kernel = k6_groups.kernel_for(Problem(1, group, 1, queries, keys, 128, True))
     found = []
     for row in range(rows):
-        _, head = group_rows.octet_at(row // group_rows.OCTET, group)
-        query = group_rows.query_of(row, group)
+        block, head = group_rows.octet_at(row // group_rows.OCTET, group)  # where it is loaded from
+        query = group_rows.OCTET * block + row % group_rows.OCTET
+        assert group_rows.query_of(row, group) == query
         assert kernel.mask.last_key(row, rows, keys) == query + keys - queries
         found += [(head, query)] * (query < queries)
     assert sorted(found) == [(head, query) for head in range(group) for query in range(queries)]

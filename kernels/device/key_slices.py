@@ -61,8 +61,8 @@ class Slices(NamedTuple):
 @dataclass(frozen=True)
 class SlicedKeys(Dense):
     """Sequences of one length, of whose keys a tile takes a piece. A place is (block, head, batch, first tile
-    of keys, how many, `in_one_word`: slice, how many pieces to add, and how many sums or LEAVES). Each sum is
-    of a piece more than there are to add."""
+    of keys, how many, `in_one_word`: slice, how many pieces to add, and how many sums or LEAVES). Sums are
+    what every (pieces to add + 1)-th slice before has left; the farthest may be of fewer pieces."""
 
     tile_kv: int
     words = 6
@@ -148,9 +148,11 @@ class SlicedTiles(QueryTiles):
             if key_rows > CACHED_BYTES // (4 * self.head_dim):
                 whole = heads * q_blocks // self.sms * self.sms
         divided = heads * steps - whole * longest
-        least = cute.ceil_div(longest, ALONE)  # `most_pieces`
+        least = cute.ceil_div(longest, ALONE)  # `least_steps`
         if longest > ALONE**2:
             least = cute.ceil_div(longest, ALONE**2)
+        elif longest % least != 0:
+            least = cute.ceil_div(longest - 1, ALONE - 1)
         share = cutlass.max(LEAST_STEPS, least, cute.ceil_div(divided, mStates.shape[0]))
         ctas = cutlass.max(cute.ceil_div(divided, share), cutlass.min(whole, self.sms))
         return (mStates, mLeft, share, steps, divided, whole, group), ctas
