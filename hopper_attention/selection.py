@@ -32,6 +32,11 @@ from .launch import (
 from .ways import Kind, Way
 
 Launch = Callable[..., None]
+STAGES = {  # by the kind of a way: for most rows, and for those that have a stage of their own
+    Kind.TILES: (FORWARD, FORWARD_IN_ROWS),
+    Kind.SLICES: (IN_SLICES, IN_SLICES_OF_ROWS),
+    Kind.GROUPS: (IN_GROUPS, IN_GROUPS_OF_ROWS),
+}
 # Of the stages that have some; known here, so that a call whose kernels are compiled imports no kernel file.
 OPTIONS: dict[str, dict[str, object]] = {
     DETERMINISTIC: calls.DETERMINISTIC,
@@ -59,12 +64,8 @@ def forward_stage(problem: Problem, way: Way | None = None, gpu: tuned.Gpu = tun
         raise ValueError(f"tiles of head_dim {problem.head_dim} have {own} or {others} rows, not {way.rows}")
     if way.kind is not Kind.TILES and way.rows not in ways.JOIN[way.kind][tile_dim(problem)]:
         raise ValueError(f"there are no {way.kind.value} of {way.rows} rows at head_dim {problem.head_dim}")
-    if way.kind is Kind.GROUPS:
-        return IN_GROUPS_OF_ROWS.get(way.rows, IN_GROUPS)
-    whole, in_rows = FORWARD, FORWARD_IN_ROWS
-    if way.kind is Kind.SLICES:
-        whole, in_rows = IN_SLICES, IN_SLICES_OF_ROWS
-    return whole if way.rows == own else in_rows[way.rows]
+    stage_id, in_rows = STAGES[way.kind]
+    return stage_id if way.rows == own else in_rows.get(way.rows, stage_id)
 
 
 def forward_kernel(problem: Problem, way: Way, gpu: tuned.Gpu) -> Job:

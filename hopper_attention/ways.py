@@ -137,10 +137,16 @@ def slices_us(problem: Problem, way: Way, sms: int = SMS, tiles: Tiles = TILES) 
     beside = min(tile.ctas, slices.count / sms)  # CTAs that an SM has at once
     step = max(tile.alone, tile.step * beside)
     of_tile = slices.steps * len(steps) / sum(steps)
-    aligned = all(x % slices.share == 0 for x in steps)
-    pieces = math.ceil((max(steps) - (not aligned)) / slices.share) + (not aligned) if slices.divided else 1
+    pieces = pieces_of(steps, slices.share) if slices.divided else 1
     joining = JOIN[way.kind][columns][way.rows] + adding_us(pieces, way.rows * columns * 4)
     return tile.call + slices.steps * step + tile.tile * (1 + of_tile) + joining
+
+
+def pieces_of(steps: list[int], share: int) -> int:
+    """Into how many a tile is cut at most: slices begin within tiles, unless each is a number of whole ones."""
+    if all(x % share == 0 for x in steps):
+        return max(steps) // share
+    return 1 + math.ceil((max(steps) - 1) / share)
 
 
 def adding_us(pieces: int, piece_bytes: int) -> float:
