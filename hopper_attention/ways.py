@@ -143,7 +143,7 @@ def slices_us(problem: Problem, way: Way, sms: int = SMS, tiles: Tiles = TILES) 
 
 
 def pieces_of(steps: list[int], share: int) -> int:
-    """Into how many a tile is cut at most: slices begin within tiles, unless each is a number of whole ones."""
+    """Into how many a tile is cut at most: slices begin within tiles unless tiles are whole slices."""
     if all(x % share == 0 for x in steps):
         return max(steps) // share
     return 1 + math.ceil((max(steps) - 1) / share)
