@@ -53,7 +53,7 @@ JOIN = {
     },
 }
 ADD, ADD_BYTES = 0.1, 1e5  # of a further piece, and its bytes in a µs
-SHARED = 2.0  # of sums that all CTAs make
+SHARED, SHARED_PIECE = 3.0, 0.05  # of sums that all CTAs make, and of each piece
 FEW_SLICED = 5  # tiles for each SM, up to which slices were measured
 # Of what slices read, where L2 does not hold all keys: the rest another has just read.
 READ_AGAIN = {Kind.SLICES: 0.75, Kind.GROUPS: 0.55}
@@ -140,11 +140,11 @@ def slices_us(problem: Problem, way: Way, sms: int = SMS, tiles: Tiles = TILES) 
     beside = min(tile.ctas, slices.count / sms)  # CTAs that an SM has at once
     step = max(tile.alone, tile.step * beside)
     of_tile = slices.steps * len(steps) / sum(steps)
-    joining = JOIN[way.kind][columns][way.rows]
+    joining, pieces = JOIN[way.kind][columns][way.rows], pieces_of(steps, slices.share)
     if slices.shared:
-        joining += SHARED
+        joining += SHARED + SHARED_PIECE * pieces
     elif slices.divided:
-        joining += (ADD + way.rows * columns * 4 / ADD_BYTES) * max(0, pieces_of(steps, slices.share) - 2)
+        joining += (ADD + way.rows * columns * 4 / ADD_BYTES) * max(0, pieces - 2)
     return tile.call + slices.steps * step + tile.tile * (1 + of_tile) + joining
 
 
@@ -189,5 +189,6 @@ def slices_of(problem: Problem, steps: list[int], sms: int, ctas: int) -> Slices
     divided = heads * sum(steps) - whole * longest
     share = max(least_steps(longest), -(-divided // (sms * ctas)))
     count, busiest = -(-divided // share), min(share, divided) + whole // sms * longest
-    slots, tiles = slots_of(sms * ctas), heads * len(steps) - whole
-    return Slices(divided, share, whole, count, busiest, sums_are_shared(longest, share, count, tiles, slots))
+    tiles, slots = heads * len(steps) - whole, slots_of(sms * ctas)
+    shared = sums_are_shared(longest, share, count, tiles, whole, slots)
+    return Slices(divided, share, whole, count, busiest, shared)

@@ -7,7 +7,8 @@ from .device.constants import WARP, WARPGROUP
 from .device.limits import BLOCK, refuse_policies, tile_dims
 
 LEAST_STEPS = 4  # of a slice
-ALONE = 8  # slices that a tile may be as long as, for one CTA to add its pieces
+MOST_PIECES = 64  # of a tile, or one more
+ALONE = 6  # slices that a tile may be as long as, for one CTA to add its pieces
 QUAD = 4  # fp32 in one 16-byte access
 OCTET = 8  # queries of a head that k6_groups has beside each other
 NOWHERE = 2**20  # a tile of queries behind those of any sequence
@@ -16,12 +17,9 @@ CACHED_BYTES = 24 * 2**20  # of K and V of all heads, which stay in the L2: CTAs
 
 
 def least_steps(longest: int) -> int:
-    """Of a slice, of tiles of up to `longest` steps: of ALONE² steps at most a tile has ALONE pieces at most,
-    also where a slice begins within it. To leave a piece and add it takes about as long as LEAST_STEPS."""
-    if longest > ALONE**2:
-        return LEAST_STEPS
-    least = -(-longest // ALONE)
-    return max(LEAST_STEPS, -(-(longest - 1) // (ALONE - 1)) if longest % least else least)
+    """Of a slice, of tiles of up to `longest` steps. To leave a piece and add it takes about as long as
+    LEAST_STEPS."""
+    return max(LEAST_STEPS, -(-longest // MOST_PIECES))
 
 
 def slots_of(slices: int) -> int:
@@ -29,10 +27,11 @@ def slots_of(slices: int) -> int:
     return slices + slices // ALONE
 
 
-def sums_are_shared(longest: int, share: int, slices: int, tiles: int, slots: int) -> bool:
+def sums_are_shared(longest: int, share: int, slices: int, tiles: int, whole: int, slots: int) -> bool:
     """Whether all CTAs make the sums of tiles' pieces, of `tiles` of up to `longest` steps in slices of
-    `share`, and not those who have tiles' ends."""
-    return (longest > ALONE * share) & (slices + tiles <= slots)
+    `share`, and not those who have tiles' ends. Not beside `whole` tiles: those go with a slice's number, and
+    a CTA that begins when all slices are taken has another."""
+    return (longest > ALONE * share) & (whole == 0) & (slices + tiles <= slots)
 
 
 def rows_of_group(queries: int, group: int) -> int:

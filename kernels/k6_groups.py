@@ -52,7 +52,7 @@ class FlashAttentionGroups(k6.FlashAttentionForward):
     """k6's CTA, which see. What a tile belongs to is a key head."""
 
     q_box = o_box = OCTET
-    keys_first = True  # Q comes in many pieces
+    keys_first = True  # an octet after the other is slow
 
     def __init__(self, *kind: object, **options: object):
         super().__init__(*kind, sliced=True, **options)

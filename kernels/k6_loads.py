@@ -20,7 +20,7 @@ class LoadingQueries(SlicedTiles):
     consumers: int
     q_stages: int  # of each consumer's 64 rows of Q
     stages: int  # of the ring of K, and of V
-    keys_first = False  # the first K, and not Q
+    keys_first = False  # K before Q
 
     @property
     def plain(self) -> bool:
@@ -50,10 +50,10 @@ class LoadingQueries(SlicedTiles):
 
         for each tile of queries:
             tell the consumers where it lies
-            load Q of consumer 0, K₀, Q of the others, V₀
+            load Q of consumer 0, K₀, Q of the others, V₀; K₀ first where Q comes in many boxes
             load Kⱼ and Vⱼ for j = 1, 2, …, from left to right
             fetch the next
-        tell the consumers that there are no more
+        tell the consumers that there are no more; `tell_parts`
         """
         q_ring, k_ring, v_ring, tile_ring = rings
         load_Q, mQ, sQ, load_K, mK, sK, load_V, mV, sV = loads

@@ -141,6 +141,42 @@ def sums_of(kernel: object, problem: Problem) -> dict[tuple[int, ...], list[tupl
     return found
 
 
+@pytest.mark.parametrize("begun", [1, 5, 31, 63, 64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_parts_of_sums_come_behind_all_slices(
+    begun: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once, also where some CTAs begin when others have done all that they find."""
+    problem = Problem(1, 8, 1, 8, 32768, 128, causal)
+    kernel, slices = pieces_of(problem, 64, SMS, k6_groups)
+    taken, ctas, sums = [], len(slices), kernel.slices.sums
+    assert (ctas, sums) == (64, 16)
+    monkeypatch.setattr(kernel, "count", lambda: ctas, raising=False)
+    monkeypatch.setattr(kernel, "next_number", lambda _: taken.append(None) or len(taken) - 1, raising=False)
+    mQ, mK = in_kernel(problem)
+    done = []
+    for together in (range(begun), range(begun, ctas)):
+        for number in [kernel.next_number(None) for _ in together]:
+            at = kernel.first_piece(number, mQ, mK)
+            while at[0] < at[1]:
+                done.append(number)
+                place = kernel.locate_piece(number, at[0], at[1], mQ, mK)
+                at = kernel.next_piece((at[0] + place[4], *at[1:]), mQ, mK)
+                number, at = kernel.next_slice(number, at, None, mQ, mK)
+            while number < ctas + sums:
+                done.append(number)
+                number = kernel.next_number(None)
+    assert sorted(done) == list(range(ctas + sums)) and len(taken) == 2 * ctas + sums
+
+
+def test_sums_are_shared_where_tiles_have_many_pieces() -> None:
+    shared = lambda *shape: pieces_of(Problem(*shape), None, SMS)[0].slices.parts
+    assert shared(1, 8, 8, 1, 70000, 128, False) == 16
+    assert shared(1, 8, 8, 64, 4096, 256, True) == 8
+    assert shared(1, 8, 8, 512, 8192, 128, True) == 0  # five pieces
+    assert shared(1, 136, 136, 192, 6400, 128, False) == 0  # of four tiles many, beside 132 whole ones
+
+
 @pytest.mark.parametrize("sms", [SMS, 20])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("head_dim", "rows"), [(64, None), (128, None), (256, 64), (64, 64), (128, 64)])

@@ -12,9 +12,9 @@ What a slice has of a tile is a piece. Few pieces of a tile are added by whoever
 own: the others (▒) are left in global memory. Of more than ALONE all are left, and when the slices are done
 their sum is made by all CTAs, a part of it each (piece_sums.py has both).
 
-No hang: slices are numbered as CTAs fetch them, and so are, behind all slices, parts of sums. A piece without
-its tile's end is the first that its CTA computes, and waits for nobody. Whoever waits does so for pieces of
-slices fetched before: for first ones, where it adds to its own, and as part of a sum for any.
+No hang: slices are numbered as CTAs fetch them, and so are, behind all slices, parts of sums. Whoever waits
+does so for pieces of slices fetched before, which wait for nobody: where it adds to its own they are the
+first that their CTAs compute, and where sums are made in parts no slice waits.
 
 Where K and V of all heads do not stay in L2 slices are of the tiles that are left when each CTA has as many
 whole ones as the others. These come head by head, between the piece that is left and the one that is added
@@ -30,7 +30,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.runtime import make_fake_tensor
 
-from ..calls_slices import ALONE, CACHED_BYTES, LEAST_STEPS, QUAD, sums_are_shared
+from ..calls_slices import CACHED_BYTES, LEAST_STEPS, MOST_PIECES, QUAD, sums_are_shared
 from .constants import WARPGROUP
 from .limits import BLOCK
 from .packed import Dense
@@ -150,15 +150,11 @@ class SlicedTiles(QueryTiles):
             if key_rows > CACHED_BYTES // (4 * self.head_dim):
                 whole = heads * q_blocks // self.sms * self.sms
         divided = heads * steps - whole * longest
-        least = cute.ceil_div(longest, ALONE)  # `least_steps`
-        if longest > ALONE**2:
-            least = Int32(LEAST_STEPS)
-        elif longest % least != 0:
-            least = cute.ceil_div(longest - 1, ALONE - 1)
+        least = cute.ceil_div(longest, MOST_PIECES)  # `least_steps`
         share = cutlass.max(LEAST_STEPS, least, cute.ceil_div(divided, self.sms * self.config.ctas))
         count, tiles = cute.ceil_div(divided, share), heads * q_blocks - whole
         ctas, parts = cutlass.max(count, cutlass.min(whole, self.sms)), Int32(0)
-        if sums_are_shared(longest, share, count, tiles, mStates.shape[0]):
+        if sums_are_shared(longest, share, count, tiles, whole, mStates.shape[0]):
             parts = Int32(1)
             while (parts * 2 * tiles <= ctas) & (self.quads % (parts * 2) == 0):
                 parts *= 2
