@@ -172,7 +172,7 @@ def test_parts_of_sums_come_behind_all_slices(
 def test_sums_are_shared_where_tiles_have_many_pieces() -> None:
     shared = lambda *shape: pieces_of(Problem(*shape), None, SMS)[0].slices.parts
     assert shared(1, 8, 8, 1, 70000, 128, False) == 16
-    assert shared(1, 8, 8, 64, 4096, 256, True) == 8
+    assert shared(1, 16, 16, 64, 8192, 256, True) == 8
     assert shared(1, 8, 8, 512, 8192, 128, True) == 0  # five pieces
     assert shared(1, 136, 136, 192, 6400, 128, False) == 0  # of four tiles many, beside 132 whole ones
 
