@@ -371,16 +371,13 @@ def _contenders_table(rows: Rows, column: Callable[[dict], str], cell: Callable[
     return table(["", *columns], lines, "l" + "r" * len(columns))
 
 
-FEW_QUERIES_ON = "h100-80gb-hbm3"  # whose rows have seen every way
-
-
 def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
     """The blocks of one GPU."""
     return {
         "host": host_table(load(folder, "host")),
         "public-calls": calls_table(measured),
         "models-fwd": models_table(load(folder, "models_fwd"), "fwd"),
-        "few-fwd": models_table(load(folder.parent / FEW_QUERIES_ON, "few_fwd"), "fwd"),
+        "few-fwd": models_table(load(folder, "few_fwd"), "fwd"),
         "models-bwd": models_table(load(folder, "models_bwd"), "bwd"),
         "training": training_table(load(folder, "training")),
         "logits": logits_table(load(folder, "logits")),

@@ -20,7 +20,6 @@ class LoadingQueries(SlicedTiles):
     consumers: int
     q_stages: int  # of each consumer's 64 rows of Q
     stages: int  # of the ring of K, and of V
-    keys_first = False  # K before Q
 
     @property
     def plain(self) -> bool:
@@ -50,10 +49,10 @@ class LoadingQueries(SlicedTiles):
 
         for each tile of queries:
             tell the consumers where it lies
-            load Q of consumer 0, K₀, Q of the others, V₀; K₀ first where Q comes in many boxes
+            load Q of consumer 0, K₀, Q of the others, V₀
             load Kⱼ and Vⱼ for j = 1, 2, …, from left to right
             fetch the next
-        tell the consumers that there are no more; `tell_parts`
+        tell the consumers that there are no more
         """
         q_ring, k_ring, v_ring, tile_ring = rings
         load_Q, mQ, sQ, load_K, mK, sK, load_V, mV, sV = loads
@@ -88,11 +87,9 @@ class LoadingQueries(SlicedTiles):
             lengths = self.batch.lengths(place, extents)
             first = self.first_of_tile(q_block, *lengths)
             for i in range_constexpr(self.consumers):
-                if const_expr(i == 0 and self.keys_first):
-                    put(k_ring, kv_put, load_K, tKgK[self.batch.keys_at(place, first)], tKsK)
                 self.put_queries(q_ring, q_put, load_Q, tQgQ, tQsQ, place, i)
                 q_put.advance()
-                if const_expr(i == 0 and not self.keys_first):
+                if const_expr(i == 0):
                     put(k_ring, kv_put, load_K, tKgK[self.batch.keys_at(place, first)], tKsK)
             put(v_ring, kv_put, load_V, tVgV[self.batch.keys_at(place, first)], tVsV)
             kv_put.advance()
@@ -106,7 +103,6 @@ class LoadingQueries(SlicedTiles):
                 tiles, alone = self.once_listed(announced == FIRST, tiles, alone, mQ, listing)
             if const_expr(self.sliced):
                 at = self.next_piece((tile + place[4], *at[1:]), mQ, mK)
-                number, at = self.next_slice(number, at, mCounter, mQ, mK)
                 tile, tiles, *_ = at
             else:
                 tile = fetch(mCounter, tiles)
@@ -118,18 +114,3 @@ class LoadingQueries(SlicedTiles):
                     kv_put.advance()
             announced = Int32(FOLLOWS)
         tell(tile_ring, tile_put, sTile, (END, *self.nowhere))
-        if const_expr(self.sliced):
-            self.tell_parts(tile_ring, tile_put, sTile, number, mCounter, mQ, mK)
-
-    @cute.jit
-    def tell_parts(self, tile_ring, tile_put, sTile, number, mCounter, mQ, mK):
-        """Tell the consumers which parts of sums they make, from that with the number on if it is one; and
-        that there are no more."""
-        if self.slices.parts > 0:
-            while number < self.count() + self.slices.sums:
-                place = self.locate_part(number - self.count(), mQ, mK)
-                tile_put.advance()
-                tell(tile_ring, tile_put, sTile, (FOLLOWS, *place))
-                number = self.next_number(mCounter)
-            tile_put.advance()
-            tell(tile_ring, tile_put, sTile, (END, *self.nowhere))

@@ -72,10 +72,12 @@ def work(problem: Problem, **options: object) -> list[Work]:
 
 def work_of(kernel: k6.FlashAttentionForward, problem: Problem) -> list[Work]:
     found = work_on_query_tiles(kernel, problem)
-    # A further loop adds pieces, of which a CTA leaves one at most. The words of one or two consumers that
-    # one is left take 8 bytes of shared memory, of which `smem_bytes` counts 16.
+    # Further loops add pieces, of which a CTA leaves one at most: as many at once as there may be, then those
+    # that are over; and the same of sums, of which there are few. The words of one or two consumers that one
+    # is left take 8 bytes of shared memory, of which `smem_bytes` counts 16.
     pieces, spare = kernel.sms * kernel.config.ctas / max(1, found.passes), 8 * (kernel.consumers <= 2)
-    trips = *found.trips, pieces
+    adding = (pieces / kernel.pieces_at_once, 0.0)[: kernel.pieces_at_once]
+    trips = *found.trips, *adding, *[0.0] * len(adding)
     return [replace(found, trips=trips, smem_bytes=found.smem_bytes - spare)]
 
 

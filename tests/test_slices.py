@@ -9,7 +9,7 @@ import pytest
 from untraced import kernels
 
 from hopper_attention import ways
-from hopper_attention.kernels.calls_slices import rows_of_group
+from hopper_attention.kernels.calls_slices import ALONE, together_of
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.kernels.device.constants import SMS
 from hopper_attention.ways import Kind, Way
@@ -43,30 +43,24 @@ def pieces_of(
         SimpleNamespace(shape=(problem.batch, heads, n, 0))
         for heads, n in zip((problem.heads, problem.kv_heads), lengths)
     ]
-    members, ctas = kernel.slices_of(states, None, q, k, None)
-    assert 1 <= ctas <= sms * kernel.config.ctas <= slots
+    members, ctas = kernel.slices_of(states, None, q, k)
+    assert 1 <= ctas <= slots
     kernel.slices = key_slices.Slices(*members)
     expected = check_model(problem, kernel, ctas)
-    assert bool(kernel.slices.parts) == expected.shared
-    mQ, mK = in_kernel(problem)
+    extents = zip(lengths, (problem.heads, problem.kv_heads))
+    mQ, mK = [SimpleNamespace(shape=(n, 0, heads, problem.batch)) for n, heads in extents]
     found = []
     for number in range(int(ctas)):
         at, pieces = kernel.first_piece(number, mQ, mK), []
         while (tile := at[0]) < (tiles := at[1]):
             *place, word = map(int, kernel.locate_piece(number, tile, tiles, mQ, mK))
             assert word < 2**31
-            pieces.append((*place, *key_slices.from_one_word(word)))
+            said, *adding = key_slices.from_one_word(word)
+            pieces.append((*place, *adding, said))
             at = kernel.next_piece((tile + pieces[-1][4], *at[1:]), mQ, mK)
         found.append(pieces)
-    assert max(piece[-2] for pieces in found for piece in pieces) < slots
     assert expected.steps >= max(sum(piece[4] for piece in pieces) for pieces in found)
     return kernel, found
-
-
-def in_kernel(problem: Problem) -> list[SimpleNamespace]:
-    """Stand-ins for Q and K as the kernel sees them."""
-    extents = (problem.seqlen_q, problem.heads), (problem.seqlen_kv, problem.kv_heads)
-    return [SimpleNamespace(shape=(n, 0, heads, problem.batch)) for n, heads in extents]
 
 
 def check_model(problem: Problem, kernel: object, ctas: int) -> ways.Slices:
@@ -96,85 +90,36 @@ def test_every_step_is_some_slice_s_and_nobody_waits_for_a_later_one(
 
 
 def check_pieces(kernel: object, slices: list[list[tuple[int, ...]]], problem: Problem) -> None:
-    """Every step is some slice's, and every piece that is left is added: by who has the tile's end, who waits
-    for first pieces of slices fetched before, or in parts, behind all slices."""
+    """Every step is some slice's, every piece that is left is added once, in one order, and who waits does so
+    for first pieces of slices fetched before."""
     taken: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    parts, slots = kernel.slices.parts, set()
     for number, pieces in enumerate(slices):
         assert pieces, "a CTA without work"
-        for i, (block, head, at, first, count, slot, adds) in enumerate(pieces):
-            assert count > 0 and (parts or slot == number)
-            if adds == LEAVES:
-                assert parts or i == 0, "what others wait for comes first"
-                assert slot not in slots, "two pieces in one place"
-                slots.add(slot)
-            assert adds <= 0 or (i == len(pieces) - 1 and not parts), "who waits has done all else"
-            taken.setdefault((at, head, block), []).append((first, count, slot, adds))
+        for i, (block, head, at, first, count, adds, sums, said) in enumerate(pieces):
+            assert said == number and count > 0 and adds >= 0
+            assert sums != LEAVES or i == 0, "what others wait for comes first"
+            assert not (adds or sums) or i in (0, len(pieces) - 1), "who waits has done all else"
+            assert not adds or sums == LEAVES or i == len(pieces) - 1
+            taken.setdefault((at, head, block), []).append((first, count, adds, sums, number))
     rows, heads = kernel.rows_of(problem.seqlen_q, problem.heads, problem.kv_heads)
     assert len(taken) == problem.batch * heads * -(-rows // kernel.tile_q)
-    sums = sums_of(kernel, problem)
-    for (at, head, block), of_tile in taken.items():
+    for (_, _, block), parts in taken.items():
         blocks = int(kernel.kv_blocks((block + 1) * kernel.tile_q, rows, problem.seqlen_kv))
-        of_tile.sort()
-        ends = [first + count for first, count, *_ in of_tile]
-        assert [first for first, *_ in of_tile] == [0, *ends[:-1]] and ends[-1] == blocks
-        *left, (*_, slot, adds) = of_tile
-        assert all(x[-1] == LEAVES for x in left)
-        assert [x[-2] for x in of_tile] == list(range(slot - len(left), slot + 1))
-        if parts and left:
-            assert adds == LEAVES
-            assert sums.pop((block, head, at)) == [
-                (part, len(of_tile), of_tile[0][-2]) for part in range(parts)
-            ]
-        else:
-            assert adds == len(left)
-    assert all(pieces == 1 for of_tile in sums.values() for _, pieces, _ in of_tile)
-
-
-def sums_of(kernel: object, problem: Problem) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
-    """By tile, its parts of a sum as the producers find them."""
-    found: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    mQ, mK = in_kernel(problem)
-    for part in range(kernel.slices.sums):
-        *tile, which, pieces, slot = map(int, kernel.locate_part(part, mQ, mK))
-        found.setdefault(tuple(tile), []).append((which, pieces, slot))
-    return found
-
-
-@pytest.mark.parametrize("begun", [1, 5, 31, 63, 64])
-@pytest.mark.parametrize("causal", [False, True])
-def test_parts_of_sums_come_behind_all_slices(
-    begun: int, causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each once, also where some CTAs begin when others have done all that they find."""
-    problem = Problem(1, 8, 1, 8, 32768, 128, causal)
-    kernel, slices = pieces_of(problem, 64, SMS, k6_groups)
-    taken, ctas, sums = [], len(slices), kernel.slices.sums
-    assert (ctas, sums) == (64, 16)
-    monkeypatch.setattr(kernel, "count", lambda: ctas, raising=False)
-    monkeypatch.setattr(kernel, "next_number", lambda _: taken.append(None) or len(taken) - 1, raising=False)
-    mQ, mK = in_kernel(problem)
-    done = []
-    for together in (range(begun), range(begun, ctas)):
-        for number in [kernel.next_number(None) for _ in together]:
-            at = kernel.first_piece(number, mQ, mK)
-            while at[0] < at[1]:
-                done.append(number)
-                place = kernel.locate_piece(number, at[0], at[1], mQ, mK)
-                at = kernel.next_piece((at[0] + place[4], *at[1:]), mQ, mK)
-                number, at = kernel.next_slice(number, at, None, mQ, mK)
-            while number < ctas + sums:
-                done.append(number)
-                number = kernel.next_number(None)
-    assert sorted(done) == list(range(ctas + sums)) and len(taken) == 2 * ctas + sums
-
-
-def test_sums_are_shared_where_tiles_have_many_pieces() -> None:
-    shared = lambda *shape: pieces_of(Problem(*shape), None, SMS)[0].slices.parts
-    assert shared(1, 8, 8, 1, 70000, 128, False) == 16
-    assert shared(1, 16, 16, 64, 8192, 256, True) == 8
-    assert shared(1, 8, 8, 512, 8192, 128, True) == 0  # five pieces
-    assert shared(1, 136, 136, 192, 6400, 128, False) == 0  # of four tiles many, beside 132 whole ones
+        parts.sort()
+        ends = [first + count for first, count, *_ in parts]
+        assert [first for first, *_ in parts] == [0, *ends[:-1]] and ends[-1] == blocks
+        left = {x[-1]: {x[-1]} for x in parts[:-1]}  # by slice, of which pieces it is the sum
+        for *_, adds, sums, number in parts:
+            own = {number}
+            for before in [*range(1, adds + 1), *((adds + 1) * x for x in range(1, sums + 1))]:
+                own |= left.pop(number - before)  # of an earlier slice, left, and not yet added
+            assert (sums == LEAVES) == (number != parts[-1][-1])
+            if sums == LEAVES:
+                left[number] = own
+            most = together_of(len(parts)) - 1  # as `ways` reckons
+            assert len(parts) <= (ALONE if blocks <= ALONE**2 else ALONE**2 + 1)
+            assert adds <= most and (sums <= 0 or adds == most)
+        assert not left and len(own) == len(parts)
 
 
 @pytest.mark.parametrize("sms", [SMS, 20])
@@ -190,7 +135,7 @@ def test_the_same_of_tiles_of_a_group(head_dim: int, rows: int | None, causal: b
 @pytest.mark.parametrize("queries", [1, 8, 13, 100])
 def test_rows_of_a_group_are_its_queries(queries: int, group: int) -> None:
     """Each once, and a causal mask hides of each row what it hides of its query."""
-    rows, keys = rows_of_group(queries, group), 50
+    rows, keys = group_rows.rows_of_group(queries, group), 50
     kernel = k6_groups.kernel_for(Problem(1, group, 1, queries, keys, 128, True))
     found = []
     for row in range(rows):
@@ -217,7 +162,7 @@ def test_tiles_of_which_each_sm_has_as_many_are_kept_whole() -> None:
     """25 heads of 4608 tokens: 600 tiles are four for each SM, and 72 that all of them share."""
     problem = Problem(1, 25, 25, 4608, 4608, 128, False)
     _, slices = pieces_of(problem, None, SMS)
-    is_whole = lambda piece: piece[3:5] == (0, 72) and piece[6] == 0
+    is_whole = lambda piece: piece[3:7] == (0, 72, 0, 0)
     whole = [sum(map(is_whole, pieces)) for pieces in slices]
     assert min(whole) == 4 and sum(whole) <= 600
 
