@@ -190,5 +190,4 @@ def slices_of(problem: Problem, steps: list[int], sms: int, ctas: int) -> Slices
     share = max(least_steps(longest), -(-divided // (sms * ctas)))
     count, busiest = -(-divided // share), min(share, divided) + whole // sms * longest
     tiles, slots = heads * len(steps) - whole, slots_of(sms * ctas)
-    shared = sums_are_shared(longest, share, count, tiles, whole, slots)
-    return Slices(divided, share, whole, count, busiest, shared)
+    return Slices(divided, share, whole, count, busiest, sums_are_shared(longest, share, count, tiles, slots))

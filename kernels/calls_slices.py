@@ -27,11 +27,10 @@ def slots_of(slices: int) -> int:
     return slices + slices // ALONE
 
 
-def sums_are_shared(longest: int, share: int, slices: int, tiles: int, whole: int, slots: int) -> bool:
+def sums_are_shared(longest: int, share: int, slices: int, tiles: int, slots: int) -> bool:
     """Whether all CTAs make the sums of tiles' pieces, of `tiles` of up to `longest` steps in slices of
-    `share`, and not those who have tiles' ends. Not beside `whole` tiles: those go with a slice's number, and
-    a CTA that begins when all slices are taken has another."""
-    return (longest > ALONE * share) & (whole == 0) & (slices + tiles <= slots)
+    `share`, and not those who have tiles' ends."""
+    return (longest > ALONE * share) & (slices + tiles <= slots)
 
 
 def rows_of_group(queries: int, group: int) -> int:
@@ -70,6 +69,6 @@ def slices_scratch(problem: Problem, rows: int, slices: int) -> Scratch:
     quads = of_values * BLOCK // WARPGROUP // QUAD + 1  # of a thread's O; and its rows' maxima and sums
     return {
         "states": ((slots, quads, WARPGROUP * warpgroups, QUAD), "float32"),
-        "left": ((slots * warpgroups * WARPGROUP // WARP,), "int32"),
+        "left": ((slots * warpgroups * WARPGROUP // WARP + 1,), "int32"),  # the last: CTAs that have ended
         **forward_scratch(problem),
     }

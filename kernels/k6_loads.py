@@ -68,7 +68,7 @@ class LoadingQueries(SlicedTiles):
                 cpasync.prefetch_descriptor(atom)
             listed, tiles, alone = self.locate_first(tile, tiles, mQ, mK, listing)
         if const_expr(self.sliced):
-            number, at = self.own_slice(mCounter, taken, mQ, mK)
+            number, at = self.own_slice(taken, mQ, mK)
             tile, tiles, *_ = at
         while tile < tiles:
             if const_expr(self.packed):
@@ -106,7 +106,6 @@ class LoadingQueries(SlicedTiles):
                 tiles, alone = self.once_listed(announced == FIRST, tiles, alone, mQ, listing)
             if const_expr(self.sliced):
                 at = self.next_piece((tile + place[4], *at[1:]), mQ, mK)
-                number, at = self.next_slice(number, at, mCounter, mQ, mK)
                 tile, tiles, *_ = at
             else:
                 tile = fetch(mCounter, tiles)
@@ -119,17 +118,18 @@ class LoadingQueries(SlicedTiles):
             announced = Int32(FOLLOWS)
         tell(tile_ring, tile_put, sTile, (END, *self.nowhere))
         if const_expr(self.sliced):
-            self.tell_parts(tile_ring, tile_put, sTile, number, mCounter, mQ, mK)
+            self.tell_parts(tile_ring, tile_put, sTile, mCounter, mQ, mK)
+            self.end_launch(mCounter)
 
     @cute.jit
-    def tell_parts(self, tile_ring, tile_put, sTile, number, mCounter, mQ, mK):
-        """Tell the consumers which parts of sums they make, from that with the number on if it is one; and
-        that there are no more."""
+    def tell_parts(self, tile_ring, tile_put, sTile, mCounter, mQ, mK):
+        """Where sums are made in parts: tell the consumers which they make, and that there are no more."""
         if self.slices.parts > 0:
-            while number < self.count() + self.slices.sums:
-                place = self.locate_part(number - self.count(), mQ, mK)
+            part = self.next_part(mCounter)
+            while part < self.slices.sums:
+                place = self.locate_part(part, mQ, mK)
                 tile_put.advance()
                 tell(tile_ring, tile_put, sTile, (FOLLOWS, *place))
-                number = self.next_number(mCounter)
+                part = self.next_part(mCounter)
             tile_put.advance()
             tell(tile_ring, tile_put, sTile, (END, *self.nowhere))

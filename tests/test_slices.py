@@ -143,30 +143,47 @@ def sums_of(kernel: object, problem: Problem) -> dict[tuple[int, ...], list[tupl
 
 @pytest.mark.parametrize("begun", [1, 5, 31, 63, 64])
 @pytest.mark.parametrize("causal", [False, True])
-def test_parts_of_sums_come_behind_all_slices(
-    begun: int, causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each once, also where some CTAs begin when others have done all that they find."""
+def test_parts_of_sums_are_made_once(begun: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where some CTAs begin when others have ended; and the next launch finds the counters at zero."""
     problem = Problem(1, 8, 1, 8, 32768, 128, causal)
     kernel, slices = pieces_of(problem, 64, SMS, k6_groups)
-    taken, ctas, sums = [], len(slices), kernel.slices.sums
+    memory, ctas, sums = {"counter": 0, "ended": 0}, len(slices), kernel.slices.sums
     assert (ctas, sums) == (64, 16)
-    monkeypatch.setattr(kernel, "count", lambda: ctas, raising=False)
-    monkeypatch.setattr(kernel, "next_number", lambda _: taken.append(None) or len(taken) - 1, raising=False)
+
+    def atomic_add(place: str, value: int) -> int:
+        memory[place] += value
+        return memory[place] - value
+
+    class Counter:
+        iterator = SimpleNamespace(llvm_ptr="counter")
+        __setitem__ = lambda _, at, value: memory.update(counter=value)
+
+    arch = SimpleNamespace(
+        grid_dim=lambda: (ctas, 1, 1),
+        lane_idx=lambda: 0,
+        load=lambda place, *_, **__: memory[place],
+        store=lambda place, value, **_: memory.update({place: value}),
+        atomic_add=atomic_add,
+        shuffle_sync=lambda value, lane: value,
+    )
+    monkeypatch.setattr(key_slices.cute, "arch", arch)
+    monkeypatch.setattr(kernel, "left", lambda *_: "ended", raising=False)
     mQ, mK = in_kernel(problem)
-    done = []
-    for together in (range(begun), range(begun, ctas)):
-        for number in [kernel.next_number(None) for _ in together]:
-            at = kernel.first_piece(number, mQ, mK)
-            while at[0] < at[1]:
-                done.append(number)
-                place = kernel.locate_piece(number, at[0], at[1], mQ, mK)
-                at = kernel.next_piece((at[0] + place[4], *at[1:]), mQ, mK)
-                number, at = kernel.next_slice(number, at, None, mQ, mK)
-            while number < ctas + sums:
-                done.append(number)
-                number = kernel.next_number(None)
-    assert sorted(done) == list(range(ctas + sums)) and len(taken) == 2 * ctas + sums
+    for _ in range(2):  # launches
+        taken, parts = [], []
+        for together in (begun, ctas - begun):
+            own = [atomic_add("counter", 1) for _ in range(together)]
+            for number in own:
+                tile, tiles, *_ = kernel.own_slice(number, mQ, mK)[1]
+                assert tile < tiles, "consumers wait for a first tile"
+            taken += own
+            for _ in own:
+                while (part := kernel.next_part(Counter())) < sums:
+                    assert len(taken) == ctas, "who waits does so for slices that are taken"
+                    parts.append(part)
+                kernel.end_launch(Counter())
+        assert taken == list(range(ctas)) and parts == list(range(sums))
+        assert memory == {"counter": 0, "ended": 0}
 
 
 def test_sums_are_shared_where_tiles_have_many_pieces() -> None:
@@ -174,7 +191,7 @@ def test_sums_are_shared_where_tiles_have_many_pieces() -> None:
     assert shared(1, 8, 8, 1, 70000, 128, False) == 16
     assert shared(1, 16, 16, 64, 8192, 256, True) == 8
     assert shared(1, 8, 8, 512, 8192, 128, True) == 0  # five pieces
-    assert shared(1, 136, 136, 192, 6400, 128, False) == 0  # of four tiles many, beside 132 whole ones
+    assert shared(1, 136, 136, 192, 6400, 128, False) == 16  # of four tiles, beside 132 whole ones
 
 
 @pytest.mark.parametrize("sms", [SMS, 20])

@@ -12,9 +12,10 @@ What a slice has of a tile is a piece. Few pieces of a tile are added by whoever
 own: the others (▒) are left in global memory. Of more than ALONE all are left, and when the slices are done
 their sum is made by all CTAs, a part of it each (piece_sums.py has both).
 
-No hang: slices are numbered as CTAs fetch them, and so are, behind all slices, parts of sums. Whoever waits
-does so for pieces of slices fetched before, which wait for nobody: where it adds to its own they are the
-first that their CTAs compute, and where sums are made in parts no slice waits.
+No hang: a CTA has one slice, numbered as they are fetched, and takes parts of sums when it is done, if all
+slices are taken then. Whoever waits does so for pieces of slices fetched before, which wait for nobody: where
+it adds to its own they are the first that their CTAs compute, and where sums are made in parts no slice
+waits.
 
 Where K and V of all heads do not stay in L2 slices are of the tiles that are left when each CTA has as many
 whole ones as the others. These come head by head, between the piece that is left and the one that is added
@@ -31,11 +32,10 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.runtime import make_fake_tensor
 
 from ..calls_slices import CACHED_BYTES, LEAST_STEPS, MOST_PIECES, QUAD, sums_are_shared
-from .constants import WARPGROUP
+from .constants import WARP, WARPGROUP
 from .limits import BLOCK
 from .packed import Dense
 from .query_tiles import Config, QueryTiles
-from .tile_order import fetch
 
 LEAVES = -1  # in the place of how many pieces are to be added: the piece is left for others to add
 SLOT_BITS = 16
@@ -45,7 +45,7 @@ class Slices(NamedTuple):
     """What a launch knows of its slices."""
 
     mStates: cute.Tensor  # fp32 (slot, quad, thread, 4): a piece that was left
-    mLeft: cute.Tensor  # int32 (slot · warps,): not 0 while it waits to be added
+    mLeft: cute.Tensor  # int32 (slot · warps + 1,): not 0 while it waits to be added; CTAs that have ended
     mO: cute.Tensor  # (batch, heads, seqlen, head_dim), where parts of sums are stored
     share: Int32  # steps of a slice
     steps: Int32  # of a head
@@ -154,7 +154,7 @@ class SlicedTiles(QueryTiles):
         share = cutlass.max(LEAST_STEPS, least, cute.ceil_div(divided, self.sms * self.config.ctas))
         count, tiles = cute.ceil_div(divided, share), heads * q_blocks - whole
         ctas, parts = cutlass.max(count, cutlass.min(whole, self.sms)), Int32(0)
-        if sums_are_shared(longest, share, count, tiles, whole, mStates.shape[0]):
+        if sums_are_shared(longest, share, count, tiles, mStates.shape[0]):
             parts = Int32(1)
             while (parts * 2 * tiles <= ctas) & (self.quads % (parts * 2) == 0):
                 parts *= 2
@@ -166,16 +166,18 @@ class SlicedTiles(QueryTiles):
         """Of a thread's O: four values each, two columns of two rows."""
         return self.value_dim * BLOCK // WARPGROUP // QUAD
 
+    def left(self, slot, warp):
+        """Whether a warp's rows of a piece are there: 1, and one more for each who waited and has seen so."""
+        warps = self.slices.mStates.shape[2] // WARP
+        return (self.slices.mLeft.iterator + (slot * warps + warp)).llvm_ptr
+
     # ---- which pieces: the producer ------------------------------------------------------------------------
 
     @cute.jit
-    def own_slice(self, mCounter, taken, mQ, mK):
+    def own_slice(self, taken, mQ, mK):
         """(number, at): the slice whose number lane 0 has `taken` off the counter, and where in it the
-        producer begins. The last to take one leaves the counter at zero, unless parts of sums come behind
-        (`next_number`)."""
+        producer begins."""
         number = cute.arch.shuffle_sync(taken, 0)
-        if number == self.count() - 1 and self.slices.parts == 0 and cute.arch.lane_idx() == 0:
-            mCounter[0] = Int32(0)
         return number, self.first_piece(number, mQ, mK)
 
     @cute.jit
@@ -207,25 +209,6 @@ class SlicedTiles(QueryTiles):
             elif tile == tiles and kept < end:
                 tile, tiles, kept = kept, end, end
         return tile, tiles, kept, end, ahead
-
-    @cute.jit
-    def next_slice(self, number, at, mCounter, mQ, mK):
-        """`own_slice`, behind a piece: the same while there is more of it, and then, where parts of sums come
-        behind slices, what is next. That is a slice if some CTA has not begun yet."""
-        if self.slices.parts > 0 and at[0] >= at[1]:
-            number = self.next_number(mCounter)
-            if number < self.count():
-                at = self.first_piece(number, mQ, mK)
-        return number, at
-
-    def count(self):
-        """How many slices there are, and CTAs."""
-        return cute.arch.grid_dim()[0]
-
-    def next_number(self, mCounter):
-        """The next that nobody has taken: of a slice, or behind all slices of a part of a sum. The last to
-        ask leaves the counter at zero."""
-        return fetch(mCounter, self.count() + self.slices.sums, own_first=False)
 
     @cute.jit
     def locate_piece(self, number, tile, tiles, mQ, mK):
@@ -262,6 +245,30 @@ class SlicedTiles(QueryTiles):
         return head * cute.ceil_div(seqlen_q, self.tile_q) + block
 
     # ---- which parts of sums: the producer, when it has all pieces -----------------------------------------
+
+    @cute.jit
+    def next_part(self, mCounter):
+        """The next part of a sum that nobody has taken, or as many as there are. It comes off the counter of
+        slices, but not before all of these are taken: each CTA has the slice that it finds when it begins,
+        however late that is. Whoever took the last one makes what others left."""
+        ctas, _, _ = cute.arch.grid_dim()
+        counter, taken = mCounter.iterator.llvm_ptr, Int32(0)
+        if cute.arch.lane_idx() == 0:
+            taken = cute.arch.load(counter, Int32, sem="relaxed", scope="gpu")
+            if taken >= ctas:
+                taken = cute.arch.atomic_add(counter, Int32(1))
+        taken = cute.arch.shuffle_sync(taken, 0)
+        return taken - ctas if taken >= ctas else self.slices.sums
+
+    @cute.jit
+    def end_launch(self, mCounter):
+        """At the end: the last CTA leaves the counter at zero, and that of those who have been here."""
+        ctas, _, _ = cute.arch.grid_dim()
+        ended = self.left(self.slices.mStates.shape[0], 0)  # behind all flags
+        if cute.arch.lane_idx() == 0:
+            if cute.arch.atomic_add(ended, Int32(1)) == ctas - 1:
+                cute.arch.store(ended, Int32(0), sem="relaxed", scope="gpu")
+                mCounter[0] = Int32(0)
 
     @cute.jit
     def locate_part(self, part, mQ, mK):

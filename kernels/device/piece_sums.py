@@ -48,11 +48,6 @@ class SummingPieces(SlicedTiles):
         gState = self.slices.mStates[slot, None, tidx, None]
         return cute.make_tensor(gState.iterator, cute.select(gState.layout, mode=[1, 0]))
 
-    def left(self, slot, warp):
-        """Whether a warp's rows of a piece are there: 1, and one more for each who waited and has seen so."""
-        warps = self.slices.mStates.shape[2] // WARP
-        return (self.slices.mLeft.iterator + (slot * warps + warp)).llvm_ptr
-
     # ---- a piece is done -----------------------------------------------------------------------------------
 
     def await_pieces(self, place, warp):
