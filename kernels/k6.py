@@ -92,7 +92,7 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
     Barrier.CTA                everyone, once: the rings are there       everyone
     Barrier.Q_READ + c, C      consumer c's threads, 128, done with Q    the same, where O takes Q's place
     Barrier.LEFT + c, C        the same, done with their first piece     the warp behind the producer (slices)
-    Barrier.PARTS              all consumers, done with K                the same, before pieces are there
+    Barrier.PARTS              all consumers, done with K and V          the same, before pieces are there
     """
 
     def __init__(
@@ -355,7 +355,7 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
             if const_expr(self.sliced):
                 # 5. parts of sums of pieces, where all CTAs make them
                 if self.slices.parts > 0:
-                    sQuads = self.quads_in(sK)
+                    sQuads = self.quads_in(sK, sV)
                     cute.arch.barrier(barrier_id=Barrier.PARTS, number_of_threads=WARPGROUP * self.consumers)
                     announced, place = self.hear(tile_ring, tile_get, sTile, consumer)
                     while announced != END:

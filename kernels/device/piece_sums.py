@@ -145,11 +145,13 @@ class SummingPieces(SlicedTiles):
 
     # ---- parts of sums -------------------------------------------------------------------------------------
 
-    def quads_in(self, sK) -> cute.Tensor:
-        """(about and quad, piece, thread, 4) in the place of K: what each thread has copied for itself."""
+    def quads_in(self, sK, sV) -> cute.Tensor:
+        """(about and quad, piece, thread, 4) in the place of K and V, one behind the other: what each thread
+        has copied for itself."""
         place = cute.recast_ptr(sK.iterator, cute.make_swizzle(0, 4, 3), Float32)
         threads = WARPGROUP * self.consumers
-        pieces = cute.size(sK) * sK.element_type.width // (2 * threads * QUAD * Float32.width)
+        bits = (cute.size(sK) + cute.size(sV)) * sK.element_type.width
+        pieces = bits // (2 * threads * QUAD * Float32.width)
         layout = cute.make_ordered_layout((2, pieces, threads, QUAD), order=(3, 2, 1, 0))
         return cute.make_tensor(place, layout)
 
