@@ -317,7 +317,8 @@ def main(arguments: list[str] | None = None) -> int:
         rows = [summary(x, [y for y in every if set_of(y.problem) == x], args.first) for x in sets]
         for stage_id, least, options in kernels:
             identity = machine_code.identity(compile_kernel(stage_id, least, **options))
-            rows.append({"stage": stage_id, "kernel": str(least), "cubin_sha256": identity})
+            kernel = {"stage": stage_id, "kernel": str(least), "options": options}
+            rows.append(kernel | {"cubin_sha256": identity})
         print(row_files.save("fuzz", rows, timing.environment({})))
     return 1 if failed else 0
 

@@ -228,40 +228,53 @@ def runs(rows: Rows) -> dict[tuple[str, int, str], Rows]:
     return found
 
 
-def spread(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
-    """The largest difference between two losses of one step."""
-    return max(abs(x - y) for x, y in zip(a["losses"], b["losses"], strict=True))
+def by_attention(rows: Rows) -> dict[str, Rows]:
+    """Rows that took turns, by whose attention they had."""
+    found: dict[str, Rows] = {}
+    for row in rows:
+        found.setdefault(row["attention"], []).append(row)
+    return found
 
 
 def training_table(rows: Rows) -> str:
-    """Tokens a second with ours, and as multiples of what the others reach; losses beside SDPA's."""
+    """Tokens a second with ours, and as multiples of what the others reach."""
     if not rows:
         return NOTHING
     lines = []
     for (model, seqlen, how), together in runs(rows).items():
-        by_name: dict[str, Rows] = {}
-        for row in together:
-            by_name.setdefault(row["attention"], []).append(row)
-        ours, plain = by_name[HOPPER][0], by_name[SDPA]
+        by_name = by_attention(together)
+        ours = by_name[HOPPER][0]
         best = {name: max(x["tokens_per_s"] for x in found) for name, found in by_name.items()}
         cells = [
             f"{ours['tokens_per_s'] / best[x]:.3f}" if x in best else "" for x in TRAINED_WITH if x != HOPPER
         ]
-        others = [x for name, found in by_name.items() if name not in (HOPPER, SDPA) for x in found]
-        apart = [[ours], plain[1:2], others]
-        losses = " / ".join(f"{max(spread(x, plain[0]) for x in xs):.4f}" if xs else "–" for xs in apart)
         rate = f"**{ours['tokens_per_s']:,.0f}**"
-        lines.append([f"{model}, {seqlen}", HOW[how], rate, f"{ours['tflops']:.0f}", *cells, losses])
+        lines.append([f"{model}, {seqlen}", HOW[how], rate, f"{ours['tflops']:.0f}", *cells])
     others = [f"× {label}" for name, label in TRAINED_WITH.items() if name != HOPPER]
-    header = [
-        "model, seqlen",
-        "how",
-        "tokens/s",
-        "TFLOP/s",
-        *others,
-        "losses apart: ours / SDPA's own / others'",
-    ]
-    return table(header, lines, "llrr" + "r" * (len(others) + 1))
+    return table(["model, seqlen", "how", "tokens/s", "TFLOP/s", *others], lines, "llrr" + "r" * len(others))
+
+
+def losses_table(rows: Rows) -> str:
+    """The largest difference between a loss of a run and that step's of the first run with SDPA: of all runs
+    with an attention, SDPA's others among them."""
+    if not rows:
+        return NOTHING
+    lines = []
+    for (model, seqlen, how), together in runs(rows).items():
+        by_name = by_attention(together)
+        first, *by_name[SDPA] = by_name[SDPA]
+        steps = [f"{len(first['losses'])}", f"{first['losses'][-1]:.4f}"]
+        apart = [
+            [abs(x - y) for row in by_name.get(name, ()) for x, y in zip(row["losses"], first["losses"])]
+            for name in TRAINED_WITH
+        ]
+        cells = [f"{max(xs):.4f}" if xs else "" for xs in apart]
+        lines.append([f"{model}, {seqlen}", HOW[how], *steps, *cells])
+    return table(
+        ["model, seqlen", "how", "steps", "last loss", *TRAINED_WITH.values()],
+        lines,
+        "llrr" + "r" * len(TRAINED_WITH),
+    )
 
 
 def plot_training(rows: Rows, path: Path | str) -> None:
@@ -371,15 +384,20 @@ def _contenders_table(rows: Rows, column: Callable[[dict], str], cell: Callable[
     return table(["", *columns], lines, "l" + "r" * len(columns))
 
 
+SEEN_SINCE = "h100-80gb-hbm3"  # the GPU whose rows are of today's ways of few queries, and today's example
+
+
 def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
     """The blocks of one GPU."""
+    since = folder.parent / SEEN_SINCE
     return {
         "host": host_table(load(folder, "host")),
         "public-calls": calls_table(measured),
         "models-fwd": models_table(load(folder, "models_fwd"), "fwd"),
-        "few-fwd": models_table(load(folder, "few_fwd"), "fwd"),
+        "few-fwd": models_table(load(since, "few_fwd"), "fwd"),
         "models-bwd": models_table(load(folder, "models_bwd"), "bwd"),
         "training": training_table(load(folder, "training")),
+        "losses": losses_table(load(since, "training")),
         "logits": logits_table(load(folder, "logits")),
         "quantizing": quantizing_table(load(folder, "quantizing")),
         "decode": decode_table(load_rows(folder / "decode" / "bench.json", zeros=True)),

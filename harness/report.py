@@ -7,7 +7,7 @@ bytes depend on the versions of matplotlib and its font renderer, so comparing t
 is wrong.
 
 Blocks: `ladder`, `environment`, `sustained`, `published`, those of `harness.library` and, for production
-stages, `claim-<id>`, of the GPU measured last; `stage-<id>` for every stage and `ablation-<file>` for every
+stages, `claim-<id>`, of the GPU measured most; `stage-<id>` for every stage and `ablation-<file>` for every
 kernel file, of every GPU that has their rows; `worth-<file>` for those of `harness.worth`.
 """
 
@@ -35,7 +35,7 @@ def make_blocks(
     counters: str = "",
     of_library: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Every block's content. `everything` holds each GPU's results in the ladder's order, newest first,
+    """Every block's content. `everything` holds each GPU's results as `load_ladder` does,
     `ablations` what is known of kernel files' variants, by file, `counters` is the table of profiles and
     `of_library` what `harness.library` has."""
     measured = next(iter(everything.values()), {})
@@ -94,8 +94,9 @@ def figures(
 
 
 def load_ladder(root: Path) -> dict[str, dict[str, Results]]:
-    """Every GPU's results in the ladder's order, the GPU measured last first; of one day, the last by name
-    first. Raises ValueError for a stage the ladder lacks."""
+    """Every GPU's results in the ladder's order. First the GPU of most stages, so that a few new rows of
+    another do not change whom the notes speak of; of as many the one measured last; of one day, the last by
+    name. Raises ValueError for a stage the ladder lacks."""
     everything = load_all(root / "results")
     for folder, measured in everything.items():
         for stage in measured:
@@ -103,10 +104,11 @@ def load_ladder(root: Path) -> dict[str, dict[str, Results]]:
                 raise ValueError(f"{root / 'results' / folder / stage}.json: the ladder has no stage {stage}")
         everything[folder] = {stage: measured[stage] for stage in ladder.LADDER if stage in measured}
 
-    def measured_last(folder: str) -> tuple[str, str]:
-        return max(results.environment.get("date") or "" for results in everything[folder].values()), folder
+    def measured_most(folder: str) -> tuple[int, str, str]:
+        dates = [results.environment.get("date") or "" for results in everything[folder].values()]
+        return len(dates), max(dates), folder
 
-    return {folder: everything[folder] for folder in sorted(everything, key=measured_last, reverse=True)}
+    return {folder: everything[folder] for folder in sorted(everything, key=measured_most, reverse=True)}
 
 
 def ablation_tables(root: Path, folders: Iterable[str]) -> dict[str, str]:
@@ -127,10 +129,10 @@ def ablations_of(root: Path, folders: Iterable[str], file: str) -> dict[str, Res
 
 
 def _blocks_of(root: Path, everything: Mapping[str, dict[str, Results]], stages: Sequence[Stage], notes: str):
-    newest = root / "results" / next(iter(everything), "")
-    counters = stage_tables.counters_table(newest / "profiles", [stage.id for stage in stages])
+    first = root / "results" / next(iter(everything), "")
+    counters = stage_tables.counters_table(first / "profiles", [stage.id for stage in stages])
     tables = ablation_tables(root, everything)
-    of_library = library.blocks(newest, next(iter(everything.values()), {})) | policy_tables.blocks(newest)
+    of_library = library.blocks(first, next(iter(everything.values()), {})) | policy_tables.blocks(first)
     of_library |= {
         f"worth-{file}": worth.block(file, ablations_of(root, everything, file)) for file in worth.LACKING
     }

@@ -15,7 +15,9 @@ from .kernels.calls_slices import (
     least_steps,
     refuse_groups,
     refuse_slices,
-    together_of,
+    rows_of_group,
+    slots_of,
+    sums_are_shared,
 )
 from .kernels.contract import Problem
 from .kernels.device.constants import SMS
@@ -50,7 +52,8 @@ JOIN = {
         256: {128: 8.0, 64: 9.0},
     },
 }
-ADD, ADD_BYTES, HOP = 0.1, 1e5, 4.0  # of a further piece or sum, its bytes in a µs, and of a second round
+ADD, ADD_BYTES = 0.1, 1e5  # of a further piece, and its bytes in a µs
+SHARED, SHARED_PIECE = 3.0, 0.05  # of sums that all CTAs make, and of each piece
 FEW_SLICED = 5  # tiles for each SM, up to which slices were measured
 # Of what slices read, where L2 does not hold all keys: the rest another has just read.
 READ_AGAIN = {Kind.SLICES: 0.75, Kind.GROUPS: 0.55}
@@ -106,7 +109,7 @@ def rows_of_heads(problem: Problem, way: Way) -> tuple[int, int]:
     if way.kind is not Kind.GROUPS:
         return problem.seqlen_q, problem.heads
     group = problem.heads // max(1, problem.kv_heads)
-    return -(-problem.seqlen_q // OCTET) * OCTET * group, problem.kv_heads
+    return rows_of_group(problem.seqlen_q, group), problem.kv_heads
 
 
 def tiles_of(problem: Problem, way: Way) -> int:
@@ -137,8 +140,11 @@ def slices_us(problem: Problem, way: Way, sms: int = SMS, tiles: Tiles = TILES) 
     beside = min(tile.ctas, slices.count / sms)  # CTAs that an SM has at once
     step = max(tile.alone, tile.step * beside)
     of_tile = slices.steps * len(steps) / sum(steps)
-    pieces = pieces_of(steps, slices.share) if slices.divided else 1
-    joining = JOIN[way.kind][columns][way.rows] + adding_us(pieces, way.rows * columns * 4)
+    joining, pieces = JOIN[way.kind][columns][way.rows], pieces_of(steps, slices.share)
+    if slices.shared:
+        joining += SHARED + SHARED_PIECE * pieces
+    elif slices.divided:
+        joining += (ADD + way.rows * columns * 4 / ADD_BYTES) * max(0, pieces - 2)
     return tile.call + slices.steps * step + tile.tile * (1 + of_tile) + joining
 
 
@@ -147,13 +153,6 @@ def pieces_of(steps: list[int], share: int) -> int:
     if all(x % share == 0 for x in steps):
         return max(steps) // share
     return 1 + math.ceil((max(steps) - 1) / share)
-
-
-def adding_us(pieces: int, piece_bytes: int) -> float:
-    """What it takes to add the pieces of a tile beyond the first that is added (`device.key_slices`)."""
-    together = together_of(pieces)
-    alone, sums = min(pieces, together), (pieces - 1) // together
-    return (ADD + piece_bytes / ADD_BYTES) * max(0, alone - 2 + sums) + (HOP if sums else 0.0)
 
 
 def seen_by_tiles(problem: Problem, way: Way) -> list[int]:
@@ -178,6 +177,7 @@ class Slices(NamedTuple):
     whole: int  # tiles behind them, of which each SM has as many
     count: int  # of slices, and of the CTAs
     steps: int  # of the busiest of them
+    shared: bool  # whether all CTAs make the sums of pieces
 
 
 def slices_of(problem: Problem, steps: list[int], sms: int, ctas: int) -> Slices:
@@ -188,5 +188,6 @@ def slices_of(problem: Problem, steps: list[int], sms: int, ctas: int) -> Slices
         whole = heads * len(steps) // sms * sms
     divided = heads * sum(steps) - whole * longest
     share = max(least_steps(longest), -(-divided // (sms * ctas)))
-    busiest = min(share, divided) + whole // sms * longest
-    return Slices(divided, share, whole, -(-divided // share), busiest)
+    count, busiest = -(-divided // share), min(share, divided) + whole // sms * longest
+    tiles, slots = heads * len(steps) - whole, slots_of(sms * ctas)
+    return Slices(divided, share, whole, count, busiest, sums_are_shared(longest, share, count, tiles, slots))

@@ -13,8 +13,9 @@ Supports          bf16 and fp16; head_dim 64, 128, 256, and multiples of 8 betwe
                   O's its own (notes/head_dims.md); lengths ≥ 1; GQA and MQA; causal masks, windows, soft
                   caps, sinks and packed sequences, as `contract.Problem` defines them. A query that sees no
                   key gives O = 0, and LSE = −∞ or the sink.
-Where to read     Here are the consumers; k6_loads.py has the producer, device/query_tiles.py which tiles are
-                  seen. notes/k6.md: the schedule drawn, what each idea is worth, what lost; k6_policies.md.
+Where to read     Here are the consumers; k6_stores.py says how they store, k6_loads.py has the producer,
+                  device/query_tiles.py which tiles are seen. notes/k6.md: the schedule drawn, what each idea
+                  is worth, what lost; k6_policies.md.
 """
 
 import math
@@ -28,6 +29,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from .calls import forward_scratch, given_names, refuse_forward, run_forward
+from .calls_slices import NOWHERE
 from .contract import LazyMaximum, Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
@@ -38,16 +40,18 @@ from .device.lazy import exponentiate, first_room, first_softmax, follow_maximum
 from .device.limits import has_own_kernel, tile_dims
 from .device.masks import Mask, mask_of
 from .device.packed import DENSE
+from .device.piece_sums import SummingPieces
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
 from .device.query_tiles import ROWS, Config, work_on_query_tiles
 from .device.rings import CONSUMER, OwnStages, await_next, leave_hidden, skip, tma_rings
 from .device.rows import OWN_ROWS, sum_of_row, with_sink
 from .device.shared_tiles import packed_tiles
-from .device.stores import WARP_ROWS, WARPS, WarpStores, await_stores, rounded, store_of_rows, store_warp_rows
+from .device.stores import WARPS, WarpStores, await_stores
 from .device.tile_order import message_ring
 from .device.tma import allocate_tiles, load_atom, store_atom
 from .device.wgmma import exchanged, round_fragment
 from .k6_loads import END, FIRST, FOLLOWS, LoadingQueries
+from .k6_stores import StoringQueries
 
 STAGES = (
     Stage(
@@ -67,14 +71,15 @@ SHARE = 2.0  # of a row's first tile's sum: the term for which there is room, at
 
 
 class Barrier(IntEnum):
-    """Named barriers; the second is a consumer's own, + its number."""
+    """Named barriers; the second and third are a consumer's own, + its number."""
 
     CTA = 0
     Q_READ = 1
     LEFT = 5
+    PARTS = 9
 
 
-class FlashAttentionForward(LoadingQueries):
+class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
     """The CTA: C = `consumers` warpgroups, then a warpgroup of which one warp, the producer, loads.
 
     barrier, how often         who arrives, how many                     who waits
@@ -87,6 +92,7 @@ class FlashAttentionForward(LoadingQueries):
     Barrier.CTA                everyone, once: the rings are there       everyone
     Barrier.Q_READ + c, C      consumer c's threads, 128, done with Q    the same, where O takes Q's place
     Barrier.LEFT + c, C        the same, done with their first piece     the warp behind the producer (slices)
+    Barrier.PARTS              all consumers, done with K and V          the same, before pieces are there
     """
 
     def __init__(
@@ -131,16 +137,6 @@ class FlashAttentionForward(LoadingQueries):
         words = math.ceil(self.message / 4) + (math.ceil(self.consumers / 4) if self.sliced else 0)
         return self.tile_bytes(self.q_and_o) + 16 * words + barriers * 8
 
-    q_box, o_box = ROWS, WARP_ROWS  # rows that one TMA loads, or stores
-
-    def store_o(self, o_stores, rO16, o_place, place) -> None:
-        """A warp's rows of O, through its place in shared memory."""
-        store_warp_rows(o_stores, rO16, o_place, place, self.batch)
-
-    def store_lse(self, mLSE, place, first_row, end, where, lse) -> None:
-        """Those of a consumer's rows that lie before `end`."""
-        store_of_rows(self.batch.query_values(mLSE, place), first_row, end, where, lse)
-
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, *rest):
         """`rest` is `calls.forward_scratch` or `calls_slices.slices_scratch`, what `calls.given_names`
@@ -148,7 +144,7 @@ class FlashAttentionForward(LoadingQueries):
         batch, heads, seqlen_q, _ = mQ.shape
         listing, tiles = None, cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
         if const_expr(self.sliced):
-            listing, tiles = self.slices_of(*rest[:2], mQ, mK)
+            listing, tiles = self.slices_of(*rest[:2], mQ, mK, mO)
             rest = rest[2:]
         mList, mCounter, given, stream = take_apart(rest, self.has)
         if const_expr(self.packed):
@@ -316,7 +312,7 @@ class FlashAttentionForward(LoadingQueries):
                     warpgroup.wait_group(0)
                     here, this_row = self.join(x.rO, O, row_max, row_sum, place, first_row, tidx, warp_idx)
                     if announced == FIRST:
-                        self.say_left(sLeft, place, consumer, thread, Barrier.LEFT)
+                        self.say_left(sLeft, place, tidx, Barrier.LEFT)
                 inverse, lse = [None, None], [None, None]
                 for r in range_constexpr(OWN_ROWS):
                     total, factor = sum_of_row(row_sum[r]), 1.0
@@ -342,19 +338,13 @@ class FlashAttentionForward(LoadingQueries):
                 v_ring.consumer_release(v_get)
                 v_get.advance()
                 v_get = skip(v_ring, v_get, hidden)
-                for r in range_constexpr(OWN_ROWS):
-                    O[r, None].store(O[r, None].load() * inverse[r])
-                rO16 = rounded(x.rO, self.dtype)
-                # A warp stores its own 16 rows of O: over Q, when all are done with it, or over its last O.
-                if const_expr(self.o_over_q):
-                    cute.arch.barrier(barrier_id=Barrier.Q_READ + consumer, number_of_threads=WARPGROUP)
+                done = O, x.rO, inverse, o_stores, o_place, Barrier.Q_READ + consumer
+                done = *done, mLSE, lse, here, this_row, lengths[0], rows.where_S
+                if const_expr(self.sliced):
+                    if here[0] != NOWHERE:  # or the piece is left
+                        self.store_tile(*done)
                 else:
-                    await_stores()
-                self.store_o(o_stores, rO16, o_place, here)
-                if const_expr(self.q_stages == 1):
-                    await_stores()
-                # After O: the fence of its store would wait for this one (notes/k6.md, "Fewer instructions").
-                self.store_lse(mLSE, here, this_row, lengths[0], rows.where_S, lse)
+                    self.store_tile(*done)
                 if const_expr(self.q_stages == 1):
                     q_ring.consumer_release(q_left)
                     k_get = await_next(q_ring, k_ring, q_get, k_get, ahead, announced != END)
@@ -362,6 +352,17 @@ class FlashAttentionForward(LoadingQueries):
                 warpgroup.wait_group(0)
 
             await_stores()
+            if const_expr(self.sliced):
+                # 5. parts of sums of pieces, where all CTAs make them
+                if self.slices.parts > 0:
+                    sQuads = self.quads_in(sK, sV)
+                    cute.arch.barrier(barrier_id=Barrier.PARTS, number_of_threads=WARPGROUP * self.consumers)
+                    announced, place = self.hear(tile_ring, tile_get, sTile, consumer)
+                    while announced != END:
+                        tile_get.advance()
+                        if place[4] > 1:  # pieces; one alone is stored
+                            self.make_part(place, sQuads, mLSE, extents[0], warp_idx)
+                        announced, place = self.hear(tile_ring, tile_get, sTile, consumer)
 
     def step(self, x, rows, room, kv_block, limits, q_get, k_get, v_get, masked: bool, edge: bool = False):
         """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one, part by part: while a

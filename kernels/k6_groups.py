@@ -7,20 +7,19 @@ What changes      against k6_slices: the rows of a tile (device/group_rows.py), 
                   and O and LSE are stored, and where a causal mask hides keys.
 What does not     the main loops, and how keys are divided.
 Supports          as k6_slices.
-Where to read     hopper_attention/ways.py has the choice; notes/k6_slices.md what it gains.
+Where to read     hopper_attention/ways.py has the choice; notes/k6_groups.md what it gains.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import range_constexpr
 
 from . import k6, k6_slices
 from .calls import run_forward
-from .calls_slices import refuse_groups, slices_scratch
+from .calls_slices import OCTET, refuse_groups, rows_of_group, slices_scratch
 from .contract import LazyMaximum, Problem, Scratch, Stage, Work
 from .device.arithmetic import store_if
 from .device.constants import SMS
-from .device.group_rows import OCTET, CausalOfGroup, SlicedGroups, octet_at, query_of, rows_of_group
+from .device.group_rows import CausalOfGroup, SlicedGroups, octet_at, query_of
 from .device.query_tiles import ROWS, Config
 from .device.stores import WARP_ROWS, WARPS, WarpStores
 from .device.tma import partition_tma, row_slices
@@ -53,6 +52,7 @@ class FlashAttentionGroups(k6.FlashAttentionForward):
     """k6's CTA, which see. What a tile belongs to is a key head."""
 
     q_box = o_box = OCTET
+    keys_first = True  # an octet after the other is slow
 
     def __init__(self, *kind: object, **options: object):
         super().__init__(*kind, sliced=True, **options)
@@ -78,6 +78,17 @@ class FlashAttentionGroups(k6.FlashAttentionForward):
         block, head = octet_at(number, self.group)
         return block, kv_head * self.group + head
 
+    def query_at(self, row, place):
+        return query_of(row, self.group), self.octet(row // OCTET, place[1])[1]
+
+    @cute.jit
+    def next_octet(self, at, kv_head):
+        """The one behind that at `at`."""
+        block, head = at[0], at[1] + 1
+        if head == (kv_head + 1) * self.group:
+            block, head = block + 1, kv_head * self.group
+        return block, head
+
     def partition_queries(self, load_Q, mQ, sQ, place):
         return partition_tma(load_Q, self.batch.queries_from(mQ, place[1], place), row_slices(sQ, OCTET))
 
@@ -85,11 +96,11 @@ class FlashAttentionGroups(k6.FlashAttentionForward):
     def put_queries(self, q_ring, q_put, load_Q, tQgQ, tQsQ, place, consumer: cutlass.Constexpr):
         q_ring.producer_acquire(q_put)
         full = q_ring.producer_get_barrier(q_put)
-        first = (place[0] * self.consumers + consumer) * TILE_OCTETS
-        for i in range_constexpr(TILE_OCTETS):
-            at = self.octet(first + i, place[1])
+        at = self.octet((place[0] * self.consumers + consumer) * TILE_OCTETS, place[1])
+        for i in range(TILE_OCTETS, unroll=1):
             here = q_put.index * TILE_OCTETS + i
             cute.copy(load_Q, tQgQ[(None, *at)], tQsQ[None, here], tma_bar_ptr=full)
+            at = self.next_octet(at, place[1])
 
     def store_o(self, o_stores: WarpStores, rO16, o_place, place) -> None:
         x = o_stores
@@ -100,17 +111,17 @@ class FlashAttentionGroups(k6.FlashAttentionForward):
         tOgO, tOsO = partition_tma(x.atom, mO, row_slices(x.sX_warps, OCTET))
         here = (o_place * WARPS + x.warp_idx % WARPS) * WARP_OCTETS
         there = (place[0] * x.warps + x.warp_idx) * WARP_OCTETS
+        at = self.octet(there, place[1])
         for i in range(WARP_OCTETS):
-            at = self.octet(there + i, place[1])
             cute.copy(x.atom, tOsO[None, here + i], tOgO[(None, *at)])
+            at = self.next_octet(at, place[1])
         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def store_lse(self, mLSE, place, first_row, end, where, lse):
         lane = where[0, 0][1] // 2  # as `stores.store_of_rows`
         row = first_row + (where[0, 0][0] if lane == 0 else where[1, 0][0])
-        _, head = self.octet(row // OCTET, place[1])
-        query = query_of(row, self.group)
+        query, head = self.query_at(row, place)
         there = (lane < 2) & (row < end) & (query < self.queries)
         store_if(there, mLSE[place[2], head, None].iterator + query, lse[0] if lane == 0 else lse[1])
 

@@ -20,6 +20,7 @@ class LoadingQueries(SlicedTiles):
     consumers: int
     q_stages: int  # of each consumer's 64 rows of Q
     stages: int  # of the ring of K, and of V
+    keys_first = False  # K before Q
 
     @property
     def plain(self) -> bool:
@@ -49,10 +50,10 @@ class LoadingQueries(SlicedTiles):
 
         for each tile of queries:
             tell the consumers where it lies
-            load Q of consumer 0, K₀, Q of the others, V₀
+            load Q of consumer 0, K₀, Q of the others, V₀; K₀ first where Q comes in many boxes
             load Kⱼ and Vⱼ for j = 1, 2, …, from left to right
             fetch the next
-        tell the consumers that there are no more
+        tell the consumers that there are no more; `tell_parts`
         """
         q_ring, k_ring, v_ring, tile_ring = rings
         load_Q, mQ, sQ, load_K, mK, sK, load_V, mV, sV = loads
@@ -67,7 +68,7 @@ class LoadingQueries(SlicedTiles):
                 cpasync.prefetch_descriptor(atom)
             listed, tiles, alone = self.locate_first(tile, tiles, mQ, mK, listing)
         if const_expr(self.sliced):
-            number, at = self.own_slice(mCounter, taken, mQ, mK)
+            number, at = self.own_slice(taken, mQ, mK)
             tile, tiles, *_ = at
         while tile < tiles:
             if const_expr(self.packed):
@@ -87,9 +88,11 @@ class LoadingQueries(SlicedTiles):
             lengths = self.batch.lengths(place, extents)
             first = self.first_of_tile(q_block, *lengths)
             for i in range_constexpr(self.consumers):
+                if const_expr(i == 0 and self.keys_first):
+                    put(k_ring, kv_put, load_K, tKgK[self.batch.keys_at(place, first)], tKsK)
                 self.put_queries(q_ring, q_put, load_Q, tQgQ, tQsQ, place, i)
                 q_put.advance()
-                if const_expr(i == 0):
+                if const_expr(i == 0 and not self.keys_first):
                     put(k_ring, kv_put, load_K, tKgK[self.batch.keys_at(place, first)], tKsK)
             put(v_ring, kv_put, load_V, tVgV[self.batch.keys_at(place, first)], tVsV)
             kv_put.advance()
@@ -114,3 +117,19 @@ class LoadingQueries(SlicedTiles):
                     kv_put.advance()
             announced = Int32(FOLLOWS)
         tell(tile_ring, tile_put, sTile, (END, *self.nowhere))
+        if const_expr(self.sliced):
+            self.tell_parts(tile_ring, tile_put, sTile, mCounter, mQ, mK)
+            self.end_launch(mCounter)
+
+    @cute.jit
+    def tell_parts(self, tile_ring, tile_put, sTile, mCounter, mQ, mK):
+        """Where sums are made in parts: tell the consumers which they make, and that there are no more."""
+        if self.slices.parts > 0:
+            part = self.next_part(mCounter)
+            while part < self.slices.sums:
+                place = self.locate_part(part, mQ, mK)
+                tile_put.advance()
+                tell(tile_ring, tile_put, sTile, (FOLLOWS, *place))
+                part = self.next_part(mCounter)
+            tile_put.advance()
+            tell(tile_ring, tile_put, sTile, (END, *self.nowhere))

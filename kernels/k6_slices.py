@@ -3,12 +3,13 @@
 The idea          96 tiles of 192 queries leave 36 of 132 SMs idle; 64 tiles of 8192 keys leave half. Here a
                   tile's keys go to as many CTAs as it takes for all to end together: all steps stand in one
                   list, and each CTA has an equal slice of it.
-What changes      against k6: which keys a CTA takes of a tile; where it does not have the last of them, it
-                  leaves O, maxima and sums in fp32 to the CTA that has (device/key_slices.py).
+What changes      against k6: which keys a CTA takes of a tile (device/key_slices.py); where it does not have
+                  all of them it leaves O, maxima and sums in fp32 to the CTA that has the last, or, of many
+                  pieces, to all (device/piece_sums.py).
 What does not     the main loops.
 Supports          as k6, without windows, caps, sinks and packed sequences; a causal mask at unequal lengths
                   aligned at the bottom right only.
-Where to read     device/key_slices.py; hopper_attention/ways.py has the choice.
+Where to read     these two; hopper_attention/ways.py has the choice.
 """
 
 from dataclasses import replace
@@ -72,12 +73,10 @@ def work(problem: Problem, **options: object) -> list[Work]:
 
 def work_of(kernel: k6.FlashAttentionForward, problem: Problem) -> list[Work]:
     found = work_on_query_tiles(kernel, problem)
-    # Further loops add pieces, of which a CTA leaves one at most: as many at once as there may be, then those
-    # that are over; and the same of sums, of which there are few. The words of one or two consumers that one
-    # is left take 8 bytes of shared memory, of which `smem_bytes` counts 16.
+    # A further loop adds pieces, where they are few: a CTA leaves one at most. The words of one or two
+    # consumers that one is left take 8 bytes of shared memory, of which `smem_bytes` counts 16.
     pieces, spare = kernel.sms * kernel.config.ctas / max(1, found.passes), 8 * (kernel.consumers <= 2)
-    adding = (pieces / kernel.pieces_at_once, 0.0)[: kernel.pieces_at_once]
-    trips = *found.trips, *adding, *[0.0] * len(adding)
+    trips = *found.trips, pieces
     return [replace(found, trips=trips, smem_bytes=found.smem_bytes - spare)]
 
 

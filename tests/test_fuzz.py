@@ -124,11 +124,11 @@ def test_the_committed_run_is_of_these_problems(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tuned, "gpu", lambda device=None: tuned.H200)
     summaries = [row for row in rows if "direction" in row]
     kernels = rows[len(summaries) :]
-    ran = {(x["stage"], x["kernel"]) for x in kernels}
+    ran = {(x["stage"], x["kernel"], json.dumps(x["options"])) for x in kernels}
     assert len(ran) == len(kernels) and all(len(x["cubin_sha256"]) == 64 for x in kernels)
-    of_jobs = lambda drawn: {(stage_id, str(what)) for stage_id, what, _ in fuzz.jobs(drawn)}
+    of_jobs = lambda drawn: {(stage_id, str(what), json.dumps(x)) for stage_id, what, x in fuzz.jobs(drawn)}
     needed = set()
-    assert [row["direction"] for row in summaries] == ["fwd", "bwd"]  # few queries came after the run
+    assert [row["direction"] for row in summaries] == [*fuzz.SETS]
     for row in summaries:
         direction = row["direction"]
         drawn = [fuzz.problem_of(number, direction) for number in range(fuzz.COUNT)]

@@ -181,6 +181,32 @@ def test_slices_are_right_and_always_the_same(
     production.plans.clear()
 
 
+@pytest.mark.parametrize(
+    "shape", [(1, 8, 1, 8, 32768, 128), (1, 8, 8, 300, 20000, 64), (1, 4, 4, 64, 9000, 256)]
+)
+def test_slices_where_other_work_holds_the_gpu(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CTAs then begin one after the other, the last when the first have ended."""
+    asked = Problem(*shape, True)
+    q, k, v = random_inputs(asked)
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    other = torch.cuda.Stream()
+    for way in (x for x in ways.ways_of(asked) if x.kind in (ways.Kind.SLICES, ways.Kind.GROUPS)):
+        monkeypatch.setattr(ways, "way_of", lambda problem, *gpu, way=way: way)
+        production.plans.clear()
+        first = attention(q, k, v, causal=True)
+        torch.cuda.synchronize()
+        for _ in range(5):
+            with torch.cuda.stream(other):
+                for _ in range(20):
+                    torch.matmul(a, a)
+            outputs = [attention(q, k, v, causal=True) for _ in range(20)]
+            torch.cuda.synchronize()
+            assert all(x.equal(first) for x in outputs)
+    production.plans.clear()
+
+
 @every_head_dim
 @pytest.mark.parametrize("queries", [1, 7])
 def test_few_queries_are_decoded(head_dim: int, queries: int) -> None:

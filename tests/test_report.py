@@ -264,8 +264,13 @@ def rate_of(root: Path, folder: str, stage: str, provider: str | None = None) ->
     return plots.format_rate(results.find(provider or results.stage, sweep_problem()).tflops)
 
 
-def test_gpus_stand_newest_first(three: Path) -> None:
+def test_the_gpu_of_most_stages_stands_first_then_the_newest(three: Path) -> None:
     assert list(report.load_ladder(three)) == ["h100-c", "h100-b", "h100-a"]
+    (three / "results" / "h100-c" / "k2.json").unlink()
+    assert list(report.load_ladder(three)) == ["h100-b", "h100-a", "h100-c"]
+    few = make_results("k1", make_row("k1", 100.0), gpu="NVIDIA H100 D", date="2000-01-09")
+    few.save(three / "results" / gpu_folder("NVIDIA H100 D") / "k1.json")
+    assert list(report.load_ladder(three)) == ["h100-b", "h100-a", "h100-d", "h100-c"]
 
 
 def test_the_gpu_measured_last_is_the_one_of_the_ladder(three: Path) -> None:

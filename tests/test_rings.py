@@ -12,12 +12,13 @@ import pytest
 from untraced import kernels
 
 from harness.sweep import HEAD_DIMS
+from hopper_attention.kernels.calls_slices import NOWHERE
 from hopper_attention.kernels.contract import Problem
 
 k6, SHORT = kernels("k6"), kernels("k6_rows").SHORT
 Causal, ROWS = kernels("device.masks").Causal, kernels("device.query_tiles").ROWS
 key_slices = kernels("device.key_slices")
-NOWHERE, LEAVES, in_one_word = key_slices.NOWHERE, key_slices.LEAVES, key_slices.in_one_word
+LEAVES, in_one_word = key_slices.LEAVES, key_slices.in_one_word
 k6_slices = kernels("k6_slices")
 
 LENGTHS = (
@@ -307,7 +308,7 @@ def test_nobody_waits_forever_of_pieces_of_tiles(
             blocks = int(kernel.kv_blocks((q_block + 1) * kernel.tile_q, *lengths))
             first = choose.randrange(blocks)
             count = choose.randint(1, blocks - first)
-            word = in_one_word(slice_, 0, 0 if first + count == blocks else LEAVES)
+            word = in_one_word(slice_, 0 if first + count == blocks else LEAVES)
             tiles.append((q_block, lengths, (first, count, word)))
         assert Cta(kernel, tiles).run(seed), f"{tiles}: they wait for each other"
 
@@ -317,7 +318,7 @@ def test_keys_of_another_piece_are_seen(monkeypatch: pytest.MonkeyPatch, wrong: 
     """A producer that loads all that the tile sees, or the tile's first keys."""
     monkeypatch.setattr("cutlass.cute.arch.make_warp_uniform", int)
     kernel = k6_slices.kernel_for(Problem.square(1, 1, 1, 128, True))
-    left, whole = in_one_word(0, 0, LEAVES), in_one_word(0, 0, 0)
+    left, whole = in_one_word(0, LEAVES), in_one_word(0, 0)
     tiles = [(2, (600, 600), (3, 2, left)), (1, (600, 600), (0, 6, whole))]
     assert Cta(kernel, tiles).run(0)
     faults = {"tiles_of_keys": lambda self, place, tiles: tiles, "keys_at": lambda self, place, x: (None, x)}

@@ -9,7 +9,7 @@ import pytest
 from untraced import kernels
 
 from hopper_attention import ways
-from hopper_attention.kernels.calls_slices import ALONE, together_of
+from hopper_attention.kernels.calls_slices import rows_of_group
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.kernels.device.constants import SMS
 from hopper_attention.ways import Kind, Way
@@ -43,24 +43,30 @@ def pieces_of(
         SimpleNamespace(shape=(problem.batch, heads, n, 0))
         for heads, n in zip((problem.heads, problem.kv_heads), lengths)
     ]
-    members, ctas = kernel.slices_of(states, None, q, k)
-    assert 1 <= ctas <= slots
+    members, ctas = kernel.slices_of(states, None, q, k, None)
+    assert 1 <= ctas <= sms * kernel.config.ctas <= slots
     kernel.slices = key_slices.Slices(*members)
     expected = check_model(problem, kernel, ctas)
-    extents = zip(lengths, (problem.heads, problem.kv_heads))
-    mQ, mK = [SimpleNamespace(shape=(n, 0, heads, problem.batch)) for n, heads in extents]
+    assert bool(kernel.slices.parts) == expected.shared
+    mQ, mK = in_kernel(problem)
     found = []
     for number in range(int(ctas)):
         at, pieces = kernel.first_piece(number, mQ, mK), []
         while (tile := at[0]) < (tiles := at[1]):
             *place, word = map(int, kernel.locate_piece(number, tile, tiles, mQ, mK))
             assert word < 2**31
-            said, *adding = key_slices.from_one_word(word)
-            pieces.append((*place, *adding, said))
+            pieces.append((*place, *key_slices.from_one_word(word)))
             at = kernel.next_piece((tile + pieces[-1][4], *at[1:]), mQ, mK)
         found.append(pieces)
+    assert max(piece[-2] for pieces in found for piece in pieces) < slots
     assert expected.steps >= max(sum(piece[4] for piece in pieces) for pieces in found)
     return kernel, found
+
+
+def in_kernel(problem: Problem) -> list[SimpleNamespace]:
+    """Stand-ins for Q and K as the kernel sees them."""
+    extents = (problem.seqlen_q, problem.heads), (problem.seqlen_kv, problem.kv_heads)
+    return [SimpleNamespace(shape=(n, 0, heads, problem.batch)) for n, heads in extents]
 
 
 def check_model(problem: Problem, kernel: object, ctas: int) -> ways.Slices:
@@ -90,36 +96,102 @@ def test_every_step_is_some_slice_s_and_nobody_waits_for_a_later_one(
 
 
 def check_pieces(kernel: object, slices: list[list[tuple[int, ...]]], problem: Problem) -> None:
-    """Every step is some slice's, every piece that is left is added once, in one order, and who waits does so
-    for first pieces of slices fetched before."""
+    """Every step is some slice's, and every piece that is left is added: by who has the tile's end, who waits
+    for first pieces of slices fetched before, or in parts, behind all slices."""
     taken: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    parts, slots = kernel.slices.parts, set()
     for number, pieces in enumerate(slices):
         assert pieces, "a CTA without work"
-        for i, (block, head, at, first, count, adds, sums, said) in enumerate(pieces):
-            assert said == number and count > 0 and adds >= 0
-            assert sums != LEAVES or i == 0, "what others wait for comes first"
-            assert not (adds or sums) or i in (0, len(pieces) - 1), "who waits has done all else"
-            assert not adds or sums == LEAVES or i == len(pieces) - 1
-            taken.setdefault((at, head, block), []).append((first, count, adds, sums, number))
+        for i, (block, head, at, first, count, slot, adds) in enumerate(pieces):
+            assert count > 0 and (parts or slot == number)
+            if adds == LEAVES:
+                assert parts or i == 0, "what others wait for comes first"
+                assert slot not in slots, "two pieces in one place"
+                slots.add(slot)
+            assert adds <= 0 or (i == len(pieces) - 1 and not parts), "who waits has done all else"
+            taken.setdefault((at, head, block), []).append((first, count, slot, adds))
     rows, heads = kernel.rows_of(problem.seqlen_q, problem.heads, problem.kv_heads)
     assert len(taken) == problem.batch * heads * -(-rows // kernel.tile_q)
-    for (_, _, block), parts in taken.items():
+    sums = sums_of(kernel, problem)
+    for (at, head, block), of_tile in taken.items():
         blocks = int(kernel.kv_blocks((block + 1) * kernel.tile_q, rows, problem.seqlen_kv))
-        parts.sort()
-        ends = [first + count for first, count, *_ in parts]
-        assert [first for first, *_ in parts] == [0, *ends[:-1]] and ends[-1] == blocks
-        left = {x[-1]: {x[-1]} for x in parts[:-1]}  # by slice, of which pieces it is the sum
-        for *_, adds, sums, number in parts:
-            own = {number}
-            for before in [*range(1, adds + 1), *((adds + 1) * x for x in range(1, sums + 1))]:
-                own |= left.pop(number - before)  # of an earlier slice, left, and not yet added
-            assert (sums == LEAVES) == (number != parts[-1][-1])
-            if sums == LEAVES:
-                left[number] = own
-            most = together_of(len(parts)) - 1  # as `ways` reckons
-            assert len(parts) <= (ALONE if blocks <= ALONE**2 else ALONE**2 + 1)
-            assert adds <= most and (sums <= 0 or adds == most)
-        assert not left and len(own) == len(parts)
+        of_tile.sort()
+        ends = [first + count for first, count, *_ in of_tile]
+        assert [first for first, *_ in of_tile] == [0, *ends[:-1]] and ends[-1] == blocks
+        *left, (*_, slot, adds) = of_tile
+        assert all(x[-1] == LEAVES for x in left)
+        assert [x[-2] for x in of_tile] == list(range(slot - len(left), slot + 1))
+        if parts and left:
+            assert adds == LEAVES
+            assert sums.pop((block, head, at)) == [
+                (part, len(of_tile), of_tile[0][-2]) for part in range(parts)
+            ]
+        else:
+            assert adds == len(left)
+    assert all(pieces == 1 for of_tile in sums.values() for _, pieces, _ in of_tile)
+
+
+def sums_of(kernel: object, problem: Problem) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
+    """By tile, its parts of a sum as the producers find them."""
+    found: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    mQ, mK = in_kernel(problem)
+    for part in range(kernel.slices.sums):
+        *tile, which, pieces, slot = map(int, kernel.locate_part(part, mQ, mK))
+        found.setdefault(tuple(tile), []).append((which, pieces, slot))
+    return found
+
+
+@pytest.mark.parametrize("begun", [1, 5, 31, 63, 64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_parts_of_sums_are_made_once(begun: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where some CTAs begin when others have ended; and the next launch finds the counters at zero."""
+    problem = Problem(1, 8, 1, 8, 32768, 128, causal)
+    kernel, slices = pieces_of(problem, 64, SMS, k6_groups)
+    memory, ctas, sums = {"counter": 0, "ended": 0}, len(slices), kernel.slices.sums
+    assert (ctas, sums) == (64, 16)
+
+    def atomic_add(place: str, value: int) -> int:
+        memory[place] += value
+        return memory[place] - value
+
+    class Counter:
+        iterator = SimpleNamespace(llvm_ptr="counter")
+        __setitem__ = lambda _, at, value: memory.update(counter=value)
+
+    arch = SimpleNamespace(
+        grid_dim=lambda: (ctas, 1, 1),
+        lane_idx=lambda: 0,
+        load=lambda place, *_, **__: memory[place],
+        store=lambda place, value, **_: memory.update({place: value}),
+        atomic_add=atomic_add,
+        shuffle_sync=lambda value, lane: value,
+    )
+    monkeypatch.setattr(key_slices.cute, "arch", arch)
+    monkeypatch.setattr(kernel, "left", lambda *_: "ended", raising=False)
+    mQ, mK = in_kernel(problem)
+    for _ in range(2):  # launches
+        taken, parts = [], []
+        for together in (begun, ctas - begun):
+            own = [atomic_add("counter", 1) for _ in range(together)]
+            for number in own:
+                tile, tiles, *_ = kernel.own_slice(number, mQ, mK)[1]
+                assert tile < tiles, "consumers wait for a first tile"
+            taken += own
+            for _ in own:
+                while (part := kernel.next_part(Counter())) < sums:
+                    assert len(taken) == ctas, "who waits does so for slices that are taken"
+                    parts.append(part)
+                kernel.end_launch(Counter())
+        assert taken == list(range(ctas)) and parts == list(range(sums))
+        assert memory == {"counter": 0, "ended": 0}
+
+
+def test_sums_are_shared_where_tiles_have_many_pieces() -> None:
+    shared = lambda *shape: pieces_of(Problem(*shape), None, SMS)[0].slices.parts
+    assert shared(1, 8, 8, 1, 70000, 128, False) == 16
+    assert shared(1, 16, 16, 64, 8192, 256, True) == 8
+    assert shared(1, 8, 8, 512, 8192, 128, True) == 0  # five pieces
+    assert shared(1, 136, 136, 192, 6400, 128, False) == 16  # of four tiles, beside 132 whole ones
 
 
 @pytest.mark.parametrize("sms", [SMS, 20])
@@ -135,7 +207,7 @@ def test_the_same_of_tiles_of_a_group(head_dim: int, rows: int | None, causal: b
 @pytest.mark.parametrize("queries", [1, 8, 13, 100])
 def test_rows_of_a_group_are_its_queries(queries: int, group: int) -> None:
     """Each once, and a causal mask hides of each row what it hides of its query."""
-    rows, keys = group_rows.rows_of_group(queries, group), 50
+    rows, keys = rows_of_group(queries, group), 50
     kernel = k6_groups.kernel_for(Problem(1, group, 1, queries, keys, 128, True))
     found = []
     for row in range(rows):
@@ -162,7 +234,7 @@ def test_tiles_of_which_each_sm_has_as_many_are_kept_whole() -> None:
     """25 heads of 4608 tokens: 600 tiles are four for each SM, and 72 that all of them share."""
     problem = Problem(1, 25, 25, 4608, 4608, 128, False)
     _, slices = pieces_of(problem, None, SMS)
-    is_whole = lambda piece: piece[3:7] == (0, 72, 0, 0)
+    is_whole = lambda piece: piece[3:5] == (0, 72) and piece[6] == 0
     whole = [sum(map(is_whole, pieces)) for pieces in slices]
     assert min(whole) == 4 and sum(whole) <= 600
 

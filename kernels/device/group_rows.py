@@ -16,16 +16,6 @@ from ..calls_slices import OCTET
 from .key_slices import SlicedKeys
 
 
-def octets_of(queries, group):
-    """How many the queries of a group of heads are."""
-    return (queries + OCTET - 1) // OCTET * group
-
-
-def rows_of_group(queries, group):
-    """How many rows they are."""
-    return OCTET * octets_of(queries, group)
-
-
 def octet_at(octet, group):
     """(which of its head's, which head of the group)."""
     return octet // group, octet % group
