@@ -384,20 +384,19 @@ def _contenders_table(rows: Rows, column: Callable[[dict], str], cell: Callable[
     return table(["", *columns], lines, "l" + "r" * len(columns))
 
 
-SEEN_SINCE = "h100-80gb-hbm3"  # the GPU whose rows are of today's ways of few queries, and today's example
+LOSSES_ON = "h100-80gb-hbm3"  # the GPU whose rows are of an example whose learning rate rises
 
 
 def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
     """The blocks of one GPU."""
-    since = folder.parent / SEEN_SINCE
     return {
         "host": host_table(load(folder, "host")),
         "public-calls": calls_table(measured),
         "models-fwd": models_table(load(folder, "models_fwd"), "fwd"),
-        "few-fwd": models_table(load(since, "few_fwd"), "fwd"),
+        "few-fwd": models_table(load(folder, "few_fwd"), "fwd"),
         "models-bwd": models_table(load(folder, "models_bwd"), "bwd"),
         "training": training_table(load(folder, "training")),
-        "losses": losses_table(load(since, "training")),
+        "losses": losses_table(load(folder.parent / LOSSES_ON, "training")),
         "logits": logits_table(load(folder, "logits")),
         "quantizing": quantizing_table(load(folder, "quantizing")),
         "decode": decode_table(load_rows(folder / "decode" / "bench.json", zeros=True)),

@@ -28,6 +28,7 @@ from hopper_attention import ways as forward_ways
 from hopper_attention.kernels import division, ladder
 from hopper_attention.kernels.calls import UNDIVIDED, Parts
 from hopper_attention.kernels.contract import Problem
+from hopper_attention.kernels.device.limits import tile_dim
 from hopper_attention.launch import (
     BACKWARD,
     DECODE,
@@ -64,7 +65,7 @@ def way_of(choice: Way | Parts, problem: Problem) -> str:
     if choice.kind is Kind.GROUPS:
         return f"{IN_GROUPS} {choice.rows} rows"
     name = IN_SLICES if choice.kind is Kind.SLICES else FORWARD
-    first = next(iter(division.TILES[problem.head_dim]))
+    first = next(iter(division.TILES[tile_dim(problem)]))
     return name if choice.rows == first else f"{name} {choice.rows} rows"
 
 

@@ -4,7 +4,9 @@ few queries, in equal slices of all keys by the kernel of decoding. Imports no c
 """
 
 import math
+from bisect import bisect
 from enum import Enum
+from itertools import accumulate
 from typing import NamedTuple
 
 from . import few_queries
@@ -38,23 +40,25 @@ class Kind(Enum):
 # another is added to its own. notes/k6_slices.md.
 JOIN = {
     Kind.SLICES: {
-        64: {256: 3.0, 64: 4.0},
-        96: {192: 10.0, 64: 2.5},
-        128: {192: 10.0, 64: 2.5},
+        64: {256: 4.0, 64: 5.5},
+        96: {192: 4.5, 64: 3.3},
+        128: {192: 4.5, 64: 3.3},
         192: {128: 8.0, 64: 8.0},
-        256: {128: 8.0, 64: 4.0},
+        256: {128: 4.0, 64: 1.4},
     },
     Kind.GROUPS: {
-        64: {128: 3.5, 64: 9.0},
-        96: {128: 7.0, 64: 3.5},
-        128: {128: 7.0, 64: 3.5},
+        64: {128: 2.6, 64: 9.6},
+        96: {128: 4.5, 64: 5.6},
+        128: {128: 4.5, 64: 5.6},
         192: {128: 8.0, 64: 9.0},
-        256: {128: 8.0, 64: 9.0},
+        256: {128: 11.2, 64: 5.8},
     },
 }
 ADD, ADD_BYTES = 0.1, 1e5  # of a further piece, and its bytes in a µs
 SHARED, SHARED_PIECE = 3.0, 0.05  # of sums that all CTAs make, and of each piece
-FEW_SLICED = 5  # tiles for each SM, up to which slices were measured
+# Up to so many tiles for each SM slices are as fast as expected. Of more they are taken of full masks alone,
+# in the kernel's own tiles, where they are expected to take less than this of whole tiles' time.
+FEW_SLICED, MORE_CLEARLY = 5, 0.955
 # Of what slices read, where L2 does not hold all keys: the rest another has just read.
 READ_AGAIN = {Kind.SLICES: 0.75, Kind.GROUPS: 0.55}
 READS_SLOWLY = 1.13  # than other tiles a whole one of BLOCK rows, whose loads are fewer
@@ -85,12 +89,20 @@ def way_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> Way:
     best = Way(rows_of(problem, sms, tiles))
     if problem.policies:
         return best
-    measured = lambda way: (
-        way.kind is Kind.DECODE or (way.kind is not Kind.TILES and tiles_of(problem, way) <= FEW_SLICED * sms)
-    )
-    us = {way: way_us(problem, way, sms, tiles) for way in ways_of(problem) if measured(way)}
-    other = min(us, key=us.get, default=best)
-    return other if us and us[other] < CLEARLY * way_us(problem, best, sms, tiles) else best
+    whole = way_us(problem, best, sms, tiles)
+    bounds = {way: _clearly(problem, way, sms) * whole for way in ways_of(problem)}
+    us = {way: way_us(problem, way, sms, tiles) for way, bound in bounds.items() if bound}
+    return min((way for way in us if us[way] < bounds[way]), key=us.get, default=best)
+
+
+def _clearly(problem: Problem, way: Way, sms: int) -> float:
+    """Of the time of whole tiles: less must be expected of a way for it to be taken; 0 where it never is."""
+    if way.kind is Kind.TILES:
+        return 0.0
+    if way.kind is Kind.DECODE or tiles_of(problem, way) <= FEW_SLICED * sms:
+        return CLEARLY
+    own = next(iter(TILES[tile_dim(problem)]))
+    return MORE_CLEARLY if way == Way(own, Kind.SLICES) and not problem.causal else 0.0
 
 
 def way_us(problem: Problem, way: Way, sms: int = SMS, tiles: Tiles = TILES) -> float:
@@ -139,13 +151,15 @@ def slices_us(problem: Problem, way: Way, sms: int = SMS, tiles: Tiles = TILES) 
     slices = slices_of(problem.with_(heads=rows_of_heads(problem, way)[1]), steps, sms, tile.ctas)
     beside = min(tile.ctas, slices.count / sms)  # CTAs that an SM has at once
     step = max(tile.alone, tile.step * beside)
-    of_tile = slices.steps * len(steps) / sum(steps)
+    heads, rest = divmod(slices.steps, sum(steps))
+    # A slice of the shortest tiles has most of them: under a mask those of a head's first queries.
+    most = heads * len(steps) + bisect(list(accumulate(sorted(steps))), rest)
     joining, pieces = JOIN[way.kind][columns][way.rows], pieces_of(steps, slices.share)
     if slices.shared:
         joining += SHARED + SHARED_PIECE * pieces
     elif slices.divided:
         joining += (ADD + way.rows * columns * 4 / ADD_BYTES) * max(0, pieces - 2)
-    return tile.call + slices.steps * step + tile.tile * (1 + of_tile) + joining
+    return tile.call + slices.steps * step + tile.tile * (1 + most) + joining
 
 
 def pieces_of(steps: list[int], share: int) -> int:

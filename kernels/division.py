@@ -35,58 +35,60 @@ Tiles = dict[int, dict[int, Tile]]
 
 TILES: Tiles = {
     64: {
-        256: Tile(64, 1, 0.887, 0.887, 0.741, 8.247),
-        192: Tile(96, 1, 1.053, 1.053, 0.623, 7.845),
-        128: Tile(64, 1, 0.535, 0.535, 0.721, 8.075),
-        64: Tile(64, 3, 0.232, 0.413, 0.570, 7.468),
+        256: Tile(64, 1, 0.909, 0.909, 0.993, 6.650),
+        192: Tile(96, 1, 1.060, 1.060, 0.971, 7.126),
+        128: Tile(64, 1, 0.556, 0.556, 0.793, 6.508),
+        64: Tile(64, 3, 0.243, 0.440, 0.612, 5.752),
     },
     96: {
-        192: Tile(96, 1, 1.217, 1.217, 1.253, 10.18),
-        128: Tile(128, 1, 1.175, 1.175, 1.461, 8.9),
-        64: Tile(128, 1, 0.859, 0.859, 0.677, 7.82),
+        192: Tile(96, 1, 1.197, 1.197, 2.247, 6.137),
+        128: Tile(128, 1, 1.230, 1.230, 1.593, 6.644),
+        64: Tile(128, 1, 0.857, 0.857, 1.223, 5.958),
     },
     128: {
-        192: Tile(64, 1, 0.930, 0.930, 1.659, 5.171),
-        128: Tile(128, 1, 1.268, 1.268, 2.576, 7.065),
-        64: Tile(128, 1, 0.910, 0.910, 1.239, 8.359),
+        192: Tile(64, 1, 0.925, 0.925, 2.229, 6.136),
+        128: Tile(128, 1, 1.288, 1.288, 2.196, 6.476),
+        64: Tile(128, 1, 0.888, 0.888, 1.441, 6.043),
     },
     192: {128: Tile(80, 1, 1.189, 1.189, 2.139, 8.45), 64: Tile(64, 1, 0.705, 0.705, 1.227, 7.87)},
-    256: {128: Tile(64, 1, 1.216, 1.216, 5.792, 5.449), 64: Tile(64, 1, 0.826, 0.826, 2.712, 6.890)},
+    256: {128: Tile(64, 1, 1.256, 1.256, 4.389, 5.210), 64: Tile(64, 1, 0.856, 0.856, 2.112, 6.186)},
 }
 CLEARLY = 0.99  # of k6's own tiles' time, since the list is not exact
+ALONE = 0.35  # of a step's time, which it takes however few of its queries there are
+FEW_ROUNDS = 3  # of CTAs of BLOCK queries, up to which packed sequences are the fastest in such tiles
 MANY_TILES = 10  # for each SM: from there on the mean load and half of a tile are as good as the list
 
 
 def rows_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> int:
-    """Of how many queries a tile of the forward pass has, the number with the least time. Packed sequences
-    count as equally long: of their lengths nobody but the GPU knows more."""
-    packed, columns = problem.sequences is not None, tile_dim(problem)
-    if packed:
-        count = max(1, len(problem.sequences))
+    """Of how many queries a tile of the forward pass has: the number with the least time. Packed sequences
+    count as equally long: of their lengths nobody but the GPU knows more. A list of their tiles would be
+    exact for lengths that they do not have, so without a window it is the count that decides."""
+    shapes, count = tiles[tile_dim(problem)], len(problem.sequences or ())
+    own = next(iter(shapes))
+    if count:
         mean = {"seqlen_q": -(-problem.seqlen_q // count), "seqlen_kv": -(-problem.seqlen_kv // count)}
         problem = problem.with_(sequences=None, batch=count, **mean)
-    us = {}
-    for rows, tile in tiles[columns].items():
-        one = _in_shared_tiles(problem, rows, tile.keys) if packed else problem
-        us[rows] = forward_us(one, rows, sms, tiles)
-    own, best = next(iter(us)), min(us, key=us.get)
+    if count > 1 and not _is_narrow(problem):
+        blocks = problem.batch * problem.heads * math.ceil(problem.seqlen_q / BLOCK)
+        return BLOCK if blocks <= FEW_ROUNDS * sms * shapes[BLOCK].ctas else own
+    us = {rows: forward_us(problem, rows, sms, tiles) for rows in shapes}
+    best = min(us, key=us.get)
     return best if us[best] < CLEARLY * us[own] else own
 
 
-def _in_shared_tiles(problem: Problem, rows: int, keys: int) -> Problem:
-    """The problem with as many heads as have a tile of `rows` queries each, where heads of short sequences
-    share them (`device.shared_tiles`)."""
-    if problem.seqlen_q > BLOCK or problem.seqlen_kv > keys:
-        return problem
-    heads = math.ceil(problem.heads / (rows // BLOCK))
-    return problem.with_(heads=heads, kv_heads=heads)
+def _is_narrow(problem: Problem) -> bool:
+    """Whether a window hides keys on the left."""
+    return problem.window is not None and 0 <= problem.window[0] < problem.seqlen_kv - 1
 
 
 def forward_us(problem: Problem, rows: int, sms: int = SMS, tiles: Tiles = TILES) -> float:
     """The time of a forward pass in tiles of so many queries, in µs of the GPU whose costs `tiles` are."""
     tile = tiles[tile_dim(problem)][rows]
     heads = problem.batch * problem.heads
-    steps = [math.ceil(keys / tile.keys) for keys in keys_seen(problem, rows)]
+    steps: list[float] = [math.ceil(keys / tile.keys) for keys in keys_seen(problem, rows)]
+    if steps:  # the last tile's warpgroups without a query do nothing
+        used = math.ceil((problem.seqlen_q - rows * (len(steps) - 1)) / BLOCK) * BLOCK / rows
+        steps[-1] *= ALONE + (1 - ALONE) * used
     count = len(steps) * heads
     if count > MANY_TILES * sms:
         mean = heads * (sum(steps) * tile.step + len(steps) * tile.tile) / sms

@@ -39,7 +39,7 @@ def test_few_queries_go_every_way() -> None:
         assert problem.batch == 1 or problem.batch * problem.heads * problem.seqlen_kv <= fuzz.KEYS_MAX
     jobs = fuzz.jobs(drawn)
     decoded = {repr((what, options)) for stage_id, what, options in jobs if stage_id == launch.DECODE}
-    assert decoded < {repr(kernel) for kernel in few_queries.kernels()} and len(decoded) > 50
+    assert decoded < {repr(kernel) for kernel in few_queries.kernels()} and len(decoded) > 40
     assert {stage_id for stage_id, *_ in jobs} >= {"k6_slices_r64", "k6_r64", launch.DECODE}
     assert {(x.layout, x.problem.scaled) for x in drawn} == {(x, y) for x in fuzz.LAYOUTS for y in (0, 1)}
 
@@ -120,7 +120,7 @@ def test_what_is_written_down() -> None:
 
 def test_the_committed_run_is_of_these_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers still give what was tried, and every kernel that it ran has its identity in the file."""
-    rows = json.loads((repository() / "results/h100-80gb-hbm3/library/fuzz.json").read_text("utf-8"))["rows"]
+    rows = json.loads((repository() / "results/h200/library/fuzz.json").read_text("utf-8"))["rows"]
     monkeypatch.setattr(tuned, "gpu", lambda device=None: tuned.H200)
     summaries = [row for row in rows if "direction" in row]
     kernels = rows[len(summaries) :]

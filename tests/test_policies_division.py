@@ -13,11 +13,20 @@ def test_packed_sequences_count_as_their_mean(head_dim: int, count: int, length:
     total = count * length
     packed = Problem(1, 8, 8, total, total, head_dim, True, sequences=((0, 0),) * count)
     dense = Problem(count, 8, 8, length, length, head_dim, True)
+    own = next(iter(division.TILES[head_dim]))
+    assert division.rows_of(packed) == (division.rows_of(dense) if count == 1 else own)
+    narrow = {"causal": False, "window": (63, 0)}  # which the list of tiles knows of
     if length > 64:
-        assert division.rows_of(packed) == division.rows_of(dense)
+        assert division.rows_of(packed.with_(**narrow)) == division.rows_of(dense.with_(**narrow))
     assert division.rows_of(packed.with_(sequences=())) > 0
     lengths = ((length, length),) * count  # that the library does not know
     assert selection.forward_stage(packed.with_(sequences=lengths)) == selection.forward_stage(packed)
+
+
+def test_few_packed_sequences_have_tiles_of_64_queries() -> None:
+    total = lambda length: Problem(1, 8, 8, 8 * length, 8 * length, 128, True, sequences=((0, 0),) * 8)
+    assert [division.rows_of(total(n)) for n in (1, 64, 300, 384, 385, 2000)] == [64, 64, 64, 64, 192, 192]
+    assert division.rows_of(total(385), 264) == 64  # of twice the SMs
 
 
 @pytest.mark.parametrize("window", [(127, 0), (-1, 30), (64, 64), (0, 0), (1000, 5)])
