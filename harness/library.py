@@ -265,7 +265,11 @@ def losses_table(rows: Rows) -> str:
         first, *by_name[SDPA] = by_name[SDPA]
         steps = [f"{len(first['losses'])}", f"{first['losses'][-1]:.4f}"]
         apart = [
-            [abs(x - y) for row in by_name.get(name, ()) for x, y in zip(row["losses"], first["losses"])]
+            [
+                abs(x - y)
+                for row in by_name.get(name, ())
+                for x, y in zip(row["losses"], first["losses"], strict=True)
+            ]
             for name in TRAINED_WITH
         ]
         cells = [f"{max(xs):.4f}" if xs else "" for xs in apart]
@@ -388,7 +392,7 @@ LOSSES_ON = "h100-80gb-hbm3"  # the GPU whose rows are of an example whose learn
 
 
 def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
-    """The blocks of one GPU."""
+    """The blocks of one GPU, but that of losses, which is of LOSSES_ON."""
     return {
         "host": host_table(load(folder, "host")),
         "public-calls": calls_table(measured),

@@ -184,6 +184,7 @@ def environment_line(measured: Mapping[str, Results]) -> str:
 
     def values(key: str, unit: str = "") -> str:
         found = dict.fromkeys(e[key] for e in environments if e.get(key) is not None)
+        found = sorted(found) if key == "date" else found
         *others, last = [f"{value:g}{unit}" if unit else str(value) for value in found] or ["not recorded"]
         return f"{', '.join(others)} and {last}" if others else last
 

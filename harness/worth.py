@@ -33,8 +33,8 @@ LACKING: dict[str, tuple[tuple[str, str, tuple[int, ...]], ...]] = {
 
 
 def block(file: str, ablations: Mapping[str, Results]) -> str:
-    """A row for each idea: how much the kernel loses without it. `ablations` by GPU, the one measured last
-    first."""
+    """A row for each idea: how much the kernel loses without it. `ablations` by GPU, in the
+    order of `report.load_ladder`."""
     results = next(iter(ablations.values()), None)
     columns = [(head_dim, causal) for head_dim in BOTH for causal in (False, True)]
     lines = [

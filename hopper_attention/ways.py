@@ -87,21 +87,21 @@ def ways_of(problem: Problem) -> list[Way]:
 def way_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> Way:
     """The way with the least time. Packed sequences count as equally long."""
     best = Way(rows_of(problem, sms, tiles))
-    if problem.policies:
+    if problem.policies or not problem.seqlen_q:
         return best
     whole = way_us(problem, best, sms, tiles)
-    bounds = {way: _clearly(problem, way, sms) * whole for way in ways_of(problem)}
+    bounds = {way: _clearly(problem, way, sms, tiles) * whole for way in ways_of(problem)}
     us = {way: way_us(problem, way, sms, tiles) for way, bound in bounds.items() if bound}
     return min((way for way in us if us[way] < bounds[way]), key=us.get, default=best)
 
 
-def _clearly(problem: Problem, way: Way, sms: int) -> float:
+def _clearly(problem: Problem, way: Way, sms: int, tiles: Tiles) -> float:
     """Of the time of whole tiles: less must be expected of a way for it to be taken; 0 where it never is."""
     if way.kind is Kind.TILES:
         return 0.0
     if way.kind is Kind.DECODE or tiles_of(problem, way) <= FEW_SLICED * sms:
         return CLEARLY
-    own = next(iter(TILES[tile_dim(problem)]))
+    own = next(iter(tiles[tile_dim(problem)]))
     return MORE_CLEARLY if way == Way(own, Kind.SLICES) and not problem.causal else 0.0
 
 
@@ -155,7 +155,7 @@ def slices_us(problem: Problem, way: Way, sms: int = SMS, tiles: Tiles = TILES) 
     # A slice of the shortest tiles has most of them: under a mask those of a head's first queries.
     most = heads * len(steps) + bisect(list(accumulate(sorted(steps))), rest)
     joining, pieces = JOIN[way.kind][columns][way.rows], pieces_of(steps, slices.share)
-    if slices.shared:
+    if slices.divided and slices.shared:
         joining += SHARED + SHARED_PIECE * pieces
     elif slices.divided:
         joining += (ADD + way.rows * columns * 4 / ADD_BYTES) * max(0, pieces - 2)

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from hopper_attention import few_queries, selection, ways
+from hopper_attention.choice import slower
 from hopper_attention.kernels import calls_decode
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import DECODE
@@ -41,6 +42,14 @@ def test_what_is_taken() -> None:
     ):  # fmt: skip
         assert not few_queries.takes(few.with_(**other)), other
     assert not few_queries.takes(few.with_(seqlen_q=1, top_left=True)), "it sees the first key alone"
+
+
+@pytest.mark.parametrize("lengths", [(0, 128), (0, 0), (128, 0), (1, 0)])
+def test_problems_without_queries_or_keys_have_a_way(lengths: tuple[int, int]) -> None:
+    for head_dim in (64, 80, 128, 192, 256):
+        problem = Problem(2, 32, 8, *lengths, head_dim, False)
+        assert ways.way_of(problem).kind is Kind.TILES
+        assert (slower(problem) is not None) == (lengths == (0, 128))  # no query fills no tile
 
 
 def test_its_time_grows_with_the_keys_and_with_what_computes_them() -> None:

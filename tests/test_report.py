@@ -273,7 +273,7 @@ def test_the_gpu_of_most_stages_stands_first_then_the_newest(three: Path) -> Non
     assert list(report.load_ladder(three)) == ["h100-b", "h100-a", "h100-d", "h100-c"]
 
 
-def test_the_gpu_measured_last_is_the_one_of_the_ladder(three: Path) -> None:
+def test_the_first_gpu_is_the_one_of_the_ladder(three: Path) -> None:
     assert report.main([], three, STAGES) == 0
     sections = dict(part.split("\n", 1) for part in (three / "README.md").read_text().split("\n## ")[1:])
     assert "on NVIDIA H100 C." in sections["ladder"]
