@@ -155,10 +155,9 @@ def slices_us(problem: Problem, way: Way, sms: int = SMS, tiles: Tiles = TILES) 
     # A slice of the shortest tiles has most of them: under a mask those of a head's first queries.
     most = heads * len(steps) + bisect(list(accumulate(sorted(steps))), rest)
     joining, pieces = JOIN[way.kind][columns][way.rows], pieces_of(steps, slices.share)
-    if slices.divided and slices.shared:
-        joining += SHARED + SHARED_PIECE * pieces
-    elif slices.divided:
-        joining += (ADD + way.rows * columns * 4 / ADD_BYTES) * max(0, pieces - 2)
+    if slices.divided:
+        further = (ADD + way.rows * columns * 4 / ADD_BYTES) * max(0, pieces - 2)
+        joining += SHARED + SHARED_PIECE * pieces if slices.shared else further
     return tile.call + slices.steps * step + tile.tile * (1 + most) + joining
 
 

@@ -10,19 +10,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from harness import logits
-from harness.inputs import hopper_gpu, random_inputs
-from hopper_attention import (
-    attention,
-    attention_backward,
-    enabled,
-    production,
-)
+from harness.inputs import random_inputs
+from hopper_attention import attention, attention_backward, enabled, production
 from hopper_attention.integrations import huggingface
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not hopper_gpu(), reason="no Hopper GPU here: no kernel can be executed"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @every_mask
