@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from . import few_queries, tuned, ways
+from . import few_queries, tuned, turns, ways
 from .kernels import calls, calls_decode, calls_slices, division
 from .kernels.calls import UNDIVIDED, Parts
 from .kernels.contract import Problem, Scratch
 from .kernels.device.constants import GRID_YZ_MAX
-from .kernels.device.limits import tile_dim
+from .kernels.device.limits import TILE_Q, scratch_shapes, tile_dim
 from .launch import (
     BACKWARD,
     DECODE,
@@ -124,14 +124,21 @@ def backward_stage(
         stages = ONE_TILE, ONE_TILE_IN_PARTS
     if parts is None:
         one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
-        parts = division.parts_of(problem, gpu.sms, deterministic) if one_launch else UNDIVIDED
+        choose = turns.parts_of if deterministic else division.parts_of
+        parts = choose(problem, gpu.sms) if one_launch else UNDIVIDED
     return (stages[0], None) if parts == UNDIVIDED else (stages[1], parts)
 
 
 def backward_scratch(stage_id: str, problem: Problem, parts: Parts | None) -> Scratch:
     """What a launch of the stage that `backward_stage` gave needs beside its tensors."""
-    turns = stage_id in (DETERMINISTIC, DETERMINISTIC_IN_PARTS)
-    return calls.backward_scratch(problem, turns, parts, stage_id in (ONE_TILE, ONE_TILE_IN_PARTS))
+    takes_turns = stage_id in (DETERMINISTIC, DETERMINISTIC_IN_PARTS)
+    scratch = calls.backward_scratch(problem, takes_turns, parts, stage_id in (ONE_TILE, ONE_TILE_IN_PARTS))
+    if takes_turns and turns.is_simulated(problem):
+        sums, tile_q = turns.sums_of(problem, *(parts or UNDIVIDED))[0], TILE_Q[tile_dim(problem)]
+        q_tiles = -(-problem.seqlen_q // tile_q)
+        order = (problem.batch * problem.heads, q_tiles * sums), "int32"
+        scratch |= scratch_shapes(problem, tile_q, sums) | {"order": order}
+    return scratch
 
 
 def launch_of(stage_id: str, problem: Problem, gpu: tuned.Gpu) -> Launch:

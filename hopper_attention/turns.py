@@ -1,0 +1,192 @@
+"""What waiting for turns costs a deterministic backward pass (kernels/device/dq_sums.py, "turns"): its
+schedule, and a simulation of who waits for whom. In how many parts the queries of a tile of keys are divided,
+and how many sums of dQ there are, is chosen by it where the pass is short. Imports no compiler.
+
+A tile of keys goes to whoever is free, in the order of turns. It takes its steps one after the other; each
+adds to dQ of a tile of queries when the tile of keys before it has, and the next may add LINK later. Steps go
+on meanwhile, until the buffer of dQ is needed again.
+"""
+
+import functools
+import heapq
+import math
+from typing import NamedTuple
+
+from .kernels import division
+from .kernels.calls import UNDIVIDED, Parts
+from .kernels.contract import Problem
+from .kernels.device.constants import SMS
+from .kernels.device.limits import (
+    COLUMN_BYTES,
+    FINAL_SECTIONS,
+    L2_BYTES,
+    SECTION_BYTES,
+    TILE_KV,
+    TILE_Q,
+    tile_dim,
+)
+
+# In µs on an H200, fitted to 2117 schedules of 68 problems (notes/bwd4_det.md, "How many sums").
+STEP = {64: (2.26, 2.1), 96: (1.8, 1.67), 128: (2.0, 2.0)}  # of the main loop: without a mask, causal
+LINK = 2.85  # from one addition to a sum to the next
+AHEAD = 1.5  # how much a step's addition may be late before the next step is
+TILE = 2.0  # of a tile of keys beside its steps
+SUM_MB, PART_MB = 0.31, 0.66  # for a megabyte of sums of dQ, and of parts of dK and dV
+PARTS, CALL = 0.1, 7.4  # of adding parts; of everything else
+SUMS = (1, 2, 3, 4, 6, 8)
+ROTATED_BYTES = 32 * 2**20  # `dq_sums.ROTATED_BYTES`
+MANY_TILES = 2  # of keys for each SM: where all begin with the same queries, more only wait for each other
+SHORT = 6000  # steps of all tiles: so many are simulated in some milliseconds
+
+
+class KeyTile(NamedTuple):
+    """A tile of keys, or a part of one: of which head (of parts), and the tiles of queries it takes."""
+
+    block: int
+    head: int
+    mirrored: bool
+    queries: range | list[int]
+
+
+def is_simulated(problem: Problem) -> bool:
+    """Whether a backward pass is so short that its schedule is simulated."""
+    columns = tile_dim(problem)
+    if problem.policies or problem.top_left or columns > 128:
+        return False
+    tiles = math.ceil(problem.seqlen_kv / TILE_KV[columns])
+    steps = problem.batch * problem.heads * tiles * math.ceil(problem.seqlen_q / TILE_Q[columns])
+    return tiles > 1 and 0 < steps <= SHORT
+
+
+def parts_of(problem: Problem, sms: int = SMS) -> Parts:
+    """How to divide a deterministic backward pass: `division.parts_of`, or by the simulation."""
+    if is_simulated(problem):
+        ways = division.divisions(problem, sms)
+        return min(ways, key=lambda parts: sums_of(problem, *parts, sms)[1])
+    tiles = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
+    together = tiles > 1 and problem.seqlen_kv > 2 * problem.seqlen_q
+    if together and tiles * problem.batch * problem.kv_heads >= MANY_TILES * sms:
+        return UNDIVIDED
+    return division.parts_of(problem, sms, deterministic=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def sums_of(problem: Problem, heads: int, queries: int, sms: int = SMS) -> tuple[int, float]:
+    """With how many sums of dQ a pass takes least whose work on a tile of keys is divided by heads and by
+    queries; and how long, in µs."""
+    tiles = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
+    us = {x: pass_us(problem, heads, queries, x, sms) for x in SUMS if x <= tiles}
+    best = min(us, key=us.get)
+    return best, us[best]
+
+
+def pass_us(problem: Problem, heads: int, queries: int, sums: int, sms: int = SMS) -> float:
+    """How long a pass is expected to take."""
+    columns, parts = tile_dim(problem), heads * queries
+    us = CALL + waited(problem, heads, queries, sums, sms)
+    us += SUM_MB * sums * problem.batch * problem.heads * problem.seqlen_q * columns * 4e-6
+    if parts > 1:
+        us += (
+            PARTS
+            + PART_MB * 2 * parts * problem.batch * problem.kv_heads * problem.seqlen_kv * columns * 4e-6
+        )
+    return us
+
+
+def waited(problem: Problem, heads: int, queries: int, sums: int, sms: int = SMS) -> float:
+    """The time until the last addition, in µs."""
+    step, group = STEP[tile_dim(problem)][problem.causal], problem.heads // problem.kv_heads // heads
+    tiles, ctas = schedule(problem, heads, queries, sums, sms)
+    if len(tiles) <= ctas:  # all begin at once: each head is as another one
+        alike: dict[bool, int] = {}
+        tiles = [x for x in tiles if alike.setdefault(x.mirrored, x.head) == x.head]
+    rotated = _is_rotated(problem, heads * queries, sums)
+    turns: list[int] = _key_blocks_seen(problem)
+    blocks = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
+    passed: dict[tuple[int, int, int, int], float] = {}  # when a sum's turn is the next one's
+    free, end = [0.0] * ctas, 0.0
+    for tile in tiles:
+        time = free[0] + TILE
+        for g in range(group):
+            for q in tile.queries:
+                if rotated:
+                    at = int(tile.block < blocks - math.ceil((q + 1) * blocks / len(turns)))
+                elif problem.causal and not tile.mirrored:
+                    at = (turns[q] - 1 - tile.block) % sums
+                else:
+                    at = tile.block % sums
+                time += step
+                own = max(time, passed.get((tile.head, g, q, at), 0.0))
+                passed[tile.head, g, q, at] = own + LINK
+                time = max(time, own - AHEAD)
+        heapq.heapreplace(free, time)
+        end = max(end, time)
+    return end + LINK
+
+
+def schedule(
+    problem: Problem, heads: int, queries: int, sums: int, sms: int = SMS
+) -> tuple[list[KeyTile], int]:
+    """The tiles of keys in the order in which they are fetched (`key_tiles.Tiles.locate`), and among how many
+    CTAs."""
+    columns = tile_dim(problem)
+    tile_q, tile_kv = TILE_Q[columns], TILE_KV[columns]
+    key_blocks, q_tiles = math.ceil(problem.seqlen_kv / tile_kv), math.ceil(problem.seqlen_q / tile_q)
+    blocks, all_heads = key_blocks * queries, problem.batch * problem.kv_heads * heads
+    steps_of_64, offset = tile_q == 64, problem.seqlen_kv - problem.seqlen_q
+    waves, ctas = steps_of_64 and not problem.causal, sms
+    if problem.causal:
+        group = problem.heads // problem.kv_heads // heads
+        head_bytes = problem.seqlen_q * COLUMN_BYTES[columns] * columns * group
+        section = max(1 if steps_of_64 else 2, 2 * SECTION_BYTES // head_bytes)
+        section = max(1, min(all_heads // 2, section))
+    else:
+        section = max(1, min(all_heads, sms // blocks))
+    final = all_heads // section * section
+    if not waves:
+        final = max(0, all_heads - FINAL_SECTIONS * section) // section * section
+    if problem.causal:
+        final = max(final, (all_heads + 1) // 2 // section * section)
+    if waves and sms // blocks * blocks > sms * 9 // 10:
+        ctas = sms // blocks * blocks
+    keys = problem.seqlen_kv if heads * queries == 1 else blocks * tile_kv  # parts of queries count as keys
+    may_mirror = problem.causal and keys <= 2 * problem.seqlen_q
+    all_mirrored = problem.seqlen_q * COLUMN_BYTES[columns] * columns > L2_BYTES
+    rotated = _is_rotated(problem, heads * queries, sums)
+    found = []
+    for tile in range(blocks * all_heads):
+        first, together = tile // (section * blocks) * section, section
+        if first >= final:
+            first, together = final, all_heads - final
+        inside = tile - first * blocks
+        block, head = inside // together, first + inside % together
+        mirrored = may_mirror and (all_mirrored or head >= final)
+        if problem.causal and not mirrored:
+            block = blocks - 1 - block
+        key_block, part = divmod(block, queries)
+        begin = min(q_tiles, max(0, key_block * tile_kv - offset) // tile_q) if problem.causal else 0
+        seen = q_tiles - begin
+        own = range(begin + seen * part // queries, begin + seen * (part + 1) // queries)
+        if mirrored:
+            own = own[::-1]
+        elif rotated:
+            turn = (key_blocks - 1 - key_block) * q_tiles // key_blocks
+            own = [*own[turn:], *own[:turn]]
+        found.append(KeyTile(key_block, head, mirrored, own))
+    return found, min(len(found), ctas)
+
+
+def _is_rotated(problem: Problem, parts: int, sums: int) -> bool:
+    """`dq_sums.SummedTiles.is_rotated`, of an undivided pass."""
+    columns = tile_dim(problem)
+    small = problem.seqlen_q * (COLUMN_BYTES[columns] + 4) * columns <= ROTATED_BYTES
+    return not problem.causal and TILE_Q[columns] == 64 and parts == 1 and sums == 2 and small
+
+
+def _key_blocks_seen(problem: Problem) -> list[int]:
+    """How many tiles of keys each tile of queries sees."""
+    tile_q, tile_kv = TILE_Q[tile_dim(problem)], TILE_KV[tile_dim(problem)]
+    offset = problem.seqlen_kv - problem.seqlen_q
+    seen = lambda end: min(problem.seqlen_kv, max(0, end + offset)) if problem.causal else problem.seqlen_kv
+    ends = range(tile_q, problem.seqlen_q + tile_q, tile_q)
+    return [math.ceil(seen(end) / tile_kv) for end in ends]
