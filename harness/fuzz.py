@@ -170,6 +170,22 @@ def set_of(problem: Problem) -> str:
     return problem.direction if problem.policies else FEW
 
 
+def longest_of(drawn: Drawn) -> int:
+    """What a forward call is told of how many queries a sequence has at most: nothing, what is true, or the
+    mean, with which they seem equally long and are not."""
+    sequences = drawn.problem.sequences
+    if not sequences:
+        return 0
+    told = 0, max(n for n, _ in sequences), -(-drawn.problem.seqlen_q // len(sequences))
+    return told[drawn.number // KINDS % 3]
+
+
+def stage_of(drawn: Drawn) -> str:
+    """The stage that the library runs."""
+    problem = policies.without_idle_window(drawn.problem)
+    return chosen_stage(problem, is_deterministic(drawn), longest_of(drawn))
+
+
 def is_deterministic(drawn: Drawn) -> bool:
     """Whether a backward problem goes to the deterministic kernels; each kind goes to both."""
     return drawn.number // KINDS % 2 == 0
@@ -212,9 +228,9 @@ def check(drawn: Drawn) -> list[str]:
             return ["without the lse o is another"]
         outputs, stage_id = {"o": o, "lse": lse}, chosen_stage(problem)
     elif problem.direction == "fwd":
-        o, lse = policies.forward(*tensors, more, *options)
+        o, lse = policies.forward(*tensors, more, *options, longest=longest_of(drawn))
         outputs = {"o": as_judged(o), "lse": lse[None] if packed else lse}
-        stage_id = chosen_stage(policies.without_idle_window(problem))
+        stage_id = stage_of(drawn)
     else:
         o, lse = given.saved
         saved = [laid_out(x, drawn.layout, packed) for x in (given.do, o)]
@@ -247,8 +263,7 @@ def jobs(drawn: list[Drawn]) -> list[Job]:
     """The kernels that they run."""
     found: dict[str, Job] = {}
     for one in drawn:
-        problem = policies.without_idle_window(one.problem)
-        job = job_of(chosen_stage(problem, is_deterministic(one)), problem)
+        job = job_of(stage_of(one), policies.without_idle_window(one.problem))
         found[repr(job)] = job
     return list(found.values())
 
@@ -337,6 +352,7 @@ def summary(which: str, drawn: list[Drawn], first: int) -> dict[str, object]:
         "sinks": count(lambda x: x.sink),
         "packed": count(lambda x: x.sequences is not None),
         "sequences": sum(len(x.sequences or ()) for x in problems),
+        "told_the_longest": sum(longest_of(x) > 0 for x in drawn) if which == "fwd" else None,
         "deterministic": sum(map(is_deterministic, drawn)) if which == "bwd" else None,
         "grouped_heads": count(lambda x: x.heads != x.kv_heads),
         "layouts": {name: sum(x.layout == name for x in drawn) for name in LAYOUTS},

@@ -18,7 +18,7 @@ import torch
 from harness import edits, judging, machine_code, peers, reference, results, timing
 from harness.inputs import poison, random_inputs
 from harness.stages import check_memory
-from hopper_attention import attention, attention_backward, selection, tuned
+from hopper_attention import attention, attention_backward, selection, tuned, ways
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import KernelFile, Problem, Tensors
 from hopper_attention.launch import (
@@ -94,10 +94,13 @@ class Contender:
         return self.name != self.stage_id and not self.is_public_call
 
 
-def chosen_stage(problem: Problem, deterministic: bool = False) -> str:
-    """The stage that the library runs for a problem."""
+def chosen_stage(problem: Problem, deterministic: bool = False, longest: int = 0) -> str:
+    """The stage that the library runs for a problem; `longest` is what it is told of packed sequences."""
     if problem.direction == "fwd":
-        return selection.forward_stage(problem, gpu=tuned.gpu())
+        gpu = tuned.gpu()
+        told = longest > 0 and problem.sequences is not None
+        equal = told and ways.are_equal(problem.seqlen_q, len(problem.sequences), longest)
+        return selection.forward_stage(problem, ways.way_of(problem, *gpu, equal), gpu)
     return selection.backward_stage(problem, deterministic, gpu=tuned.gpu())[0]
 
 

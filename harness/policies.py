@@ -65,6 +65,7 @@ class Given:
     sink: torch.Tensor | None = None
     starts: tuple[list[int], list[int]] | None = None
     used: bool = False
+    each: int = 0  # as how many tiles each sequence counts to a forward stage; 0: they are listed
 
     @functools.cached_property
     def groups(self) -> list[Group]:
@@ -191,7 +192,8 @@ class Given:
         """The stage's outputs."""
         t = self.poison(self.allocate(stage_id))
         module = ladder.load(stage_id)[1]
-        module.run_kernel(compile_stage(stage_id, self.problem), t)
+        counted = (self.each,) if self.each else ()
+        module.run_kernel(compile_stage(stage_id, self.problem), t, *counted)
         return t
 
     def check(self, stage_id: str) -> list[str]:

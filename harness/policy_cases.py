@@ -295,8 +295,18 @@ def packed(stage_id: str) -> Iterator[tuple[str, Problem]]:
 
 @case(policies=True)
 def packed_sequences(stage_id, args):
+    """Of a forward stage also as if all had so many tiles, which nothing lists then: fewer than the longest
+    has, and more than any. The bits are those of listed tiles."""
+    forward = ladder.load(stage_id)[0].direction != "bwd"  # backward tiles are always listed
     for name, problem in packed(stage_id):
-        yield from checked(stage_id, random_given(problem, outside=math.inf), name)
+        given = random_given(problem, outside=math.inf)
+        yield from checked(stage_id, given, name)
+        listed = given.run(stage_id).outputs if forward else {}
+        for each in (1, 2, 9) if forward else ():
+            one = replace(given, each=each)
+            for output, x in one.run(stage_id).outputs.items():
+                if not same(x, listed[output]):
+                    yield f"{problem}, {name}: {output} as {each} tiles each is not that of listed tiles"
 
 
 @case(policies=True)

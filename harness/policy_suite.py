@@ -264,7 +264,9 @@ class _Ours:
         )
         rows_first = lambda x: as_call(x) if self.packed else as_call(x).transpose(1, 2)
         tensors = [rows_first(x) for x in (given.q, given.k, given.v)]
-        self.call: Callable[[], tuple[torch.Tensor, ...]] = lambda: policies.forward(*tensors, more, *options)
+        longest = longest_of(problem)
+        self.call: Callable[[], tuple[torch.Tensor, ...]]
+        self.call = lambda: policies.forward(*tensors, more, *options, longest=longest)
         self.names: tuple[str, ...] = ("o", "lse")
         group = problem.heads // problem.kv_heads
         whole = problem.flops <= JUDGED_WHOLE
@@ -302,11 +304,17 @@ class _Ours:
                 outputs[name] = self.seen(x, name)[:, at]
         stage_id = BACKWARD
         if problem.direction == "fwd":
-            stage_id = chosen_stage(policies.without_idle_window(self.given.problem))
+            asked = policies.without_idle_window(self.given.problem)
+            stage_id = chosen_stage(asked, longest=longest_of(asked))
         stage, module = ladder.load(stage_id)
         rounding = rounding_of(stage, module, problem, **stage.options)
         if failures := self.judged.judge(outputs, rounding, poisoned=False):
             raise RuntimeError(f"{self.given.problem}: {'; '.join(failures)}")
+
+
+def longest_of(problem: Problem) -> int:
+    """What a call is told, ours as the peers': how many queries the longest packed sequence has."""
+    return max((n for n, _ in problem.sequences or ()), default=0)
 
 
 def dense_of(problem: Problem) -> Problem | None:
@@ -326,7 +334,7 @@ def kernels(problem: Problem) -> list[Job]:
         for direction in {"fwd", problem.direction} if one else ():
             asked = policies.without_idle_window(one.with_(direction=direction))
             asked = asked.with_(scaled=bool(asked.policies) or not has_own_kernel(asked))
-            found.append(job_of(chosen_stage(asked), asked))
+            found.append(job_of(chosen_stage(asked, longest=longest_of(asked)), asked))
     return found
 
 

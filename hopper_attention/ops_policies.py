@@ -2,11 +2,12 @@
 backward pass.
 
 attend(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, causal, top_left,
-       window_left, window_right, softcap, deterministic) → o, lse
+       window_left, window_right, softcap, deterministic, longest) → o, lse
 attend_backward(do, q, k, v, o, lse, dlse, sink, …the same) → dq, dk, dv, dsink
 
-Packed q is (total, heads, head_dim), its lse (heads, total); without a sink dsink is (0,). Everything else is
-as in `ops`, whose operators, with fewer arguments, plain calls keep.
+Packed q is (total, heads, head_dim), its lse (heads, total); `longest` is a hint, how many queries a sequence
+has at most, 0 where nobody says. Without a sink dsink is (0,). Everything else is as in `ops`, whose
+operators, with fewer arguments, plain calls keep.
 """
 
 import torch
@@ -21,7 +22,7 @@ library = Library("hopper_attention", "FRAGMENT")
 MORE = (
     "Tensor? sink=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, "
     "Tensor? seqused_k=None, float? softmax_scale=None, bool causal=False, bool top_left=False, "
-    "int window_left=-1, int window_right=-1, float softcap=0.0, bool deterministic=False"
+    "int window_left=-1, int window_right=-1, float softcap=0.0, bool deterministic=False, SymInt longest=0"
 )
 library.define(f"attend(Tensor q, Tensor k, Tensor v, {MORE}) -> (Tensor o, Tensor lse)", tags=ops.TAGS)
 library.define(
@@ -33,7 +34,7 @@ forward = torch.ops.hopper_attention.attend.default
 backward = torch.ops.hopper_attention.attend_backward.default
 
 TENSORS = 5  # of MORE
-OPTIONS = (None, False, False, -1, -1, 0.0, False)  # the rest of MORE, where they are not given
+OPTIONS = (None, False, False, -1, -1, 0.0, False, 0)  # the rest of MORE, where they are not given
 
 
 def _complete(more: tuple[object, ...]) -> tuple[tuple[torch.Tensor | None, ...], tuple[object, ...]]:
@@ -46,13 +47,13 @@ def _complete(more: tuple[object, ...]) -> tuple[tuple[torch.Tensor | None, ...]
 
 
 def run_forward(q, k, v, *more):
-    tensors, (scale, causal, top_left, left, right, softcap, _) = _complete(more)
+    tensors, (scale, causal, top_left, left, right, softcap, _, longest) = _complete(more)
     options = scale, causal, top_left, (left, right), softcap
-    return policies.forward(q, k, v, policies.Tensors(*tensors), *options)
+    return policies.forward(q, k, v, policies.Tensors(*tensors), *options, longest=longest)
 
 
 def run_backward(do, q, k, v, o, lse, dlse=None, *more):
-    tensors, (scale, causal, top_left, left, right, softcap, deterministic) = _complete(more)
+    tensors, (scale, causal, top_left, left, right, softcap, deterministic, _) = _complete(more)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     options = scale, causal, top_left, (left, right), softcap, deterministic
     return policies.backward(do, q, k, v, o, lse, dlse, policies.Tensors(*tensors), *options)
@@ -149,7 +150,7 @@ def differentiable_backward(do, q, k, v, o, lse, dlse=None, *more):
 
 def call_forward(q, k, v, tensors: tuple[torch.Tensor | None, ...], options: tuple[object, ...]):
     """`forward`, but where nothing would see it without the dispatcher, as `ops.call_forward`."""
-    booleans = all(type(x) is bool for x in (*options[1:3], options[-1]))
+    booleans = all(type(x) is bool for x in (*options[1:3], options[6]))
     if ops.unwatched():
         check_scale(options[0]), check_softcap(options[5])
     if not (ops.unseen(q, k, v, *tensors) and booleans):
@@ -173,7 +174,7 @@ library.impl("attend", ops.autocast_on("cuda", forward), "AutocastCUDA")
 def _flops(direction: str, q, v, *more) -> int:
     """Of the pairs that a mask or a window shows. Lengths are read here; of tensors without values, sequences
     count as equally long."""
-    (_, cu_q, cu_k, used_q, used_k), (_, causal, top_left, left, right, _, _) = _complete(more)
+    (_, cu_q, cu_k, used_q, used_k), (_, causal, top_left, left, right, *_) = _complete(more)
     window = None if (left, right) == (-1, -1) else (left, right)
     mask = {"causal": causal, "top_left": top_left, "window": window, "direction": direction}
     mask["value_dim"] = v.shape[-1] if v.shape[-1] != q.shape[-1] else None

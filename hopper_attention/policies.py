@@ -47,6 +47,7 @@ class Made(NamedTuple):
 
     plan: Plan
     numbers: tuple[float | int, ...]  # that its kernels are given before tensors: scale, window, soft cap
+    rows: int = 0  # of a tile, where sequences are about equally long and their tiles are not listed
 
 
 _plans: Plans[Made] = Plans()
@@ -86,15 +87,21 @@ def forward(
     top_left: bool,
     window: tuple[int, int],
     softcap: float,
+    longest: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse on PyTorch's current stream, of q (batch, heads, seqlen, head_dim), or of packed sequences
-    (total, heads, head_dim) with lse (heads, total).
+    (total, heads, head_dim) with lse (heads, total). `longest` is how many queries a sequence has at most, or
+    0: a hint, which only time depends on.
 
     Raises TypeError or ValueError before anything is launched.
     """
     options = softmax_scale, causal, top_left, window, softcap
-    plan_anew = lambda: _plan_forward(q, k, v, more, *options)
-    plan, numbers = _made(("fwd", *options), (q, k, v), more, plan_anew)
+    # The plan is of equal sequences, or of any: the hint itself is no part of a plan's kind.
+    packed = more.cu_q is not None
+    known = longest > 0 and packed and q.dim() == 3
+    equal = known and ways.are_equal(q.shape[0], more.cu_q.numel() - 1, longest)
+    plan_anew = lambda: _plan_forward(q, k, v, more, *options, equal=equal)
+    plan, numbers, rows = _made(("fwd", *options, equal), (q, k, v), more, plan_anew)
     if lengths.CHECKED and more.cu_q is not None:
         lengths.look_at_packing(q, k, *more[1:])
     device = q.device
@@ -106,11 +113,13 @@ def forward(
         if more.used_q is not None:  # there are rows of no sequence, which no kernel writes
             o.zero_(), lse.zero_()
         scratch = scratch_of(plan.parts[0], device)
-        if more.cu_q is None:
-            calls.launch_forward(plan.launch, q, k, v, o, lse, scratch, (*numbers, *more.given))
+        given = *numbers, *more.given
+        if not packed:
+            calls.launch_forward(plan.launch, q, k, v, o, lse, scratch, given)
         else:
-            rows = [as_batch(x) for x in (q, k, v, o)]
-            calls.launch_forward(plan.launch, *rows, lse.unsqueeze(0), scratch, (*numbers, *more.given))
+            each = -(-longest // rows) if rows else 0
+            tensors = [as_batch(x) for x in (q, k, v, o)]
+            calls.launch_forward(plan.launch, *tensors, lse.unsqueeze(0), scratch, (*given, each))
         return o, lse
 
     return run_on(device, run, plan_anew)
@@ -138,7 +147,7 @@ def backward(
     """
     options = softmax_scale, causal, top_left, window, softcap, deterministic
     plan_anew = lambda: _plan_backward(do, q, k, v, o, lse, dlse, more, *options)
-    plan, numbers = _made(("bwd", *options, dlse is None), (do, q, k, v, o, lse), more, plan_anew)
+    plan, numbers, _ = _made(("bwd", *options, dlse is None), (do, q, k, v, o, lse), more, plan_anew)
     if lengths.CHECKED and more.cu_q is not None:
         lengths.look_at_packing(q, k, *more[1:])
     device = q.device
@@ -262,16 +271,18 @@ def without_idle_window(problem: Problem) -> Problem:
     return problem.with_(window=None if (left, right) == (-1, -1) else (left, right))
 
 
-def _plan_forward(q, k, v, more: Tensors, *options: object) -> Made:
+def _plan_forward(q, k, v, more: Tensors, *options: object, equal: bool = False) -> Made:
     problem, numbers = _problem_of("fwd", q, k, v, more, *options)
     lse_shape = q.shape[:3] if more.cu_q is None else (q.shape[1], q.shape[0])
     outputs = dense_like(q, v.shape[-1]), dense(lse_shape, torch.float32)
     if not q.numel() or not k.numel() or problem.sequences == ():
         return Made(Plan(None, outputs, (), ()), numbers)
     gpu = tuned.gpu(q.device)
-    way = ways.way_of(problem, *gpu)
+    way = ways.way_of(problem, *gpu, equal)
     part = part_of(WHOLE, WHOLE, forward_scratch(problem, way, gpu.sms))
-    return Made(Plan(forward_launch(problem, way, gpu), outputs, (part,), ()), numbers)
+    unlisted = equal and not ways.shares_heads(problem, *gpu)
+    plan = Plan(forward_launch(problem, way, gpu), outputs, (part,), ())
+    return Made(plan, numbers, way.rows if unlisted else 0)
 
 
 def _plan_backward(

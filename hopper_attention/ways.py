@@ -24,7 +24,7 @@ from .kernels.calls_slices import (
 from .kernels.contract import Problem
 from .kernels.device.constants import SMS
 from .kernels.device.limits import BLOCK, L2_BYTES, tile_dim
-from .kernels.division import CLEARLY, TILES, Tiles, forward_us, keys_seen, rows_of
+from .kernels.division import CLEARLY, FEW_ROUNDS, TILES, Tiles, forward_us, keys_seen, rows_of
 
 
 class Kind(Enum):
@@ -61,6 +61,9 @@ SHARED, SHARED_PIECE = 3.0, 0.05  # of sums that all CTAs make, and of each piec
 FEW_SLICED, MORE_CLEARLY = 5, 0.955
 # Of what slices read, where L2 does not hold all keys: the rest another has just read.
 READ_AGAIN = {Kind.SLICES: 0.75, Kind.GROUPS: 0.55}
+# Packed sequences are equally long if each counted as the longest gives no more than AT_MOST times the rows
+# that there are: others are empty tiles. And if those are no more than AT_LEAST times what it gives.
+AT_LEAST, AT_MOST = 2.0, 1.1
 READS_SLOWLY = 1.13  # than other tiles a whole one of BLOCK rows, whose loads are fewer
 
 
@@ -84,15 +87,43 @@ def ways_of(problem: Problem) -> list[Way]:
     return ways + [Way(decode_rows(problem), Kind.DECODE)] * few_queries.takes(problem)
 
 
-def way_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> Way:
-    """The way with the least time. Packed sequences count as equally long."""
-    best = Way(rows_of(problem, sms, tiles))
+def way_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES, equal: bool = False) -> Way:
+    """The way with the least time. `equal`: packed sequences are known to be about equally long."""
+    alike = equal and not shares_heads(problem, sms, tiles)
+    best = Way(rows_of(_as_batch(problem) if alike else problem, sms, tiles))
     if problem.policies or not problem.seqlen_q:
         return best
     whole = way_us(problem, best, sms, tiles)
     bounds = {way: _clearly(problem, way, sms, tiles) * whole for way in ways_of(problem)}
     us = {way: way_us(problem, way, sms, tiles) for way, bound in bounds.items() if bound}
     return min((way for way in us if us[way] < bounds[way]), key=us.get, default=best)
+
+
+def are_equal(total: int, sequences: int, longest: int) -> bool:
+    """Whether packed sequences with so many rows in all are about equally long, if the longest has so
+    many."""
+    rows = sequences * longest
+    return total <= AT_LEAST * rows and rows <= AT_MOST * total
+
+
+def shares_heads(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> bool:
+    """Whether packed sequences that are equally long are so short, and so many, that heads are to share tall
+    tiles, which a list says (`device.shared_tiles`): where a tile takes three of them or more, and of tiles
+    of BLOCK queries an SM has only one at once."""
+    if not problem.sequences:
+        return False
+    shapes, one = tiles[tile_dim(problem)], _as_batch(problem)
+    tall = shapes[BLOCK].ctas == 1 and next(iter(shapes)) >= 3 * BLOCK
+    return tall and one.seqlen_q <= BLOCK and one.batch * one.heads > FEW_ROUNDS * sms
+
+
+def _as_batch(problem: Problem) -> Problem:
+    """Packed sequences as a batch of their mean length."""
+    count = len(problem.sequences or ())
+    if not count:
+        return problem
+    mean = {"seqlen_q": -(-problem.seqlen_q // count), "seqlen_kv": -(-problem.seqlen_kv // count)}
+    return problem.with_(sequences=None, batch=count, **mean)
 
 
 def _clearly(problem: Problem, way: Way, sms: int, tiles: Tiles) -> float:

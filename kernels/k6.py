@@ -30,7 +30,7 @@ from cutlass.memory import SmemAllocator
 
 from .calls import forward_scratch, given_names, refuse_forward, run_forward
 from .calls_slices import NOWHERE
-from .contract import LazyMaximum, Problem, Scratch, Stage, Work
+from .contract import Compiled, LazyMaximum, Problem, Scratch, Stage, Tensors, Work
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
 from .device.forward_shapes import CONFIGS, VARIANTS, config_of, variants_for  # noqa: F401  for ablations
@@ -140,16 +140,19 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, *rest):
         """`rest` is `calls.forward_scratch` or `calls_slices.slices_scratch`, what `calls.given_names`
-        names, and the stream."""
+        names, of packed sequences as how many tiles each counts (0: they are listed), and the stream."""
         batch, heads, seqlen_q, _ = mQ.shape
         listing, tiles = None, cute.ceil_div(seqlen_q, self.tile_q) * heads * batch
         if const_expr(self.sliced):
             listing, tiles = self.slices_of(*rest[:2], mQ, mK, mO)
             rest = rest[2:]
+        if const_expr(self.packed):
+            *rest, each, stream = rest
+            rest = *rest, stream
         mList, mCounter, given, stream = take_apart(rest, self.has)
         if const_expr(self.packed):
-            totals = seqlen_q, mK.shape[2]
-            listing, tiles = self.list_tiles(mList, given, totals, heads, self.sms * self.config.ctas, stream)
+            totals, ctas = (seqlen_q, mK.shape[2]), self.sms * self.config.ctas
+            listing, tiles = self.list_or_count(mList, given, each, totals, heads, ctas, stream)
         mQ, mK, mV, mO = [self.batch.view(mX) for mX in (mQ, mK, mV, mO)]
         loads = *load_atom(mQ, self.q_box, self.head_dim), *load_atom(mK, self.tile_kv, self.head_dim)
         loads = *loads, *load_atom(mV, self.tile_kv, self.value_dim)
@@ -399,7 +402,11 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
 
 
 supports = refuse_forward
-run_kernel = run_forward
+
+
+def run_kernel(compiled: Compiled, t: Tensors, each: int = 0) -> None:
+    """`run_forward`; packed sequences count as `each` tiles, or are listed."""
+    run_forward(compiled if t.cu_seqlens is None else lambda *given: compiled(*given, each), t)
 
 
 def workspace(problem: Problem, config: Config | None = None, **options: object) -> Scratch:
@@ -436,4 +443,5 @@ def compile_forward(kernel: FlashAttentionForward, problem: Problem) -> object:
         scratch = [fake_list(), *scratch]
     elif kernel.sliced:
         scratch = [*fake_slices(kernel.value_dim, WARPGROUP * kernel.consumers), *scratch]
-    return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), *scratch, *fake_given(q.shape[1], kernel.has))
+    given = fake_given(q.shape[1], kernel.has) + [Int32(0)] * kernel.packed
+    return compile_for_torch(kernel, q, k, v, o, fake_fp32(q), *scratch, *given)

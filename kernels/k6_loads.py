@@ -6,7 +6,7 @@ from cutlass import Int32, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from .calls_slices import NOWHERE
-from .device.key_slices import SlicedTiles
+from .device.equal_tiles import PackedTiles, ask
 from .device.rings import PRODUCER, put, put_both
 from .device.tile_order import fetch, tell
 from .device.tma import partition_tma
@@ -14,7 +14,7 @@ from .device.tma import partition_tma
 END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
 
 
-class LoadingQueries(SlicedTiles):
+class LoadingQueries(PackedTiles):
     """Tiles of queries, and who loads them."""
 
     consumers: int
@@ -66,7 +66,7 @@ class LoadingQueries(SlicedTiles):
         if const_expr(self.packed):
             for atom in (load_Q, load_K, load_V):
                 cpasync.prefetch_descriptor(atom)
-            listed, tiles, alone = self.locate_first(tile, tiles, mQ, mK, listing)
+            tile, listed, tiles, alone = self.first_tile(tile, tiles, mCounter, mQ, mK, listing)
         if const_expr(self.sliced):
             number, at = self.own_slice(taken, mQ, mK)
             tile, tiles, *_ = at
@@ -87,6 +87,13 @@ class LoadingQueries(SlicedTiles):
             tVgV, tVsV = partition_tma(load_V, self.batch.keys_from(mV, kv_head, place), sV)
             lengths = self.batch.lengths(place, extents)
             first = self.first_of_tile(q_block, *lengths)
+            if const_expr(self.packed):
+                # What is next is asked for a tile of keys ahead of when it is looked up.
+                kv_blocks = self.tiles_loaded(place, lengths)
+                ahead, last = kv_blocks - 2, cutlass.max(first + 1, kv_blocks - 1)
+                goes_on, asked = self.goes_on(place, listing), Int32(0)
+                if (ahead <= first) & ~goes_on:
+                    asked = ask(mCounter)
             for i in range_constexpr(self.consumers):
                 if const_expr(i == 0 and self.keys_first):
                     put(k_ring, kv_put, load_K, tKgK[self.batch.keys_at(place, first)], tKsK)
@@ -96,25 +103,30 @@ class LoadingQueries(SlicedTiles):
                     put(k_ring, kv_put, load_K, tKgK[self.batch.keys_at(place, first)], tKsK)
             put(v_ring, kv_put, load_V, tVgV[self.batch.keys_at(place, first)], tVsV)
             kv_put.advance()
-            kv_blocks = self.tiles_loaded(place, lengths)
-            last = cutlass.max(first + 1, kv_blocks - 1) if const_expr(self.packed) else kv_blocks
             kv = k_ring, load_K, tKgK, tKsK, v_ring, load_V, tVgV, tVsV
-            for block in range(first + 1, last, unroll=1):
+            if const_expr(not self.packed):
+                ahead = self.tiles_loaded(place, lengths)
+            for block in range(first + 1, ahead, unroll=1):
                 put_both(*kv, kv_put, self.batch.keys_at(place, block))
                 kv_put.advance()
             if const_expr(self.packed):
-                tiles, alone = self.once_listed(announced == FIRST, tiles, alone, mQ, listing)
-            if const_expr(self.sliced):
+                if (ahead > first) & ~goes_on:
+                    asked = ask(mCounter)
+                for block in range(cutlass.max(first + 1, ahead), last, unroll=1):
+                    put_both(*kv, kv_put, self.batch.keys_at(place, block))
+                    kv_put.advance()
+                tiles, alone = self.once_told(announced == FIRST, tiles, alone, mQ, listing)
+                # Where the next tile lies is read while the last stage is waited for.
+                then = place, goes_on, asked
+                tile, listed = self.next_tile(tile, then, tiles, alone, mCounter, mQ, mK, listing)
+                for block in range(last, kv_blocks, unroll=1):
+                    put_both(*kv, kv_put, self.batch.keys_at(place, block))
+                    kv_put.advance()
+            elif const_expr(self.sliced):
                 at = self.next_piece((tile + place[4], *at[1:]), mQ, mK)
                 tile, tiles, *_ = at
             else:
                 tile = fetch(mCounter, tiles)
-            if const_expr(self.packed):
-                # What the list says of the next tile comes while the last stage is waited for.
-                listed = self.locate_listed(tile, alone, mQ, mK, listing[0])
-                for block in range(last, kv_blocks, unroll=1):
-                    put_both(*kv, kv_put, self.batch.keys_at(place, block))
-                    kv_put.advance()
             announced = Int32(FOLLOWS)
         tell(tile_ring, tile_put, sTile, (END, *self.nowhere))
         if const_expr(self.sliced):

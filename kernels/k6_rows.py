@@ -11,7 +11,7 @@ Where to read     k6.py; `division.rows_of` has the choice.
 """
 
 from . import k6
-from .calls import forward_scratch, refuse_forward, run_forward
+from .calls import forward_scratch, refuse_forward
 from .contract import LazyMaximum, Problem, Scratch, Stage, Work
 from .device.limits import NARROW_VALUES
 from .device.query_tiles import ROWS, Config
@@ -48,7 +48,7 @@ STAGES = tuple(
 )
 
 supports = refuse_forward
-run_kernel = run_forward
+run_kernel = k6.run_kernel
 
 
 def workspace(problem: Problem, rows: int | None = None, **options: object) -> Scratch:

@@ -86,8 +86,11 @@ def test_calls_look_if_they_are_asked_to(monkeypatch: pytest.MonkeyPatch) -> Non
     """Before anything is launched, and not at all otherwise."""
     plan = policies.Plan(lambda *_: None, (), (), ())
     launched = lambda *_: "launched"
-    for module, made in ((decoding, "plan_of"), (policies, "_made")):
-        monkeypatch.setattr(module, made, lambda *_: (plan, ()))
+    for module, name, made in (
+        (decoding, "plan_of", (plan, ())),
+        (policies, "_made", policies.Made(plan, ())),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, made=made: made)
         monkeypatch.setattr(module, "run_on", launched)
     offsets = policies.Tensors(None, integers(0, 9), integers(0, 21))
     q, k = ones(9, 8, 64), ones(20, 2, 64)

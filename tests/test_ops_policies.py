@@ -20,7 +20,7 @@ CHECKED = ops_policies.run_forward  # not stood in for
 
 def given_of(q, k, v, more, do=None, dlse=None) -> Given:
     """The reference's problem of an operator's arguments."""
-    tensors, (scale, causal, top_left, left, right, softcap, _) = ops_policies._complete(more)
+    tensors, (scale, causal, top_left, left, right, softcap, *_) = ops_policies._complete(more)
     sink, cu_q, cu_k, used_q, used_k = tensors
     fields = {
         "causal": causal,
@@ -193,19 +193,32 @@ def test_packed_sequences_are_those_alone() -> None:
 
 
 def test_lengths_are_values_and_no_part_of_a_graph() -> None:
-    """One graph serves every packing of as many sequences, and more."""
+    """One graph serves every packing of as many sequences, and more, whatever their longest is said to be."""
     graphs = []
 
     def count(graph, example):
         graphs.append(graph)
         return graph
 
-    call = lambda q, k, v, a, b: flash_attn_varlen_func(q, k, v, a, b, 128, 128, causal=True)
+    call = lambda q, k, v, a, b, most: flash_attn_varlen_func(q, k, v, a, b, most, most, causal=True)
     compiled = torch.compile(call, fullgraph=True, backend=count, dynamic=True)
     for lengths in (LENGTHS, ((9, 9), (20, 20), (8, 8)), ((5, 5), (6, 6), (7, 7), (3, 3))):
         tensors, starts = packed(lengths=lengths)
-        assert compiled(*tensors, *starts).equal(call(*tensors, *starts))
+        most = max(map(max, lengths))
+        assert compiled(*tensors, *starts, most).equal(call(*tensors, *starts, most))
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    ("most", "told"), [(20, 20), (None, 0), (-1, 0), (torch.tensor(20), 0), (True, 0), (10**9, 10**9)]
+)
+def test_the_longest_is_a_hint(most: object, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of numbers alone: what a tensor holds is not read."""
+    hints = []
+    monkeypatch.setattr(ops_policies, "run_forward", lambda *x: hints.append(x[-1]) or run_forward(*x))
+    tensors, starts = packed()
+    flash_attn_varlen_func(*tensors, *starts, most, most, causal=True)
+    assert hints == [told]
 
 
 def test_compiled_gradients_are_the_eager_ones() -> None:

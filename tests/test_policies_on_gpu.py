@@ -98,6 +98,22 @@ def test_packed_and_dense_agree(head_dim: int) -> None:
         assert (packed.view_as(dense) - dense).abs().max() <= 2**-6
 
 
+@pytest.mark.parametrize(
+    "lengths", [[300] * 4, [300, 1, 0, 900], [7] * 90, [0, 0, 5]], ids=lambda x: f"{len(x)}"
+)
+@every_head_dim
+def test_right_or_wrong_the_longest_is_a_hint(head_dim: int, lengths: list[int]) -> None:
+    starts = torch.tensor([0, *lengths], dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32)
+    q, k, v = (torch.randn(sum(lengths) + 9, 8, head_dim, device="cuda").bfloat16() for _ in range(3))
+    for options in ({"causal": True}, {"window_size": (99, 0)}):
+        call = lambda most: flash_attn_varlen_func(q, k, v, starts, starts, most, most, **options)
+        plain = call(None)[: sum(lengths)]
+        mean = -(-sum(lengths) // len(lengths))  # with which they seem equally long
+        for most in (max(lengths), mean, 1, 10**6):
+            for _ in range(3):
+                assert (call(most)[: sum(lengths)] - plain).abs().max() <= 2**-6
+
+
 def test_lengths_are_never_read_on_the_host() -> None:
     given = given_of(True, 128, {"causal": True})
     inputs = [x[0].transpose(0, 1).detach().requires_grad_() for x in (given.q, given.k, given.v)]

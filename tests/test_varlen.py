@@ -47,7 +47,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         library.impl(name, call, "CPU")
     used = lambda more: (more.sink, more.cu_q, more.cu_kv, more.used_q, more.used_kv)
 
-    def our_forward(q, k, v, more, scale, causal, top_left, window, softcap):
+    def our_forward(q, k, v, more, scale, causal, top_left, window, softcap, longest):
+        assert longest == 20
         found.append("k6")
         return run_forward(q, k, v, *used(more), scale, causal, top_left, *window, softcap, False)
 

@@ -34,7 +34,8 @@ def forward_over(original):
             more = policies.Tensors(cu_q=cum_seq_q, cu_kv=cum_seq_k, used_kv=seqused_k)
             options = _options(is_causal, scale, window_size_left, window_size_right)
             if _against("fwd", query, key, value, more, *options) is None:
-                o, lse = policies.forward(query, key, value, more, *options)
+                longest = max_q if type(max_q) is int else 0
+                o, lse = policies.forward(query, key, value, more, *options, longest=longest)
                 state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of a generator nobody asks
                 return o, lse, state, state.new_empty(()), query.new_empty(0)
         named = {
