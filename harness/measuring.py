@@ -97,9 +97,8 @@ class Contender:
 def chosen_stage(problem: Problem, deterministic: bool = False, longest: int = 0) -> str:
     """The stage that the library runs for a problem; `longest` is what it is told of packed sequences."""
     if problem.direction == "fwd":
-        gpu = tuned.gpu()
-        told = longest > 0 and problem.sequences is not None
-        equal = told and ways.are_equal(problem.seqlen_q, len(problem.sequences), longest)
+        gpu, sequences = tuned.gpu(), problem.sequences or ()
+        equal = ways.are_equal(problem.seqlen_q, len(sequences), longest)
         return selection.forward_stage(problem, ways.way_of(problem, *gpu, equal), gpu)
     return selection.backward_stage(problem, deterministic, gpu=tuned.gpu())[0]
 

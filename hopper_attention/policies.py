@@ -98,11 +98,10 @@ def forward(
     options = softmax_scale, causal, top_left, window, softcap
     # The plan is of equal sequences, or of any: the hint itself is no part of a plan's kind.
     packed = more.cu_q is not None
-    known = longest > 0 and packed and q.dim() == 3
-    equal = known and ways.are_equal(q.shape[0], more.cu_q.numel() - 1, longest)
+    equal = packed and q.dim() == 3 and ways.are_equal(q.shape[0], more.cu_q.numel() - 1, longest)
     plan_anew = lambda: _plan_forward(q, k, v, more, *options, equal=equal)
     plan, numbers, rows = _made(("fwd", *options, equal), (q, k, v), more, plan_anew)
-    if lengths.CHECKED and more.cu_q is not None:
+    if lengths.CHECKED and packed:
         lengths.look_at_packing(q, k, *more[1:])
     device = q.device
     if plan.launch is None:

@@ -101,7 +101,7 @@ def waited(problem: Problem, heads: int, queries: int, sums: int, sms: int = SMS
         alike: dict[bool, int] = {}
         tiles = [x for x in tiles if alike.setdefault(x.mirrored, x.head) == x.head]
     rotated = _is_rotated(problem, heads * queries, sums)
-    turns: list[int] = _key_blocks_seen(problem)
+    seen = _key_blocks_seen(problem)
     blocks = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
     passed: dict[tuple[int, int, int, int], float] = {}  # when a sum's turn is the next one's
     free, end = [0.0] * ctas, 0.0
@@ -110,9 +110,9 @@ def waited(problem: Problem, heads: int, queries: int, sums: int, sms: int = SMS
         for g in range(group):
             for q in tile.queries:
                 if rotated:
-                    at = int(tile.block < blocks - math.ceil((q + 1) * blocks / len(turns)))
+                    at = int(tile.block < blocks - math.ceil((q + 1) * blocks / len(seen)))
                 elif problem.causal and not tile.mirrored:
-                    at = (turns[q] - 1 - tile.block) % sums
+                    at = (seen[q] - 1 - tile.block) % sums
                 else:
                     at = tile.block % sums
                 time += step
@@ -133,12 +133,11 @@ def schedule(
     tile_q, tile_kv = TILE_Q[columns], TILE_KV[columns]
     key_blocks, q_tiles = math.ceil(problem.seqlen_kv / tile_kv), math.ceil(problem.seqlen_q / tile_q)
     blocks, all_heads = key_blocks * queries, problem.batch * problem.kv_heads * heads
-    steps_of_64, offset = tile_q == 64, problem.seqlen_kv - problem.seqlen_q
-    waves, ctas = steps_of_64 and not problem.causal, sms
+    waves, ctas = tile_q == 64 and not problem.causal, sms
     if problem.causal:
         group = problem.heads // problem.kv_heads // heads
         head_bytes = problem.seqlen_q * COLUMN_BYTES[columns] * columns * group
-        section = max(1 if steps_of_64 else 2, 2 * SECTION_BYTES // head_bytes)
+        section = max(tile_q // 64, 2 * SECTION_BYTES // head_bytes)
         section = max(1, min(all_heads // 2, section))
     else:
         section = max(1, min(all_heads, sms // blocks))
@@ -153,7 +152,7 @@ def schedule(
     may_mirror = problem.causal and keys <= 2 * problem.seqlen_q
     all_mirrored = problem.seqlen_q * COLUMN_BYTES[columns] * columns > L2_BYTES
     rotated = _is_rotated(problem, heads * queries, sums)
-    found = []
+    found, offset = [], problem.seqlen_kv - problem.seqlen_q
     for tile in range(blocks * all_heads):
         first, together = tile // (section * blocks) * section, section
         if first >= final:

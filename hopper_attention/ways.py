@@ -103,7 +103,7 @@ def are_equal(total: int, sequences: int, longest: int) -> bool:
     """Whether packed sequences with so many rows in all are about equally long, if the longest has so
     many."""
     rows = sequences * longest
-    return total <= AT_LEAST * rows and rows <= AT_MOST * total
+    return 0 < total <= AT_LEAST * rows and rows <= AT_MOST * total
 
 
 def shares_heads(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> bool:

@@ -52,7 +52,8 @@ class LoadingQueries(PackedTiles):
             tell the consumers where it lies
             load Q of consumer 0, K₀, Q of the others, V₀; K₀ first where Q comes in many boxes
             load Kⱼ and Vⱼ for j = 1, 2, …, from left to right
-            fetch the next
+            fetch the next; of packed tiles (`equal_tiles`) it is asked for two tiles of keys before the end,
+            and looked up one before it
         tell the consumers that there are no more; `tell_parts`
         """
         q_ring, k_ring, v_ring, tile_ring = rings

@@ -30,7 +30,7 @@ def test_few_tiles_of_keys(mask: dict, head_dim: int, heads: int, monkeypatch: p
     """What sees them in parts: of the query heads, of the queries, or of both."""
     shape = problem(head_dim, batch=1, heads=heads, kv_heads=1, seqlen_q=1000, seqlen_kv=777, **mask)
     assert selection.backward_stage(shape, False)[0] == launch.IN_PARTS
-    if heads > 1:  # where turns are taken queries are not divided
+    if heads > 1:  # one is divided where the pass is simulated, and not at 256 or at the top left
         assert selection.backward_stage(shape, True)[0] == launch.DETERMINISTIC_IN_PARTS
     q, k, v, do = random_inputs(shape)
     assert verdicts(q, k, v, do, **mask) == []

@@ -232,6 +232,9 @@ class QueryTiles:
     def lists(self) -> ListTiles:
         return ListTiles(self.tile_q, mask=self.mask, shared_keys=self.tile_kv if self.batch.shares else 0)
 
+    # `list_tiles`, `locate_first` and `once_listed` are what k6 called before `equal_tiles.PackedTiles` took
+    # their place, and nobody does now. They are to go with the next edit that makes the records of what bwd4
+    # imports stale anyway: alone it would have every backward kernel recompiled.
     @cute.jit
     def list_tiles(self, mList, given, totals, heads, ctas, stream):
         """Launch the kernel that lists a packed batch's tiles in the scratch mList: (the list and what it is
