@@ -298,7 +298,7 @@ def _plan_backward(
     gpu = tuned.gpu(q.device)
     stage_id, in_parts = backward_stage(problem, deterministic, parts, gpu)
     launches = [
-        part_of(at_q, at_kv, backward_scratch(stage_id, part, in_parts), "bwd")
+        part_of(at_q, at_kv, backward_scratch(stage_id, part, in_parts, gpu), "bwd")
         for at_q, at_kv, part in production._split(problem)
     ]
     outputs = tuple(map(dense_like, (q, k, v)))

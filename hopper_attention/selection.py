@@ -8,7 +8,7 @@ from .kernels import calls, calls_decode, calls_slices, division
 from .kernels.calls import UNDIVIDED, Parts
 from .kernels.contract import Problem, Scratch
 from .kernels.device.constants import GRID_YZ_MAX
-from .kernels.device.limits import TILE_Q, scratch_shapes, tile_dim
+from .kernels.device.limits import tile_dim
 from .launch import (
     BACKWARD,
     DECODE,
@@ -129,16 +129,15 @@ def backward_stage(
     return (stages[0], None) if parts == UNDIVIDED else (stages[1], parts)
 
 
-def backward_scratch(stage_id: str, problem: Problem, parts: Parts | None) -> Scratch:
+def backward_scratch(
+    stage_id: str, problem: Problem, parts: Parts | None, gpu: tuned.Gpu = tuned.H200
+) -> Scratch:
     """What a launch of the stage that `backward_stage` gave needs beside its tensors."""
-    takes_turns = stage_id in (DETERMINISTIC, DETERMINISTIC_IN_PARTS)
-    scratch = calls.backward_scratch(problem, takes_turns, parts, stage_id in (ONE_TILE, ONE_TILE_IN_PARTS))
+    takes_turns, sums = stage_id in (DETERMINISTIC, DETERMINISTIC_IN_PARTS), None
     if takes_turns and turns.is_simulated(problem):
-        sums, tile_q = turns.sums_of(problem, *(parts or UNDIVIDED))[0], TILE_Q[tile_dim(problem)]
-        q_tiles = -(-problem.seqlen_q // tile_q)
-        order = (problem.batch * problem.heads, q_tiles * sums), "int32"
-        scratch |= scratch_shapes(problem, tile_q, sums) | {"order": order}
-    return scratch
+        _, sums = turns.fastest(problem, (parts or UNDIVIDED,), gpu.sms)
+    one_tile = stage_id in (ONE_TILE, ONE_TILE_IN_PARTS)
+    return calls.backward_scratch(problem, takes_turns, parts, one_tile, sums)
 
 
 def launch_of(stage_id: str, problem: Problem, gpu: tuned.Gpu) -> Launch:

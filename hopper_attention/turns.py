@@ -20,23 +20,23 @@ from .kernels.device.limits import (
     COLUMN_BYTES,
     FINAL_SECTIONS,
     L2_BYTES,
+    ROTATED_BYTES,
     SECTION_BYTES,
     TILE_KV,
     TILE_Q,
     tile_dim,
 )
 
-# In µs on an H200, fitted to 2117 schedules of 68 problems (notes/bwd4_det.md, "How many sums").
-STEP = {64: (2.26, 2.1), 96: (1.8, 1.67), 128: (2.0, 2.0)}  # of the main loop: without a mask, causal
-LINK = 2.85  # from one addition to a sum to the next
-AHEAD = 1.5  # how much a step's addition may be late before the next step is
-TILE = 2.0  # of a tile of keys beside its steps
-SUM_MB, PART_MB = 0.31, 0.66  # for a megabyte of sums of dQ, and of parts of dK and dV
-PARTS, CALL = 0.1, 7.4  # of adding parts; of everything else
-SUMS = (1, 2, 3, 4, 6, 8)
-ROTATED_BYTES = 32 * 2**20  # `dq_sums.ROTATED_BYTES`
+# In µs on an H200, fitted to 733 schedules of 57 problems (notes/bwd4_det.md, "How many sums").
+STEP = {64: (2.2, 2.1), 96: (1.75, 1.62), 128: (1.94, 1.94)}  # of the main loop: without a mask, causal
+LINK = 3.1  # from one addition to a sum to the next
+AHEAD = 0.5  # how much a step's addition may be late before the next step is
+TILE = 1.0  # of a tile of keys beside its steps
+SUM_MB, PART_MB = 0.3, 0.485  # for a megabyte of sums of dQ, and of parts of dK and dV
+CALL = 7.4  # of everything else
+SUMS = (1, 2, 3, 4, 6, 8, 12, 16)
 MANY_TILES = 2  # of keys for each SM: where all begin with the same queries, more only wait for each other
-SHORT = 6000  # steps of all tiles: so many are simulated in some milliseconds
+SHORT = 6000  # steps of all tiles: so many are simulated in tens of milliseconds, once for a shape
 
 
 class KeyTile(NamedTuple):
@@ -61,8 +61,7 @@ def is_simulated(problem: Problem) -> bool:
 def parts_of(problem: Problem, sms: int = SMS) -> Parts:
     """How to divide a deterministic backward pass: `division.parts_of`, or by the simulation."""
     if is_simulated(problem):
-        ways = division.divisions(problem, sms)
-        return min(ways, key=lambda parts: sums_of(problem, *parts, sms)[1])
+        return fastest(problem, tuple(division.divisions(problem, sms)), sms)[0]
     tiles = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
     together = tiles > 1 and problem.seqlen_kv > 2 * problem.seqlen_q
     if together and tiles * problem.batch * problem.kv_heads >= MANY_TILES * sms:
@@ -71,25 +70,39 @@ def parts_of(problem: Problem, sms: int = SMS) -> Parts:
 
 
 @functools.lru_cache(maxsize=4096)
-def sums_of(problem: Problem, heads: int, queries: int, sms: int = SMS) -> tuple[int, float]:
-    """With how many sums of dQ a pass takes least whose work on a tile of keys is divided by heads and by
-    queries; and how long, in µs."""
+def fastest(problem: Problem, ways: tuple[Parts, ...], sms: int = SMS) -> tuple[Parts, int]:
+    """In which of these ways to divide it, and with how many sums of dQ, a pass is expected to take least."""
     tiles = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
-    us = {x: pass_us(problem, heads, queries, x, sms) for x in SUMS if x <= tiles}
-    best = min(us, key=us.get)
-    return best, us[best]
+    tried = [(parts, sums) for parts in ways for sums in SUMS if sums <= tiles]
+    best, least = tried[0], math.inf
+    for bound, choice in sorted((least_us(problem, *x, sms), x) for x in tried):
+        if bound >= least:  # and so are those of all others
+            break
+        if (us := pass_us(problem, *choice, sms)) < least:
+            best, least = choice, us
+    return best
 
 
-def pass_us(problem: Problem, heads: int, queries: int, sums: int, sms: int = SMS) -> float:
+def pass_us(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> float:
     """How long a pass is expected to take."""
-    columns, parts = tile_dim(problem), heads * queries
-    us = CALL + waited(problem, heads, queries, sums, sms)
-    us += SUM_MB * sums * problem.batch * problem.heads * problem.seqlen_q * columns * 4e-6
-    if parts > 1:
-        us += (
-            PARTS
-            + PART_MB * 2 * parts * problem.batch * problem.kv_heads * problem.seqlen_kv * columns * 4e-6
-        )
+    return CALL + bytes_us(problem, parts, sums) + waited(problem, *parts, sums, sms)
+
+
+def least_us(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> float:
+    """The same if nobody waited and each SM had as many steps."""
+    step, group = STEP[tile_dim(problem)][problem.causal], problem.heads // problem.kv_heads // parts.heads
+    seen = _key_blocks_seen(problem)
+    mean = problem.batch * problem.heads * sum(seen) / sms
+    longest = group * math.ceil(sum(x > 0 for x in seen) / parts.queries)
+    return CALL + bytes_us(problem, parts, sums) + TILE + step * max(mean, longest) + LINK
+
+
+def bytes_us(problem: Problem, parts: Parts, sums: int) -> float:
+    """What the sums of dQ and the parts of dK and dV cost, which are written, and read again."""
+    megabyte = tile_dim(problem) * 4e-6  # of a row
+    us = SUM_MB * megabyte * sums * problem.batch * problem.heads * problem.seqlen_q
+    if parts.count > 1:
+        us += PART_MB * megabyte * 2 * parts.count * problem.batch * problem.kv_heads * problem.seqlen_kv
     return us
 
 
@@ -164,8 +177,7 @@ def schedule(
             block = blocks - 1 - block
         key_block, part = divmod(block, queries)
         begin = min(q_tiles, max(0, key_block * tile_kv - offset) // tile_q) if problem.causal else 0
-        seen = q_tiles - begin
-        own = range(begin + seen * part // queries, begin + seen * (part + 1) // queries)
+        own = range(begin + (part - begin) % queries, q_tiles, queries)
         if mirrored:
             own = own[::-1]
         elif rotated:

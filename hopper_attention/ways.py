@@ -24,7 +24,7 @@ from .kernels.calls_slices import (
 from .kernels.contract import Problem
 from .kernels.device.constants import SMS
 from .kernels.device.limits import BLOCK, L2_BYTES, tile_dim
-from .kernels.division import CLEARLY, FEW_ROUNDS, TILES, Tiles, forward_us, keys_seen, rows_of
+from .kernels.division import CLEARLY, FEW_ROUNDS, TILES, Tiles, as_batch, forward_us, keys_seen, rows_of
 
 
 class Kind(Enum):
@@ -90,7 +90,7 @@ def ways_of(problem: Problem) -> list[Way]:
 def way_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES, equal: bool = False) -> Way:
     """The way with the least time. `equal`: packed sequences are known to be about equally long."""
     alike = equal and not shares_heads(problem, sms, tiles)
-    best = Way(rows_of(_as_batch(problem) if alike else problem, sms, tiles))
+    best = Way(rows_of(as_batch(problem) if alike else problem, sms, tiles))
     if problem.policies or not problem.seqlen_q:
         return best
     whole = way_us(problem, best, sms, tiles)
@@ -112,18 +112,9 @@ def shares_heads(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> bool
     of BLOCK queries an SM has only one at once."""
     if not problem.sequences:
         return False
-    shapes, one = tiles[tile_dim(problem)], _as_batch(problem)
+    shapes, one = tiles[tile_dim(problem)], as_batch(problem)
     tall = shapes[BLOCK].ctas == 1 and next(iter(shapes)) >= 3 * BLOCK
     return tall and one.seqlen_q <= BLOCK and one.batch * one.heads > FEW_ROUNDS * sms
-
-
-def _as_batch(problem: Problem) -> Problem:
-    """Packed sequences as a batch of their mean length."""
-    count = len(problem.sequences or ())
-    if not count:
-        return problem
-    mean = {"seqlen_q": -(-problem.seqlen_q // count), "seqlen_kv": -(-problem.seqlen_kv // count)}
-    return problem.with_(sequences=None, batch=count, **mean)
 
 
 def _clearly(problem: Problem, way: Way, sms: int, tiles: Tiles) -> float:

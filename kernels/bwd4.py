@@ -127,7 +127,7 @@ class Backward(LoadingTiles):
     wait. DQ_FULL's parity is the adder's number.
 
     What compute-sanitizer does not see. racecheck reports two pairs. What different threads both touch by
-    ordinary loads and stores is the tile's four numbers, between `full` and `empty` of its ring, and a
+    ordinary loads and stores is the tile's numbers, between `full` and `empty` of its ring, and a
     consumer's part of dQ, which is written twice in two patterns: a step's dQ and then the tile's dK, and dK
     and then the next tile's dQ. Between the writes of each pair all 128 threads wait at DQ_EMPTY + c, as do
     the 32 that arrive there, after `cp.async.bulk.wait_group.read`: the bulk copy has read the first.
@@ -268,10 +268,10 @@ class Backward(LoadingTiles):
         tile_get.advance()
         while valid != 0:
             seqlens = self.batch.lengths(place, extents)
-            kv_block, first, masked, whole, last = self.work_on(place[0], mTiled, *seqlens)
+            first, masked, whole, last = self.work_on(place, *seqlens)
             if const_expr(self.divides):
                 cute.arch.sync_warp()  # that of the tile before has been read
-                shared.places[tidx // WARP] = self.place_of_part(place, mTiled, seqlens[1])
+                shared.places[tidx // WARP] = self.place_of_part(place, mTiled.shape[2])
             f.dK.acc.fill(0.0)
             f.dV.acc.fill(0.0)
             k_ring.consumer_wait(k_get)
@@ -294,12 +294,12 @@ class Backward(LoadingTiles):
                     cute.copy(f.copy_V, tVsV, f.copy_V.retile(f.dP.A))
                 for begin, end, hides in self.runs(first, masked, whole, last, place):
                     for i in range(begin, end, unroll=1):
-                        where = kv_block, self.q_tile_at(i, first, last, place, *seqlens), seqlens
+                        where = place[0], self.q_tile_at(i, first, last, place, *seqlens), seqlens
                         self.step(x, f, k_get, q_get, q_next, parity, *where, masked=hides, final=False)
                         parity ^= 1
                         q_get.advance()
                         q_next.advance()
-                where = kv_block, self.q_tile_at(last - 1, first, last, place, *seqlens), seqlens
+                where = place[0], self.q_tile_at(last - 1, first, last, place, *seqlens), seqlens
                 self.step(x, f, k_get, q_get, q_next, parity, *where, masked=True, final=True)
                 parity ^= 1
                 q_get.advance()
@@ -313,7 +313,7 @@ class Backward(LoadingTiles):
             if const_expr(self.divides):
                 part = shared.places[tidx // WARP]  # each lane wrote it
                 for rX, mX in ((f.dV.acc, mDV), (f.dK.acc, mDK)):
-                    leave_part(rX, mX[part, kv_block * CONSUMERS + consumer, None, None], thread)
+                    leave_part(rX, mX[part, place[0] * CONSUMERS + consumer, None, None], thread)
                 k_ring.consumer_release(k_get)
             else:
                 self.sync(Barrier.DQ_EMPTY, consumer, AND_ADDER)
@@ -338,7 +338,7 @@ class Backward(LoadingTiles):
                     cute.arch.mbarrier_wait(own + consumer, own_phase)
                     for store, mX, sX, stage in ((store_dV, mDV, sdV, at), (store_dK, mDK, sdK, 0)):
                         tXgX, tXsX = partition_tma(store, self.batch.keys(mX, place[1], place), sX)
-                        cute.copy(store, tXsX[None, stage], tXgX[None, kv_block * CONSUMERS + consumer])
+                        cute.copy(store, tXsX[None, stage], tXgX[None, place[0] * CONSUMERS + consumer])
                     cute.arch.cp_async_bulk_commit_group()
                 else:
                     k_ring.consumer_release(k_get)  # which is not free until the storing warp says so too

@@ -55,7 +55,7 @@ class Shared:
     dO: cute.Tensor  # (query, value_dim, stage)
     P: cute.Tensor  # (register, thread, quad, stage) fp32: as the threads of both consumers hold it
     stats: cute.Tensor  # (query, LSE or D, block of 64 queries: 1, stage) fp32
-    tile: cute.Tensor  # (4,) int32: valid, and the place of a tile of keys; of packed ones (8,)
+    tile: cute.Tensor  # (1 + words,) int32: valid, and the place of a tile of keys
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class KeyGradients(Tiles):
         p = STAGES * ROWS * ROWS * 4
         stats = STAGES * 2 * ROWS * 4
         barriers = 2 * (2 * STAGES + 3) * 8
-        return tiles + p + stats + 4 * (1 + self.batch.words) + barriers
+        return tiles + p + stats + 4 * (1 + self.words) + barriers
 
     @cute.jit
     def launch(
@@ -187,7 +187,7 @@ class KeyGradients(Tiles):
         sQ, sdO = [allocate_tiles(smem, self.dtype, ROWS, d, STAGES) for d in (of_keys, of_values)]
         sP = smem.allocate_tensor(Float32, cute.make_layout((4, WARPGROUP, 8, STAGES)), 128)
         sStats = smem.allocate_tensor(Float32, cute.make_layout((ROWS, 2, 1, STAGES)), 128)
-        sTile = smem.allocate_tensor(Int32, cute.make_layout(1 + self.batch.words), 16)
+        sTile = smem.allocate_tensor(Int32, cute.make_layout(1 + self.words), 16)
         shared = Shared(sK, sV, sQ, sdO, sP, sStats, sTile)
         key_bytes, value_bytes = ROWS * of_keys * 2, ROWS * of_values * 2
         load_rings = tma_rings(
@@ -239,8 +239,8 @@ class KeyGradients(Tiles):
             place = self.place_of(tile, mQ, mTiled, mList)
             tell(tile_ring, tile_put, shared.tile, (1, *place))
             tile_put.advance()
-            kv_head = place[1]
-            kv_block, first, _, _, last = self.work_on(place[0], mTiled, *self.batch.lengths(place, extents))
+            kv_block, kv_head, *_ = place
+            first, _, _, last = self.work_on(place, *self.batch.lengths(place, extents))
             mOwnStats = self.batch.scratch(mStats, place)
             # (TMA, tile of keys) and (TMA, 1)
             own_head = kv_head
@@ -253,7 +253,8 @@ class KeyGradients(Tiles):
                 # (TMA, tile of queries) and (TMA, stage)
                 tQgQ, tQsQ = partition_tma(load_Q, self.batch.queries(mQ, head, place), shared.Q)
                 tOgO, tOsO = partition_tma(load_dO, self.batch.queries(mDO, head, place), shared.dO)
-                for i in range(first, last, unroll=1):
+                for step in range(first, last, unroll=1):
+                    i = self.of_part(step, place)
                     put(q_ring, q_put, load_Q, tQgQ[None, i], tQsQ)
                     if not waited:
                         cute.arch.griddepcontrol_wait()
@@ -263,7 +264,7 @@ class KeyGradients(Tiles):
                     self.put_stats(q_ring, q_put, mOwnStats, shared.stats, head_index, i)
                     put(do_ring, q_put, load_dO, tOgO[None, i], tOsO)
                     q_put.advance()
-                    if g == 0 and i == first:
+                    if g == 0 and step == first:
                         put(k_ring, kv_put, load_K, tKgK[None, kv_block], tKsK)
                         put(v_ring, kv_put, load_V, tVgV[None, kv_block], tVsV)
             if first == last:
@@ -271,7 +272,7 @@ class KeyGradients(Tiles):
                 put(v_ring, kv_put, load_V, tVgV[None, kv_block], tVsV)
             kv_put.advance()
             tile = fetch(mCounter, tiles)
-        tell(tile_ring, tile_put, shared.tile, [0] * (1 + self.batch.words))
+        tell(tile_ring, tile_put, shared.tile, [0] * (1 + self.words))
 
     @cute.jit
     def consume(self, rings, shared, mma_s, mma_k, stores, tidx, lengths, mTiled):
@@ -357,7 +358,7 @@ class KeyGradients(Tiles):
         tile_get.advance()
         while valid != 0:
             seqlens = self.batch.lengths(place, extents)
-            kv_block, first, masked, whole, last = self.work_on(place[0], mTiled, *seqlens)
+            first, masked, whole, last = self.work_on(place, *seqlens)
             x.gradient.acc.fill(0.0)
             own_ring.consumer_wait(kv_get)
 
@@ -370,18 +371,18 @@ class KeyGradients(Tiles):
                 warpgroup.wait_group(0)
                 for begin, end, hides in self.runs(first, masked, whole, last):
                     for i in range(begin, end, unroll=1):
-                        self.step(x, role, q_get, q_next, kv_block, i, seqlens, masked=hides, final=False)
+                        self.step(x, role, q_get, q_next, place, i, seqlens, masked=hides, final=False)
                         q_get.advance()
                         q_next.advance()
-                self.step(x, role, q_get, q_next, kv_block, last - 1, seqlens, masked=True, final=True)
+                self.step(x, role, q_get, q_next, place, last - 1, seqlens, masked=True, final=True)
                 q_get.advance()
                 q_next.advance()
 
             # 5. epilogue: dV through the place of K, dK through that of V
             is_first_warp = cute.arch.make_warp_uniform(tidx // WARP) == WARPGROUP // WARP * role
             if const_expr(self.divides):
-                part = self.place_of_part(place, mTiled, seqlens[1])
-                leave_part(x.gradient.acc, mX[part, kv_block, None, None], x.thread)
+                part = self.place_of_part(place, mTiled.shape[2])
+                leave_part(x.gradient.acc, mX[part, place[0], None, None], x.thread)
                 self.sync(Barrier.OWN, role, WARPGROUP)  # K or V is the whole consumer's
                 if is_first_warp:
                     own_ring.consumer_release(kv_get)
@@ -393,7 +394,7 @@ class KeyGradients(Tiles):
                 self.sync(Barrier.OWN, role, WARPGROUP)
                 if is_first_warp:
                     tXgX, tXsX = partition_tma(store, self.batch.keys(mX, place[1], place), sX)
-                    cute.copy(store, tXsX[None, 0], tXgX[None, kv_block])
+                    cute.copy(store, tXsX[None, 0], tXgX[None, place[0]])
                     cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     own_ring.consumer_release(kv_get)
@@ -402,10 +403,8 @@ class KeyGradients(Tiles):
             tile_get.advance()
         return tile_get, q_get, q_next, kv_get
 
-    def step(
-        self, x: Consumer, role: int, q_get, q_next, kv_block, q_tile, seqlens, masked: bool, final: bool
-    ):  # fmt: skip
-        """A tile of queries; its Sᵀ or dPᵀ is there already. `role`, `masked` and `final` are Python's.
+    def step(self, x: Consumer, role: int, q_get, q_next, place, i, seqlens, masked: bool, final: bool):
+        """The i-th tile of queries; its Sᵀ or dPᵀ is there. `role`, `masked` and `final` are Python's.
 
             OF_P                                       OF_DS
             P = exp2(Sᵀ·c − LSE), to shared memory
@@ -423,18 +422,18 @@ class KeyGradients(Tiles):
         # OF_P: for dO, with which P's buffer is free. OF_DS: for Q, with which D comes.
         x.other_ring.consumer_wait(q_get)
         if role == OF_P:
-            hides = x.places, kv_block * ROWS, q_tile * ROWS, *seqlens
+            hides = x.places, place[0] * ROWS, self.of_part(i, place) * ROWS, *seqlens
             self.exponentials(x.scores, x.words, sStats[None, 0, None, stage], *hides, masked)
             quads = cute.make_tensor(x.first.acc.iterator, cute.make_layout((4, 8)))  # (register, quad)
-            for i in range(8):
-                cute.autovec_copy(quads[None, i], sP[None, x.thread, i, stage])
+            for quad in range(8):
+                cute.autovec_copy(quads[None, quad], sP[None, x.thread, quad, stage])
             self.sync(Barrier.P_READY, stage, BOTH, arrive=True)
         else:
             self.sync(Barrier.P_READY, stage, BOTH)
             rP = cute.make_rmem_tensor(x.first.acc.layout, Float32)  # ((2, 2, 8), 1, 1)
             quads = cute.make_tensor(rP.iterator, cute.make_layout((4, 8)))  # (register, quad)
-            for i in range(8):
-                cute.autovec_copy(sP[None, x.thread, i, stage], quads[None, i])
+            for quad in range(8):
+                cute.autovec_copy(sP[None, x.thread, quad, stage], quads[None, quad])
             self.gradients(by_row(rP), x.scores, sStats[None, 1, None, stage], x.places)
         if role == OF_P:
             self.round_P(x.first.acc, x.words)

@@ -49,9 +49,9 @@ class LoadingTiles(SummedTiles):
             place = self.place_of(tile, mQ, mTiled, mList)
             tell(tile_ring, tile_put, shared.tile, (1, *place))
             tile_put.advance()
-            kv_head = place[1]
+            kv_block, kv_head, *_ = place
             seqlens = self.batch.lengths(place, extents)
-            kv_block, first, _, _, last = self.work_on(place[0], mTiled, *seqlens)
+            first, _, _, last = self.work_on(place, *seqlens)
             mOwnStats = self.batch.scratch(mStats, place)
             # (TMA, block of 64 keys) and (TMA, consumer + 2 · stage)
             own_head = kv_head

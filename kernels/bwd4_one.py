@@ -72,7 +72,7 @@ def kernel_for(problem: Problem, divides: bool = False, sms: int = SMS) -> Flash
 
 
 def workspace(problem: Problem, divides: bool = False, sms: int = SMS) -> Scratch:
-    parts = parts_to_try(problem, sms, deterministic=True) if divides else None
+    parts = parts_to_try(problem, sms) if divides else None
     return backward_scratch(problem, False, parts, one_tile=True)
 
 

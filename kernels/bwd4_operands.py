@@ -91,7 +91,7 @@ class Shared:
     dS: cute.Tensor  # (key, query, consumer + 2 · parity of the step)
     dQ: cute.Tensor  # (register, thread, quad, consumer) fp32: as its accumulator holds it; or `rounded_dQ`
     stats: cute.Tensor  # (query, LSE or D, block of 64 queries, stage) fp32
-    tile: cute.Tensor  # (4,) int32: valid, and the place of a tile of keys; of packed ones (8,)
+    tile: cute.Tensor  # (1 + words,) int32: valid, and the place of a tile of keys
     places: cute.Tensor | None  # (consumer warp,) int32, where keys are in parts: the warp's `place_of_part`
 
 

@@ -74,7 +74,7 @@ def kernel_for(
 
 
 def workspace(problem: Problem, deterministic: bool = False, sms: int = SMS) -> Scratch:
-    return backward_scratch(problem, deterministic, parts_to_try(problem, sms, deterministic))
+    return backward_scratch(problem, deterministic, parts_to_try(problem, sms))
 
 
 def work(problem: Problem, **options: object) -> list[Work]:

@@ -85,7 +85,9 @@ class FlashAttentionBackward(Pass):
             self.floats, self.counters = tuple(x for x in self.floats if x != "mDQ_sum"), ("mCounter",)
         self.preprocess = Preprocess(main.head_dim, main.tile_q if self.packed else None)
         tiles = main if main.deterministic else None
-        self.postprocess = Postprocess(main.head_dim, tiles, packed=main.tile_q if self.packed else None)
+        packed = main.tile_q if self.packed else None
+        narrow = main.divides or main.counts_sums
+        self.postprocess = Postprocess(main.head_dim, tiles, packed=packed, narrow=narrow)
 
     def launch(
         self, given, mDLSE, mDsink, stream, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter,

@@ -81,10 +81,15 @@ def given_names(problem: Problem) -> tuple[str, ...]:
 
 
 def backward_scratch(
-    problem: Problem, deterministic: bool, parts: Parts | None = None, one_tile: bool = False
+    problem: Problem,
+    deterministic: bool,
+    parts: Parts | None = None,
+    one_tile: bool = False,
+    sums: int | None = None,
 ) -> Scratch:
     """No two launches at once may share any of it. Floats come before counters. With `parts`, that of
-    bwd4_parts; of one tile of keys, that of bwd4_one, which has no sums of dQ."""
+    bwd4_parts; of one tile of keys, that of bwd4_one, which has no sums of dQ; of these `sums`, by default
+    as `sums_for` has it."""
     columns, of_keys = tile_dim(problem), {}
     tile_q, tile_kv = TILE_Q[columns], TILE_KV[columns]
     key_heads = problem.batch * problem.kv_heads * (parts.heads if parts else 1)
@@ -104,7 +109,7 @@ def backward_scratch(
         taken = 2 if columns > 128 else 1  # counters of tiles taken, a kernel each
         stats = scratch_shapes(problem, tile_q)["stats"]
         return {"stats": stats, **of_keys, **lists, "counter": ((taken,), "int32")}
-    sums, heads = sums_for(problem, deterministic), problem.batch * problem.heads
+    sums, heads = sums or sums_for(problem, deterministic), problem.batch * problem.heads
     return (
         scratch_shapes(problem, tile_q, sums)
         | of_keys

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .calls import UNDIVIDED, Parts
 from .contract import Problem
 from .device.constants import SMS
-from .device.limits import BLOCK, COLUMN_BYTES, FINAL_SECTIONS, SECTION_BYTES, TILE_KV, tile_dim
+from .device.limits import BLOCK, COLUMN_BYTES, FINAL_SECTIONS, L2_BYTES, SECTION_BYTES, TILE_KV, tile_dim
 
 # ---- forward: queries of a tile ----------------------------------------------------------------------------
 
@@ -64,16 +64,22 @@ def rows_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> int:
     count as equally long: of their lengths nobody but the GPU knows more. A list of their tiles would be
     exact for lengths that they do not have, so without a window it is the count that decides."""
     shapes, count = tiles[tile_dim(problem)], len(problem.sequences or ())
-    own = next(iter(shapes))
-    if count:
-        mean = {"seqlen_q": -(-problem.seqlen_q // count), "seqlen_kv": -(-problem.seqlen_kv // count)}
-        problem = problem.with_(sequences=None, batch=count, **mean)
+    own, problem = next(iter(shapes)), as_batch(problem)
     if count > 1 and not _is_narrow(problem):
         blocks = problem.batch * problem.heads * math.ceil(problem.seqlen_q / BLOCK)
         return BLOCK if blocks <= FEW_ROUNDS * sms * shapes[BLOCK].ctas else own
     us = {rows: forward_us(problem, rows, sms, tiles) for rows in shapes}
     best = min(us, key=us.get)
     return best if us[best] < CLEARLY * us[own] else own
+
+
+def as_batch(problem: Problem) -> Problem:
+    """Packed sequences as a batch of their mean length."""
+    count = len(problem.sequences or ())
+    if not count:
+        return problem
+    mean = {"seqlen_q": -(-problem.seqlen_q // count), "seqlen_kv": -(-problem.seqlen_kv // count)}
+    return problem.with_(sequences=None, batch=count, **mean)
 
 
 def _is_narrow(problem: Problem) -> bool:
@@ -128,12 +134,13 @@ STEP_Q = {64: 128, 96: 64, 128: 64, 192: 64, 256: 64}  # queries of a step on a 
 
 # What `parts_of` reckons with, in steps of bwd4's main loop: a tile of queries on a tile of keys. Fitted to
 # the measured times of notes/bwd4_parts.md, "How to divide".
-TILE_STEPS = 3.7  # of a tile of keys beside its steps
-ADDING_STEPS = 1.8  # of adding parts, beside their bytes
-BYTES_PER_STEP = 7.93e6  # of parts, most of which stay in L2
+TILE_STEPS = {64: 1.75, 96: 3.0, 128: 3.0, 192: 3.0, 256: 3.0}  # of a tile of keys beside its steps
+ADDING_STEPS = 0.5  # of adding parts, beside their bytes
+BYTES_PER_STEP = 11e6  # of parts
+BEYOND_L2 = 0.75  # how much longer those bytes take that do not stay in L2
 UNDIVIDED_CAUSAL = 1.12  # how much longer a step takes under a mask where a group of heads is not divided
 TOGETHER = 0.02  # and for each head more of a group that stays together, divided or not
-QUERIES_DIVIDED = 1.0094  # the same where queries are
+QUERIES_DIVIDED = 1.01  # the same where queries are
 FEW_TILES = 8  # for each SM: with more of them dividing gains nothing, but of LONG sequences
 LONG = 32768
 QUERY_PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -181,11 +188,11 @@ def parts_of(problem: Problem, sms: int = SMS, deterministic: bool = False) -> P
     return min(ways, key=lambda parts: steps_of(problem, parts, sms, deterministic))
 
 
-def parts_to_try(problem: Problem, sms: int = SMS, deterministic: bool = False) -> Parts:
+def parts_to_try(problem: Problem, sms: int = SMS) -> Parts:
     """`parts_of`, and where that has what is undivided as faster, as few parts as there can be: for who tries
     the kernels that divide."""
-    parts = parts_of(problem, sms, deterministic)
-    if parts == UNDIVIDED and len(ways := divisions(problem, sms, deterministic)) > 1:
+    parts = parts_of(problem, sms)
+    if parts == UNDIVIDED and len(ways := divisions(problem, sms)) > 1:
         parts = min(ways[1:], key=lambda parts: parts.count)
     return parts
 
@@ -214,7 +221,8 @@ def _is_grouped(problem: Problem) -> bool:
 def divisions(problem: Problem, sms: int = SMS, deterministic: bool = False) -> list[Parts]:
     """The ways to divide a backward pass that may gain anything: heads by any divisor of their group, 1
     among them, and queries too while a part has two steps and tiles are no more than four for each SM. Not
-    if tiles of keys wait for each other's turn: those of one part of the queries begin with the same."""
+    if tiles of keys wait for each other's turn, which `steps_of` knows nothing of: whoever simulates them
+    asks for all."""
     group = problem.heads // max(1, problem.kv_heads)
     key_tiles = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
     tiles = key_tiles * problem.batch * problem.kv_heads
@@ -240,6 +248,7 @@ def steps_of(problem: Problem, parts: Parts, sms: int = SMS, deterministic: bool
         return busiest
     keys = problem.batch * problem.kv_heads * parts.count * problem.seqlen_kv
     part_bytes = 2 * keys * tile_dim(problem) * 4  # of dK and dV, which are written, and read again
+    part_bytes += BEYOND_L2 * max(0, part_bytes - L2_BYTES)
     if parts.queries > 1:
         busiest *= QUERIES_DIVIDED
     return busiest + ADDING_STEPS + 2 * part_bytes / BYTES_PER_STEP
@@ -262,9 +271,10 @@ def loads_of(problem: Problem, parts: Parts, sms: int = SMS) -> list[float]:
     steps = []
     for first_key in range(0, problem.seqlen_kv, tile_kv):
         unseen = max(0, first_key - offset) // tile_q if problem.causal else 0
-        seen = max(0, math.ceil(problem.seqlen_q / tile_q) - unseen)
+        tiles = math.ceil(problem.seqlen_q / tile_q)
         for part in range(parts.queries):
-            own = seen * (part + 1) // parts.queries - seen * part // parts.queries
-            steps.append(query_heads * own + TILE_STEPS)
+            first = unseen + (part - unseen) % parts.queries
+            own = len(range(first, tiles, parts.queries))
+            steps.append(query_heads * own + TILE_STEPS[tile_dim(problem)])
     sections = [section] * (final // section) + [heads - final]
     return _loads((tile for n in sections for tile in steps for _ in range(n)), sms)

@@ -19,10 +19,11 @@ def problem(head_dim: int = 64, **changes) -> Problem:
     return plain.with_(**changes)
 
 
-def verdicts(q, k, v, do, dlse=None, softmax_scale=None, **mask) -> list[str]:
+def verdicts(q, k, v, do, dlse=None, softmax_scale=None, deterministic=False, **mask) -> list[str]:
     """What is wrong with o, lse and the gradients of the public call, by the pass rule."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    o, lse = attention(*leaves, **mask, softmax_scale=softmax_scale, return_lse=True)
+    how = {"softmax_scale": softmax_scale, "deterministic": deterministic, "return_lse": True}
+    o, lse = attention(*leaves, **mask, **how)
     outputs, gradients = ((o,), (do,)) if dlse is None else ((o, lse), (do, dlse))
     dq, dk, dv = torch.autograd.grad(outputs, leaves, gradients)
     given = {"causal": mask.get("causal", False), "top_left": mask.get("top_left", False)}

@@ -30,9 +30,9 @@ WRONG_BY, MICROSECOND = 1.03, 1.0  # a choice of a way may cost so much over the
 MODELS = [
     (direction, row) for direction in ("fwd", "bwd") for row in library.load(FOLDER, f"models_{direction}")
 ]
-# Since parts are added in one launch: other constants of `division.parts_of` are worse (notes/bwd4_parts.md).
+# No constants of `division.parts_of` are right for both lengths of these heads (notes/bwd4_parts.md).
 WRONG = {
-    ("bwd", "Whisper", "small, 1500 tokens"): "undivided 67.7 µs, in two parts 65.6",
+    ("bwd", "Qwen 2.5", "0.5B, 1k"): "four parts of the queries 143.2 µs, seven of the heads 136.3",
 }
 JUDGED = [
     pytest.param(direction, row, marks=[pytest.mark.xfail(strict=True, reason=why)] if why else [])
@@ -186,7 +186,7 @@ def test_no_step_is_lost_between_the_sms() -> None:
         group = problem.heads // problem.kv_heads
         tiles = -(-problem.seqlen_kv // limits.TILE_KV[64]) * problem.batch * problem.kv_heads
         of_tiles = [
-            sum(division.loads_of(problem, x)) - division.TILE_STEPS * tiles * x.count
+            sum(division.loads_of(problem, x)) - division.TILE_STEPS[problem.head_dim] * tiles * x.count
             for x in (Parts(), Parts(heads=group), Parts(queries=3), Parts(group, 2))
         ]
         assert of_tiles == pytest.approx([of_tiles[0]] * 4)
@@ -198,7 +198,7 @@ def test_no_step_is_lost_between_the_sms() -> None:
 def test_the_longest_of_few_key_heads_is_shortened() -> None:
     """8 query heads of one key head at 8192 tokens: 64 tiles for 132 SMs."""
     problem = Problem(1, 8, 1, 8192, 8192, 128, True, direction="bwd")
-    assert max(division.loads_of(problem, Parts())) == 8 * 128 + division.TILE_STEPS
+    assert max(division.loads_of(problem, Parts())) == 8 * 128 + division.TILE_STEPS[problem.head_dim]
     assert division.parts_of(problem).count >= 2
     assert division.parts_of(problem.with_(head_dim=256)).count >= 2
     assert division.parts_of(problem.with_(batch=64)) == UNDIVIDED

@@ -32,17 +32,17 @@ def kernel_of(head_dim: int, causal: bool, parts: tuple[int, int] | None, top_le
 
 
 def tiles_of(kernel: object, heads: tuple[int, int], lengths: tuple[int, int], parts: tuple[int, int] | None):
-    """(place, kv_block, (first, masked, whole, last)) of every tile of keys, as they are fetched."""
+    """(place, (first, masked, whole, last)) of every tile of keys, as they are fetched."""
     (batch, kv_heads), (seqlen_q, seqlen_kv), (head_parts, query_parts) = heads, lengths, parts or (1, 1)
     keys = seqlen_kv
     if parts is not None:
         keys = math.ceil(seqlen_kv / kernel.tile_kv) * kernel.tile_kv * query_parts
     mQ = SimpleNamespace(shape=(seqlen_q, kernel.head_dim, kv_heads * GROUP, batch))
-    mTiled = SimpleNamespace(shape=(keys, kernel.head_dim, kv_heads * head_parts, batch))
+    mTiled = SimpleNamespace(shape=(keys, kernel.head_dim, kv_heads * head_parts, batch, query_parts))
     for tile in range(math.ceil(keys / kernel.tile_kv) * kv_heads * head_parts * batch):
         place = tuple(map(int, kernel.locate(tile, mQ, mTiled)))
-        kv_block, *tiles = map(int, kernel.work_on(place[0], mTiled, *lengths))
-        yield place, kv_block, tuple(tiles)
+        assert len(place) == kernel.words
+        yield place, tuple(map(int, kernel.work_on(place, *lengths)))
 
 
 def sees_a_key(lengths: tuple[int, int], causal: bool, top_left: bool, query: int) -> bool:
@@ -66,16 +66,23 @@ def test_every_visit_has_a_turn_in_the_order_tiles_are_fetched(
             kernel.count_sums(SimpleNamespace(shape=(7 * sums,)), 7)
             assert kernel.sums == sums
             turns, fetched = defaultdict(list), defaultdict(set)
-            for place, kv_block, (first, _, _, last) in tiles_of(kernel, heads, lengths, parts):
+            of_parts, visits = (parts or (1, 1))[1], defaultdict(list)
+            for place, (first, _, _, last) in tiles_of(kernel, heads, lengths, parts):
+                kv_block, part = place[0], place[3] if kernel.divides else 0
                 visited = [kernel.q_tile_at(i, first, last, place, *lengths) for i in range(first, last)]
-                assert sorted(visited) == list(range(first, last))
+                assert all(q_tile % of_parts == part for q_tile in visited)
+                visits[place[1:3], kv_block] += visited
                 for q_tile in visited:
                     at, *turn = kernel.turn_of(kv_block, q_tile, *lengths, place)
                     turns[place[1:3], q_tile, at].append(tuple(turn))
-                assert place[0] not in fetched[place[1:3]], "a tile of keys is fetched twice"
-                fetched[place[1:3]].add(place[0])
-            blocks = math.ceil(lengths[1] / kernel.tile_kv) * (parts or (1, 1))[1]
-            assert all(found == set(range(blocks)) for found in fetched.values())
+                assert (kv_block, part) not in fetched[place[1:3]], "a tile of keys is fetched twice"
+                fetched[place[1:3]].add((kv_block, part))
+            blocks = math.ceil(lengths[1] / kernel.tile_kv)
+            every = {(kv_block, part) for kv_block in range(blocks) for part in range(of_parts)}
+            assert all(found == every for found in fetched.values())
+            for (_, kv_block), visited in visits.items():
+                first, _, _, last = map(int, kernel.q_tiles(kv_block, *lengths))
+                assert sorted(visited) == list(range(first, last))
             assert len(fetched) == heads[0] * heads[1] * (parts or (1, 1))[0]
             for found in turns.values():
                 assert found == [(turn, turn == len(found) - 1) for turn in range(len(found))]
@@ -98,8 +105,8 @@ def test_a_mirrored_head_masks_what_is_hidden(
     mirrored = set()
     for lengths in LENGTHS:
         kernel = kernel_of(head_dim, True, parts, top_left)
-        for place, kv_block, (first, masked, whole, last) in tiles_of(kernel, (3, 5), lengths, parts):
-            mirrored.add(place[3])
+        for place, (first, masked, whole, last) in tiles_of(kernel, (3, 5), lengths, parts):
+            mirrored.add(place[-1])
             if first == last:
                 continue
             steps, unmasked = [], []
@@ -108,11 +115,13 @@ def test_a_mirrored_head_masks_what_is_hidden(
                 unmasked += [] if hides else range(begin, end)
             assert steps == list(range(first, last - 1))
             seen = {kernel.q_tile_at(i, first, last, place, *lengths) for i in unmasked}
-            need = max(first, min(masked, last))
+            own_first, need, _, end = map(int, kernel.q_tiles(place[0], *lengths))
+            need = max(own_first, min(need, end))
             assert all(q_tile >= need for q_tile in seen), "a hidden pair is not masked"
             alone = kernel.q_tile_at(last - 1, first, last, place, *lengths)
-            assert seen | {alone} >= set(range(need, last)), "a tile is masked that sees all keys"
-            assert (kv_block + 1) * kernel.tile_kv <= lengths[1] or not seen
+            unhidden = {kernel.of_part(i, place) for i in range(first, last)} & set(range(need, end))
+            assert seen | {alone} >= unhidden, "a tile is masked that sees all keys"
+            assert (place[0] + 1) * kernel.tile_kv <= lengths[1] or not seen
     assert mirrored == {0, 1}
 
 
@@ -122,10 +131,10 @@ def test_heads_longer_than_l2_are_all_mirrored() -> None:
         kernel = kernel_of(128, True, None)
         kernel.count_sums(SimpleNamespace(shape=(1,)), 1)
         found, before = set(), {}
-        for place, kv_block, (first, _, _, last) in tiles_of(kernel, (1, 2), lengths, None):
+        for place, (first, _, _, last) in tiles_of(kernel, (1, 2), lengths, None):
             found.add(place[3])
             for q_tile in (x for x in range(0, last, 97) if x >= first):
-                at, turn, _ = kernel.turn_of(kv_block, q_tile, *lengths, place)
+                at, turn, _ = kernel.turn_of(place[0], q_tile, *lengths, place)
                 assert (at, turn) == (0, before.get((place[1], q_tile), -1) + 1)
                 before[place[1], q_tile] = turn
         assert found == expected
@@ -184,7 +193,7 @@ def test_packed_tiles_come_in_the_order_of_their_turns(
         seen.add((start, head, kv_block))
         if kernel.mirrors:
             mirrored[start].add(place[-1])
-        _, first, _, _, last = map(int, kernel.work_on(kv_block, mK, *own))
+        first, _, _, last = map(int, kernel.work_on(place, *own))
         visited = [int(kernel.q_tile_at(i, first, last, place, *own)) for i in range(first, last)]
         assert sorted(visited) == list(range(first, last))
         for q_tile in (x for x in visited if x % 29 == 0 or own[0] < 4096):

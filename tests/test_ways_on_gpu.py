@@ -13,6 +13,7 @@ from hopper_attention import (
     launch,
     production,
     selection,
+    turns,
     ways,
 )
 from hopper_attention.kernels import division, ladder
@@ -74,6 +75,19 @@ def test_in_parts_and_deterministic(mask: dict, head_dim: int) -> None:
     for _ in range(100):
         again = attention_backward(do, q, k, v, o, lse, **mask, deterministic=True)
         assert all(x.equal(y) for x, y in zip(again, first))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_parts_and_sums_in_one_order(head_dim: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: more than are on their way at once, and parts that see no query."""
+    shape = problem(head_dim, batch=1, heads=8, kv_heads=2, seqlen_q=1000, seqlen_kv=777, causal=causal)
+    q, k, v, do = random_inputs(shape)
+    for chosen in ((Parts(), 5), (Parts(1, 2), 1), (Parts(1, 3), 2), (Parts(4, 5), 4), (Parts(2, 16), 7)):
+        monkeypatch.setattr(turns, "fastest", lambda *_, chosen=chosen: chosen)
+        production.plans.clear()
+        assert verdicts(q, k, v, do, causal=causal, deterministic=True) == []
+    production.plans.clear()
 
 
 @every_mask

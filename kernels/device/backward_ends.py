@@ -8,7 +8,7 @@
              at once, 16 bytes a thread, is 512 bytes in a row; no addition computes where its element lies.
 
 "heads" counts heads of all batches; blocks are padded to whole tiles of queries, the largest of the kernels
-that read them. "sums" is 1 but for a stage that adds every other tile of keys to a second sum.
+that read them. "sums" is 1 but where tiles of keys take turns, which then may be at several.
 """
 
 import math
@@ -16,7 +16,7 @@ import math
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
@@ -29,6 +29,7 @@ from .tma import allocate_tiles, partition_tma, store_atom
 
 QUAD = 4  # fp32 in one 16-byte access
 ROWS_IN_FLIGHT = 4  # of O and of dO, a thread of the preprocess
+IN_FLIGHT = 3  # sums of a block, on their way to a thread of the postprocess
 
 
 def fake_scratch(head_dim: int, sums: int = 1) -> tuple[object, object]:
@@ -194,17 +195,22 @@ class Preprocess:
 
 class Postprocess:
     """dQ = dQ_sum/√d, rounded. A CTA takes a block, a warpgroup 64 of its columns: with the layout the sums
-    were left in, they leave for shared memory like any accumulator, and for dQ by TMA, in whole rows.
+    were left in, they leave for shared memory like any accumulator, and for dQ by TMA, in whole rows. Where
+    there may be several sums to add, a CTA is `narrow`, with 64 columns of a block, so that more SMs read.
 
     mZeroed, if there is one, is what the main kernel counted in: it is left at zero. Where the first to come
     stored (`tiles`, of the main kernel, knows how many came), dQ is what they left in each sum, or zero.
 
     dK and dV in parts are sums of that kind, too: `key_parts.PartSums`."""
 
-    def __init__(self, head_dim: int, tiles: object = None, scaled: bool = True, packed: int | None = None):
+    def __init__(
+        self, head_dim: int, tiles: object = None, scaled: bool = True, packed: int | None = None,
+        narrow: bool = False,
+    ):  # fmt: skip
         self.packed = packed // BLOCK if packed else None  # as `Preprocess`
         self.batch = Packed() if packed else DENSE
-        self.columns, self.tiles = column_blocks(head_dim), tiles
+        self.narrow, self.columns, self.tiles = narrow, 1 if narrow else column_blocks(head_dim), tiles
+        self.ctas = column_blocks(head_dim) // self.columns  # of a block
         self.head_dim = BLOCK * self.columns
         self.threads = WARPGROUP * self.columns
         self.scale = 1.0 / math.sqrt(head_dim) if scaled else 1.0
@@ -217,7 +223,7 @@ class Postprocess:
         if const_expr(self.packed is not None):
             blocks = mDQ_sum.shape[1]
         mma, store = self.layout_of(mDQ.element_type), self.store_atom(mDQ)
-        shape = {"grid": (blocks, heads, batch), "block": (self.threads, 1, 1)}
+        shape = {"grid": (blocks * self.ctas, heads, batch), "block": (self.threads, 1, 1)}
         self.postprocess(mma, *store, mDQ_sum, mZeroed, seqlen_kv, numbers, mList).launch(
             **shape,
             use_pdl=True,
@@ -227,14 +233,17 @@ class Postprocess:
     @cute.kernel
     def postprocess(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed, seqlen_kv, numbers, mList):
         self.take(numbers, mDQ_sum, mDQ)
-        sDQ = self.allocate(SmemAllocator(), store_DQ.value_type)
+        shared = self.allocate(store_DQ.value_type)
         # From the last head back: the main kernel has just left that in L2.
         block, head, batch = [n - 1 - i for n, i in zip(cute.arch.grid_dim(), cute.arch.block_idx())]
+        column = 0
+        if const_expr(self.narrow):
+            block, column = block // self.ctas, block % self.ctas
         cute.arch.griddepcontrol_wait()
         if const_expr(self.packed is None):
             head_index, lengths = batch * mDQ.shape[2] + head, (mDQ.shape[0], seqlen_kv)
-            place = block, head, batch
-            self.round_block(mma, store_DQ, mDQ, sDQ, mDQ_sum, place, head_index, lengths, mZeroed)
+            place, of_one = (block, head, batch), {"mZeroed": mZeroed, "column": column}
+            self.round_block(mma, store_DQ, mDQ, shared, mDQ_sum, place, head_index, lengths, **of_one)
         else:
             if const_expr(mZeroed is not None):
                 ctas, _, _ = cute.arch.grid_dim()
@@ -250,7 +259,7 @@ class Postprocess:
                 own_place = (tile - first) * self.packed + own, head, *sequence
                 own_lengths = self.batch.lengths(own_place, None)
                 if own_place[0] * BLOCK < own_lengths[0]:  # a tile's blocks may be more than have rows
-                    self.round_block(mma, store_DQ, mDQ, sDQ, mSums, own_place, head, own_lengths)
+                    self.round_block(mma, store_DQ, mDQ, shared, mSums, own_place, head, own_lengths)
 
     def layout_of(self, dtype: type) -> cute.TiledMma:
         """The product whose accumulator a block of sums lies as: only that is used of it."""
@@ -270,47 +279,54 @@ class Postprocess:
             self.tiles.take(numbers)  # what it took inside another kernel nobody may use here
             self.tiles.count_sums(mDQ_sum, mDQ.shape[2] * mDQ.shape[3] if self.packed is None else 0)
 
-    def allocate(self, smem: SmemAllocator, dtype: type) -> cute.Tensor:
-        """Shared memory for a block on its way: (row, head_dim, 1)."""
-        return allocate_tiles(smem, dtype, BLOCK, self.head_dim, 1)
+    def allocate(self, dtype: type) -> tuple[cute.Tensor, cute.Tensor | None]:
+        """Shared memory for what leaves: (row, column, 1); and of a narrow CTA, for the sums that come:
+        (register, g, thread, sum)."""
+        smem = SmemAllocator()
+        sX, sRing = allocate_tiles(smem, dtype, BLOCK, self.head_dim, 1), None
+        if self.narrow:
+            shape = QUAD, BLOCK // 8, self.threads, IN_FLIGHT
+            side_by_side = cute.make_ordered_layout(shape, order=(0, 2, 1, 3))  # what a warp accesses at once
+            sRing = smem.allocate_tensor(Float32, side_by_side, 128)
+        return sX, sRing
 
     @cute.jit
     def round_block(
-        self, mma, store_DQ, mDQ, sDQ, mDQ_sum, place, head_index, lengths=None, mZeroed=None, parts=None
+        self, mma, store_DQ, mDQ, shared, mDQ_sum, place, head_index, lengths=None, mZeroed=None, parts=None,
+        column=0,
     ):  # fmt: skip
-        """A CTA: the block of a place; `head_index` is the row of scratch, per sum, of which there are
-        `parts` or as many as follow from `lengths`."""
+        """A CTA: the block of a place, of a narrow one its column-th column block; `head_index` is the row of
+        scratch, per sum, of which there are `parts` or as many as follow from `lengths`."""
         tidx, _, _ = cute.arch.thread_idx()
-        block, dtype = place[0], store_DQ.value_type
-        warpgroup_idx, thread = tidx // WARPGROUP, tidx % WARPGROUP
+        (sDQ, sRing), block, dtype = shared, place[0], store_DQ.value_type
+        own_column, thread = column + tidx // WARPGROUP, tidx % WARPGROUP
 
         rDQ = cute.make_rmem_tensor(mma.partition_shape_C((BLOCK, self.head_dim)), Float32)
         quads = cute.make_tensor(rDQ.iterator, cute.make_layout((QUAD, BLOCK // 8)))  # (register, g)
         if const_expr(mZeroed is not None):
-            if block == 0 and tidx == 0 and head_index < mZeroed.shape[0]:
+            if block == 0 and column == 0 and tidx == 0 and head_index < mZeroed.shape[0]:
                 mZeroed[head_index] = 0
         held = cute.make_layout((QUAD, WARPGROUP, BLOCK // 8))
         if const_expr(parts is not None):
             rDQ.fill(0.0)
-            for i in range(parts, unroll=1):
-                add_sum(quads, mDQ_sum[head_index * parts + i, block, warpgroup_idx, None], thread)
+            row = head_index * parts
+            add_sums(quads, sRing, mDQ_sum, row, parts, (block, own_column), tidx)
         elif const_expr(self.tiles is None):
-            gDQ_sum = cute.make_tensor(mDQ_sum[head_index, block, warpgroup_idx, None].iterator, held)
+            gDQ_sum = cute.make_tensor(mDQ_sum[head_index, block, own_column, None].iterator, held)
             for g in range_constexpr(BLOCK // 8):
                 cute.autovec_copy(gDQ_sum[None, thread, g], quads[None, g])
         else:
             rDQ.fill(0.0)
-            sums, q_tile = self.tiles.sums, block // self.tiles.blocks
-            if const_expr(self.tiles.counts_sums):
-                for i in range(self.tiles.sums_at(q_tile, *lengths), unroll=1):
-                    add_sum(quads, mDQ_sum[head_index * sums + i, block, warpgroup_idx, None], thread)
-            else:
+            row, q_tile = head_index * self.tiles.sums, block // self.tiles.blocks
+            if const_expr(self.narrow):
+                came = self.tiles.sums_at(q_tile, *lengths)
+                add_sums(quads, sRing, mDQ_sum, row, came, (block, own_column), tidx)
+            else:  # one sum, or two
                 came = self.tiles.turns_at(q_tile, *lengths)
-                for i in range_constexpr(sums):
-                    of_sum = mDQ_sum[head_index * sums + i, block, warpgroup_idx, None]
-                    gDQ_sum = cute.make_tensor(of_sum.iterator, held)
+                for i in range_constexpr(self.tiles.sums):
+                    gDQ_sum = cute.make_tensor(mDQ_sum[row + i, block, own_column, None].iterator, held)
                     if came > i:
-                        add_held(quads, gDQ_sum, thread)
+                        add_sum(quads, gDQ_sum, thread)
 
         rDQ16 = cute.make_rmem_tensor(rDQ.layout, dtype)
         rDQ16.store((rDQ.load() * self.scale).to(dtype))
@@ -320,23 +336,50 @@ class Postprocess:
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
         if cute.arch.make_warp_uniform(tidx // WARP) == 0:
-            tDQgDQ, tDQsDQ = partition_tma(store_DQ, self.batch.queries(mDQ, place[1], place), sDQ)
-            cute.copy(store_DQ, tDQsDQ[None, 0], tDQgDQ[None, block])
+            blocks = None, None  # of rows, and of columns
+            tDQgDQ, tDQsDQ = partition_tma(store_DQ, self.batch.queries(mDQ, place[1], place), sDQ, blocks)
+            cute.copy(store_DQ, tDQsDQ[None, 0], tDQgDQ[None, block, column])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the CTA
 
 
-def add_sum(quads, gSum, thread) -> None:
-    """A thread adds its elements of a block's sums (4096,) to its accumulator (register, g)."""
-    add_held(quads, cute.make_tensor(gSum.iterator, cute.make_layout((QUAD, WARPGROUP, BLOCK // 8))), thread)
+@cute.jit
+def add_sums(quads, sRing, mSums, row, count, at, tidx):
+    """Add what `count` rows of sums, from `row` on, hold of a block and column block to an accumulator, in
+    their order. IN_FLIGHT are on their way at once, to places that each thread has for itself: one after the
+    other each would wait for L2, and in registers they would leave an SM fewer CTAs."""
+    (block, column), thread = at, tidx % WARPGROUP
+    for i in range_constexpr(IN_FLIGHT):
+        if i < count:
+            send_for(mSums[row + i, block, column, None], sRing[None, None, tidx, i], thread)
+        cute.arch.cp_async_commit_group()
+    for i in range(count, unroll=1):
+        cute.arch.cp_async_wait_group(IN_FLIGHT - 1)
+        sSum, rSum = sRing[None, None, tidx, i % IN_FLIGHT], cute.make_rmem_tensor(quads.layout, Float32)
+        cute.autovec_copy(sSum, rSum)
+        quads.store(quads.load() + rSum.load())
+        if i + IN_FLIGHT < count:
+            send_for(mSums[row + i + IN_FLIGHT, block, column, None], sSum, thread)
+        cute.arch.cp_async_commit_group()
 
 
-def add_held(quads, gQuads, thread) -> None:
-    """`add_sum` of sums (register, thread, g) as accumulators hold them."""
+def add_sum(quads, gQuads, thread) -> None:
+    """Add a thread's elements of a column block (register, thread, g) to its accumulator (register, g)."""
     rSum = cute.make_rmem_tensor(quads.layout, Float32)
     for g in range(BLOCK // 8):
         cute.autovec_copy(gQuads[None, thread, g], rSum[None, g])
     quads.store(quads.load() + rSum.load())
+
+
+@cute.jit
+def send_for(gSum, sSum, thread):
+    """Begin to copy a thread's elements of a column block (4096,), as its accumulator (register, g) has
+    them."""
+    past_l1 = cpasync.LoadCacheMode.GLOBAL  # other SMs have written them
+    atom = cute.make_copy_atom(cpasync.CopyG2SOp(past_l1), Float32, num_bits_per_copy=QUAD * Float32.width)
+    gQuads = cute.make_tensor(gSum.iterator, cute.make_layout((QUAD, WARPGROUP, BLOCK // 8)))
+    for g in range_constexpr(BLOCK // 8):
+        cute.copy(atom, gQuads[None, thread, g], sSum[None, g])
 
 
 class SinkGradient:

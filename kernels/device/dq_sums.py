@@ -19,12 +19,12 @@ from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
 
 from .constants import WARP, WARPGROUP
 from .key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, Tiles
+from .limits import ROTATED_BYTES
 from .policies import listed
 from .rings import CONSUMER
-from .tile_order import hear, hear_place
+from .tile_order import hear_place
 from .tma import partition_tma
 
-ROTATED_BYTES = 32 * 2**20  # of a head's queries, with both sums: what CTAs read at many places at once
 PART = ROWS * 64  # elements of dQ_sum in a row: 64 queries × 64 columns
 AND_ADDER = WARPGROUP + WARP  # threads at a named barrier where a consumer and an adding warp meet
 
@@ -82,7 +82,7 @@ class SummedTiles(Tiles):
         while valid != 0:
             kv_head = place[1]
             seqlen_q, seqlen_kv = self.batch.lengths(place, extents)
-            kv_block, first, _, _, last = self.work_on(place[0], mK, seqlen_q, seqlen_kv)
+            first, _, _, last = self.work_on(place, seqlen_q, seqlen_kv)
             if const_expr(self.zeroes_ahead and self.packed):
                 self.await_listed_zeros(mZeroed, mQ, mK, mDQ_sum, place, mList)
             elif const_expr(self.zeroes_ahead):
@@ -101,7 +101,7 @@ class SummedTiles(Tiles):
                             to = i, kv_head * group + g, place
                             self.store_tile(*sums, *to, full, CONSUMERS * mine, empty)
                         else:
-                            at, turn, final = self.turn_of(kv_block, i, seqlen_q, seqlen_kv, place)
+                            at, turn, final = self.turn_of(place[0], i, seqlen_q, seqlen_kv, place)
                             order = mTurns[head_index, None].iterator + (i * self.sums + at)
                             if const_expr(self.deterministic):
                                 await_value(order, turn)
@@ -159,23 +159,26 @@ class SummedTiles(Tiles):
         share = cute.ceil_div(sums, kv_blocks)
         zero = cute.make_rmem_tensor(cute.make_layout(4), Float32)
         zero.fill(0.0)
-        valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
+        valid, place = hear_place(tile_ring, tile_get, sTile)
         tile_get.advance()
         while valid != 0:
+            block, kv_head, batch, *_ = place
+            if const_expr(self.divides):
+                block = block * place[4] + place[3]
             head = batch * mK.shape[2] + kv_head + ahead
             if head < last:
                 first = mDQ_sum[head * group, None, None, None].iterator
-                for i in range(kv_block * share, cutlass.min(sums, kv_block * share + share), unroll=1):
-                    block = cute.make_layout((4, WARP, PART // (4 * WARP)))
-                    gSum = cute.make_tensor(first + Int64(i) * PART, block)
-                    for j in range_constexpr(block.shape[2]):
+                for i in range(block * share, cutlass.min(sums, block * share + share), unroll=1):
+                    held = cute.make_layout((4, WARP, PART // (4 * WARP)))
+                    gSum = cute.make_tensor(first + Int64(i) * PART, held)
+                    for j in range_constexpr(held.shape[2]):
                         cute.autovec_copy(zero, gSum[None, cute.arch.lane_idx(), j])
                 cute.arch.fence_acq_rel_gpu()
                 cute.arch.sync_warp()
                 if cute.arch.lane_idx() == 0:
                     done = (mZeroed.iterator + head).llvm_ptr
                     cute.arch.atomic_add(done, Int32(1), sem="release", scope="gpu")
-            valid, kv_block, kv_head, batch = hear(tile_ring, tile_get, sTile)
+            valid, place = hear_place(tile_ring, tile_get, sTile)
             tile_get.advance()
 
     @cute.jit
@@ -259,7 +262,7 @@ class SummedTiles(Tiles):
 
     @cute.jit
     def q_tile_at(self, i, first, last, place, seqlen_q, seqlen_kv):
-        """The tile of queries of a step, counted from `first` to `last` − 1."""
+        """The tile of queries of a step, counted from `first` to `last` − 1 (`Tiles.work_on`)."""
         if const_expr(self.mirrors):
             if place[-1] != 0:
                 i = first + last - 1 - i
@@ -269,7 +272,7 @@ class SummedTiles(Tiles):
                 i += (kv_blocks - 1 - place[0]) * last // kv_blocks
                 if i >= last:
                     i -= last
-        return i
+        return self.of_part(i, place)
 
     def is_rotated(self, seqlen_q, seqlen_kv):
         """Whether each tile of keys begins with other queries: where there is a sum for those before them,

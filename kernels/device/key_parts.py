@@ -3,8 +3,8 @@
 The query heads of a key head are divided, or the tiles of queries that see the tile of keys, or both. To what
 counts and orders tiles of keys a part of the heads is a head, and a part of the queries is further keys:
 
-    mTiled   (keys · query parts, head_dim, key head · head parts, batch), of the shape of a K that had as
-             many tiles as there are to take; its elements are not read.
+    mTiled   (keys · query parts, head_dim, key head · head parts, batch, query parts), of the shape of a K
+             that had as many tiles as there are to take; its elements are not read.
     mParts   (dK or dV, key head · head part, query part, block, column block, 4096) fp32, without the scale,
              laid out as the sums of dQ (`backward_ends`). Every tile stores its own, so that none of it need
              be zero before; what rounds dQ's sums adds them in their order.
@@ -17,7 +17,6 @@ import math
 import cutlass.cute as cute
 from cutlass import Float32, const_expr, range_constexpr
 from cutlass.cute.runtime import make_fake_tensor
-from cutlass.memory import SmemAllocator
 
 from .backward_ends import QUAD, Postprocess
 from .constants import WARPGROUP
@@ -40,12 +39,8 @@ def tiled_in_parts(mK, mParts, tile_kv: int):
     batch, _, seqlen, head_dim = mK.shape
     _, heads, queries, *_ = mParts.shape
     keys = cute.ceil_div(seqlen, tile_kv) * tile_kv * queries
-    return cute.make_tensor(mK.iterator, cute.make_layout((keys, head_dim, heads // batch, batch)))
-
-
-def query_parts(mTiled, keys):
-    """Among how many tiles queries are divided, of so many keys, whole tiles of them."""
-    return mTiled.shape[0] // keys
+    shape = keys, head_dim, heads // batch, batch, queries
+    return cute.make_tensor(mK.iterator, cute.make_layout(shape))
 
 
 @cute.jit
@@ -88,7 +83,8 @@ class PartSums:
     sums where those have a postprocess, `queries`: a launch costs a short call more than its work."""
 
     def __init__(self, head_dim: int, queries: Postprocess | None = None):
-        self.keys, self.values = Postprocess(head_dim), Postprocess(head_dim, scaled=False)
+        self.keys = Postprocess(head_dim, narrow=True)
+        self.values = Postprocess(head_dim, scaled=False, narrow=True)
         self.queries = queries
 
     @cute.jit
@@ -97,13 +93,13 @@ class PartSums:
         key_parts, value_parts = halves(mParts)
         mma, tma = self.keys.layout_of(mDK.element_type), []
         batch, kv_heads, seqlen_kv, _ = mDK.shape
-        ctas = 2 * batch * kv_heads * cute.ceil_div(seqlen_kv, BLOCK)
+        ctas = 2 * batch * kv_heads * cute.ceil_div(seqlen_kv, BLOCK) * self.keys.ctas
         for mX in (mDK, mDV):
             tma += self.keys.store_atom(mX)
         of_queries = None, None
         if const_expr(self.queries is not None):
             of_queries = self.queries.store_atom(mDQ)
-            ctas += batch * mDQ.shape[1] * cute.ceil_div(mDQ.shape[2], BLOCK)
+            ctas += batch * mDQ.shape[1] * cute.ceil_div(mDQ.shape[2], BLOCK) * self.keys.ctas
         rest = key_parts, value_parts, mDQ_sum, mZeroed, numbers
         self.add_parts(mma, *tma, *of_queries, *rest).launch(
             grid=(ctas, 1, 1), block=(self.keys.threads, 1, 1), use_pdl=True, stream=stream
@@ -114,23 +110,25 @@ class PartSums:
         self, mma, store_DK, mDK, store_DV, mDV, store_DQ, mDQ, key_parts, value_parts, mDQ_sum, mZeroed,
         numbers,
     ):  # fmt: skip
-        """A CTA, a block of 64 rows: those of dK and dV first, which have several sums."""
-        sX = self.keys.allocate(SmemAllocator(), store_DK.value_type)
+        """A CTA, 64 rows of 64 columns: those of dK and dV first, which have several sums."""
+        shared = self.keys.allocate(store_DK.value_type)
         seqlen_kv, _, kv_heads, batches = mDK.shape
         parts = key_parts.shape[0] // (kv_heads * batches)
         cta, of_keys = cute.arch.block_idx()[0], kv_heads * batches * cute.ceil_div(seqlen_kv, BLOCK)
+        cta, column = cta // self.keys.ctas, cta % self.keys.ctas
+        of_parts = {"parts": parts, "column": column}
         self.keys.take(numbers, None, None)
         if const_expr(self.queries is not None):
             self.queries.take(numbers, mDQ_sum, mDQ)
         cute.arch.griddepcontrol_wait()
         if cta < of_keys:
             place, row = place_from_last(cta, mDK)
-            self.keys.round_block(mma, store_DK, mDK, sX, key_parts, place, row, parts=parts)
+            self.keys.round_block(mma, store_DK, mDK, shared, key_parts, place, row, **of_parts)
         elif cta < 2 * of_keys:
             place, row = place_from_last(cta - of_keys, mDV)
-            self.values.round_block(mma, store_DV, mDV, sX, value_parts, place, row, parts=parts)
+            self.values.round_block(mma, store_DV, mDV, shared, value_parts, place, row, **of_parts)
         else:
             if const_expr(self.queries is not None):
                 place, row = place_from_last(cta - 2 * of_keys, mDQ)
-                lengths = mDQ.shape[0], seqlen_kv
-                self.queries.round_block(mma, store_DQ, mDQ, sX, mDQ_sum, place, row, lengths, mZeroed)
+                of_sums = {"lengths": (mDQ.shape[0], seqlen_kv), "mZeroed": mZeroed, "column": column}
+                self.queries.round_block(mma, store_DQ, mDQ, shared, mDQ_sum, place, row, **of_sums)

@@ -14,7 +14,6 @@ from cutlass.cute.nvgpu import cpasync
 from ..contract import Problem, Work
 from .constants import LOG2_E, SMS, WARP, WARPGROUP
 from .key_counts import CountedTiles
-from .key_parts import query_parts
 from .limits import COLUMN_BYTES, L2_BYTES, SECTION_BYTES, TILE_Q, sums_of_dq
 from .masks import Mask
 from .policies import DenseScratch, PackedScratch, Scores, listed
@@ -90,7 +89,7 @@ class Tiles(Scores, CountedTiles):
     @property
     def words(self) -> int:
         """Of a tile's place, as warps hear of it."""
-        return self.batch.words + self.mirrors
+        return self.batch.words + 2 * self.divides + self.mirrors
 
     # ---- which tiles --------------------------------------------------------------------------------------
 
@@ -141,29 +140,28 @@ class Tiles(Scores, CountedTiles):
             yield cutlass.max(first, split), last - 1, False
 
     @cute.jit
-    def work_on(self, block, mTiled, seqlen_q, seqlen_kv):
-        """(kv_block, first, masked, whole, last): of a block in the order of tiles, as `locate` gives it,
-        which tile of keys it is, and `q_tiles`; of those, if they are divided, its part."""
-        kv_block = block
+    def work_on(self, place, seqlen_q, seqlen_kv):
+        """`q_tiles` of the tile of keys at a place. If they are divided, how many of its part's come before
+        each: a part's are numbered by themselves (`of_part`)."""
+        first, masked, whole, last = self.q_tiles(place[0], seqlen_q, seqlen_kv)
         if const_expr(self.divides):
-            parts = query_parts(mTiled, cute.ceil_div(seqlen_kv, self.tile_kv) * self.tile_kv)
-            kv_block, part = block // parts, block % parts
-        first, masked, whole, last = self.q_tiles(kv_block, seqlen_q, seqlen_kv)
-        if const_expr(self.divides):
-            seen = last - first
-            first, last = first + seen * part // parts, first + seen * (part + 1) // parts
-            if const_expr(self.mask.hides):
-                # Not known to be uniform, they would take registers that the main loop needs.
-                uniform = [cute.arch.make_warp_uniform(x) for x in (first, masked, last)]
-                first, masked, last = uniform
-        return kv_block, first, masked, whole, last
+            part, parts = place[3:5]
+            # Not known to be uniform, they would take registers that the main loop needs.
+            first, masked, last = [
+                cute.arch.make_warp_uniform((x + parts - 1 - part) // parts) for x in (first, masked, last)
+            ]
+        return first, masked, whole, last
 
-    @cute.jit
-    def place_of_part(self, place, mTiled, seqlen_kv):
-        """Where among the parts (`key_parts.halves`) those of a tile lie."""
-        parts = query_parts(mTiled, cute.ceil_div(seqlen_kv, self.tile_kv) * self.tile_kv)
-        block, kv_head, batch, *_ = place
-        return (batch * mTiled.shape[2] + kv_head) * parts + block % parts
+    def of_part(self, i, place):
+        """The tile of queries that is its part's i-th: of three parts every third one. As neighbours they
+        would be of unequal length under a mask, and tiles of keys that begin together would begin with the
+        same ones, where undivided ones begin each with its own."""
+        return i * place[4] + place[3] if self.divides else i
+
+    def place_of_part(self, place, heads):
+        """Where among the parts (`key_parts.halves`) those of a tile lie; `heads` are mTiled's."""
+        _, kv_head, batch, part, parts, *_ = place
+        return (batch * heads + kv_head) * parts + part
 
     @cute.jit
     def section(self, mQ, mK):
@@ -229,19 +227,25 @@ class Tiles(Scores, CountedTiles):
 
     @cute.jit
     def locate(self, tile, mQ, mK):
-        """(kv_block, kv_head, batch) of the tile-th tile in the order they are fetched, and if some heads are
-        mirrored, whether this one is."""
+        """(kv_block, kv_head, batch) of the tile-th tile in the order they are fetched; if queries are
+        divided, which part of how many; and if some heads are mirrored, whether this one is. mK is mTiled,
+        if there is one, whose tiles are parts."""
         heads, kv_blocks = mK.shape[2], cute.ceil_div(mK.shape[0], self.tile_kv)
         section, final, all_heads = None, None, heads * mK.shape[3]
         if const_expr(self.mask.hides or self.deterministic):
             section = self.section(mQ, mK)
             final = self.final(all_heads, section, (all_heads + 1) // 2)
         kv_block, head = self.order.locate(tile, kv_blocks, all_heads, section, final)
-        place = kv_block, head % heads, head // heads
+        place = head % heads, head // heads
         if const_expr(self.mirrors):
             mirrored = self.is_mirrored(head, final, mQ.shape[0], mK.shape[0])
-            place = kv_blocks - 1 - kv_block if mirrored != 0 else kv_block, *place[1:], mirrored
-        return place
+            kv_block = kv_blocks - 1 - kv_block if mirrored != 0 else kv_block
+        if const_expr(self.divides):
+            parts = mK.shape[4]
+            place, kv_block = (*place, kv_block % parts, parts), kv_block // parts
+        if const_expr(self.mirrors):
+            place = *place, mirrored
+        return kv_block, *place
 
     def place_of(self, tile, mQ, mK, mList):
         """The tile-th tile's place, of `self.batch`; mList only of packed ones."""

@@ -19,6 +19,7 @@ COLUMN_BYTES = {64: 8, 96: 8, 128: 8, 192: 4, 256: 4}
 SECTION_BYTES = 4 * 2**20  # of what is read and added to: heads that are worked on together and stay in L2
 FINAL_SECTIONS = 4  # of them, at the end, worked on as one: what is fetched last is then short
 L2_BYTES = 48 * 2**20
+ROTATED_BYTES = 32 * 2**20  # of a head's queries, with both sums of dQ: what CTAs read at many places at once
 FORWARD_ROWS = {64: 256, 96: 192, 128: 192, 192: 128, 256: 128}  # queries in a tile of k6, by `tile_dim`
 UNBOUNDED = 2**30  # keys that a window reaches back or ahead if it has no bound there
 FINAL_LISTED = 64  # tiles of a head at most that are listed one by one, at the end

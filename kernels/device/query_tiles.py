@@ -11,7 +11,6 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from ..contract import Problem, Work
 from .constants import LOG2_E, WARPGROUP
-from .limits import FINAL_LISTED
 from .masks import Mask, Window
 from .packed import DENSE, Batch, Packed
 from .softcap import SoftCap, cap_numbers
@@ -231,44 +230,6 @@ class QueryTiles:
     @property
     def lists(self) -> ListTiles:
         return ListTiles(self.tile_q, mask=self.mask, shared_keys=self.tile_kv if self.batch.shares else 0)
-
-    # `list_tiles`, `locate_first` and `once_listed` are what k6 called before `equal_tiles.PackedTiles` took
-    # their place, and nobody does now. They are to go with the next edit that makes the records of what bwd4
-    # imports stale anyway: alone it would have every backward kernel recompiled.
-    @cute.jit
-    def list_tiles(self, mList, given, totals, heads, ctas, stream):
-        """Launch the kernel that lists a packed batch's tiles in the scratch mList: (the list and what it is
-        made of, how many tiles of all heads there may be)."""
-        mList = cute.recast_tensor(mList, Int32)
-        final = cutlass.min(FINAL_LISTED, cute.ceil_div(2 * ctas, heads))
-        self.lists(mList, *given.sequences, *totals, stream, final)
-        return (mList, final, *given.sequences, *totals), cutlass.max(1, (mList.shape[0] - 1) * heads)
-
-    @cute.jit
-    def locate_first(self, tile, tiles, mQ, mK, listing):
-        """Of a CTA's first tile of packed ones, by its number: (place, tiles, alone), the last two as
-        `once_listed` says. Where lengths alone say where it lies, its loads begin before the list is there.
-        Nothing that is read until then is the list's kernel's: that is launched without PDL, so that all
-        before it has ended when this one begins."""
-        mList, final, *given = listing
-        heads, kv_heads, alone = mQ.shape[2], mK.shape[2], Int32(0)
-        found = self.lists.look_up(tile, heads, self.batch.ctas_for(heads), given, final)
-        known, shared, inside, blocks, *sequence = found
-        block, head = self.locate_in_sequence(inside, cutlass.max(1, blocks), heads, sequence[3])
-        place = self.batch.place(block, head, sequence, shared, inside, heads, kv_heads)
-        if not known:
-            tiles, alone = self.once_listed(True, tiles, alone, mQ, listing)
-            place = self.locate_listed(tile, alone, mQ, mK, mList)
-        return place, tiles, alone
-
-    @cute.jit
-    def once_listed(self, first, tiles, alone, mQ, listing):
-        """Behind the loads of a CTA's first tile: wait for the list, and say how many tiles it has, of all
-        heads, and how many of each head that it has for itself. Behind others these are known."""
-        if first:
-            cute.arch.griddepcontrol_wait()
-            tiles, alone = self.batch.listed_tiles(listing[0], mQ.shape[2])
-        return tiles, alone
 
     def locate_in_sequence(self, inside, blocks, heads, seqlen_kv):
         """(block, head) of the inside-th tile of a packed sequence with so many of each head."""
