@@ -46,9 +46,6 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 
 
-LAUNCH_STEPS = 1.3  # of bwd4's main loop, that a launch behind another takes (notes/bwd4_parts.md)
-
-
 def options_of(stage_id: str, gpu: tuned.Gpu) -> dict[str, object]:
     """With which a stage is compiled for a GPU."""
     return OPTIONS.get(stage_id, {}) | sms_option(gpu.sms)
@@ -129,9 +126,6 @@ def backward_stage(
         one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
         choose = turns.parts_of if deterministic else division.parts_of
         parts = choose(problem, gpu.sms) if one_launch else UNDIVIDED
-        if ONE_TILE in stages:  # where nothing else is rounded, what adds parts is a launch of its own
-            divided, whole = (division.steps_of(problem, x, gpu.sms) for x in (parts, UNDIVIDED))
-            parts = parts if divided + LAUNCH_STEPS < whole else UNDIVIDED
     return (stages[0], None) if parts == UNDIVIDED else (stages[1], parts)
 
 

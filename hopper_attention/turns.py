@@ -85,7 +85,7 @@ def fastest(problem: Problem, ways: tuple[Parts, ...], sms: int = SMS) -> tuple[
 
 def pass_us(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> float:
     """How long a pass is expected to take."""
-    return CALL + bytes_us(problem, parts, sums) + waited(problem, *parts, sums, sms)
+    return CALL + bytes_us(problem, parts, sums) + waited(problem, parts, sums, sms)
 
 
 def least_us(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> float:
@@ -106,14 +106,14 @@ def bytes_us(problem: Problem, parts: Parts, sums: int) -> float:
     return us
 
 
-def waited(problem: Problem, heads: int, queries: int, sums: int, sms: int = SMS) -> float:
+def waited(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> float:
     """The time until the last addition, in µs."""
-    step, group = STEP[tile_dim(problem)][problem.causal], problem.heads // problem.kv_heads // heads
-    tiles, ctas = schedule(problem, heads, queries, sums, sms)
+    step, group = STEP[tile_dim(problem)][problem.causal], problem.heads // problem.kv_heads // parts.heads
+    tiles, ctas = schedule(problem, parts, sums, sms)
     if len(tiles) <= ctas:  # all begin at once: each head is as another one
         alike: dict[bool, int] = {}
         tiles = [x for x in tiles if alike.setdefault(x.mirrored, x.head) == x.head]
-    rotated = _is_rotated(problem, heads * queries, sums)
+    rotated = _is_rotated(problem, parts, sums)
     seen = _key_blocks_seen(problem)
     blocks = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
     passed: dict[tuple[int, int, int, int], float] = {}  # when a sum's turn is the next one's
@@ -137,18 +137,16 @@ def waited(problem: Problem, heads: int, queries: int, sums: int, sms: int = SMS
     return end + LINK
 
 
-def schedule(
-    problem: Problem, heads: int, queries: int, sums: int, sms: int = SMS
-) -> tuple[list[KeyTile], int]:
+def schedule(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> tuple[list[KeyTile], int]:
     """The tiles of keys in the order in which they are fetched (`key_tiles.Tiles.locate`), and among how many
     CTAs."""
     columns = tile_dim(problem)
     tile_q, tile_kv = TILE_Q[columns], TILE_KV[columns]
     key_blocks, q_tiles = math.ceil(problem.seqlen_kv / tile_kv), math.ceil(problem.seqlen_q / tile_q)
-    blocks, all_heads = key_blocks * queries, problem.batch * problem.kv_heads * heads
+    blocks, all_heads = key_blocks * parts.queries, problem.batch * problem.kv_heads * parts.heads
     waves, ctas = tile_q == 64 and not problem.causal, sms
     if problem.causal:
-        group = problem.heads // problem.kv_heads // heads
+        group = problem.heads // problem.kv_heads // parts.heads
         head_bytes = problem.seqlen_q * COLUMN_BYTES[columns] * columns * group
         section = max(tile_q // 64, 2 * SECTION_BYTES // head_bytes)
         section = max(1, min(all_heads // 2, section))
@@ -161,10 +159,10 @@ def schedule(
         final = max(final, (all_heads + 1) // 2 // section * section)
     if waves and sms // blocks * blocks > sms * 9 // 10:
         ctas = sms // blocks * blocks
-    keys = problem.seqlen_kv if heads * queries == 1 else blocks * tile_kv  # parts of queries count as keys
+    keys = problem.seqlen_kv if parts == UNDIVIDED else blocks * tile_kv  # parts of queries count as keys
     may_mirror = problem.causal and keys <= 2 * problem.seqlen_q
     all_mirrored = problem.seqlen_q * COLUMN_BYTES[columns] * columns > L2_BYTES
-    rotated = _is_rotated(problem, heads * queries, sums)
+    rotated = _is_rotated(problem, parts, sums)
     found, offset = [], problem.seqlen_kv - problem.seqlen_q
     for tile in range(blocks * all_heads):
         first, together = tile // (section * blocks) * section, section
@@ -175,9 +173,9 @@ def schedule(
         mirrored = may_mirror and (all_mirrored or head >= final)
         if problem.causal and not mirrored:
             block = blocks - 1 - block
-        key_block, part = divmod(block, queries)
+        key_block, part = divmod(block, parts.queries)
         begin = min(q_tiles, max(0, key_block * tile_kv - offset) // tile_q) if problem.causal else 0
-        own = range(begin + (part - begin) % queries, q_tiles, queries)
+        own = range(begin + (part - begin) % parts.queries, q_tiles, parts.queries)
         if mirrored:
             own = own[::-1]
         elif rotated:
@@ -187,11 +185,11 @@ def schedule(
     return found, min(len(found), ctas)
 
 
-def _is_rotated(problem: Problem, parts: int, sums: int) -> bool:
-    """`dq_sums.SummedTiles.is_rotated`, of an undivided pass."""
+def _is_rotated(problem: Problem, parts: Parts, sums: int) -> bool:
+    """`dq_sums.SummedTiles.is_rotated`, which only an undivided pass is."""
     columns = tile_dim(problem)
     small = problem.seqlen_q * (COLUMN_BYTES[columns] + 4) * columns <= ROTATED_BYTES
-    return not problem.causal and TILE_Q[columns] == 64 and parts == 1 and sums == 2 and small
+    return not problem.causal and TILE_Q[columns] == 64 and parts == UNDIVIDED and sums == 2 and small
 
 
 def _key_blocks_seen(problem: Problem) -> list[int]:

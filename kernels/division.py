@@ -136,6 +136,7 @@ STEP_Q = {64: 128, 96: 64, 128: 64, 192: 64, 256: 64}  # queries of a step on a 
 # the measured times of notes/bwd4_parts.md, "How to divide".
 TILE_STEPS = {64: 1.75, 96: 3.0, 128: 3.0, 192: 3.0, 256: 3.0}  # of a tile of keys beside its steps
 ADDING_STEPS = 0.5  # of adding parts, beside their bytes
+LAUNCH_STEPS = 1.3  # more, of one tile of keys: nothing else is rounded, and it is a launch of its own
 BYTES_PER_STEP = 11e6  # of parts
 BEYOND_L2 = 0.75  # how much longer those bytes take that do not stay in L2
 UNDIVIDED_CAUSAL = 1.12  # how much longer a step takes under a mask where a group of heads is not divided
@@ -240,7 +241,7 @@ def steps_of(problem: Problem, parts: Parts, sms: int = SMS, deterministic: bool
     """The time of a backward pass, in steps of its main loop."""
     busiest = max(loads_of(problem, parts, sms))
     # Where tiles wait for turns and all begin with the same queries, more heads of a group part them.
-    waits = deterministic and problem.seqlen_kv > 2 * problem.seqlen_q
+    waits = deterministic and not has_one_tile(problem) and problem.seqlen_kv > 2 * problem.seqlen_q
     if _is_grouped(problem):
         busiest *= 1 + TOGETHER * (problem.heads // problem.kv_heads // parts.heads - 1)
         busiest *= UNDIVIDED_CAUSAL if parts == UNDIVIDED and not waits else 1.0
@@ -251,7 +252,8 @@ def steps_of(problem: Problem, parts: Parts, sms: int = SMS, deterministic: bool
     part_bytes += BEYOND_L2 * max(0, part_bytes - L2_BYTES)
     if parts.queries > 1:
         busiest *= QUERIES_DIVIDED
-    return busiest + ADDING_STEPS + 2 * part_bytes / BYTES_PER_STEP
+    adding = ADDING_STEPS + (LAUNCH_STEPS if one_tile_pays(problem) else 0.0)
+    return busiest + adding + 2 * part_bytes / BYTES_PER_STEP
 
 
 def loads_of(problem: Problem, parts: Parts, sms: int = SMS) -> list[float]:

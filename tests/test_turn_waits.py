@@ -9,7 +9,7 @@ from test_turns import kernel_of
 
 from hopper_attention import selection, turns
 from hopper_attention.kernels import calls, division
-from hopper_attention.kernels.calls import UNDIVIDED
+from hopper_attention.kernels.calls import UNDIVIDED, Parts
 from hopper_attention.kernels.contract import Problem
 
 
@@ -57,7 +57,7 @@ def test_the_schedule_is_the_kernels(problem: Problem) -> None:
                 mTiled = SimpleNamespace(
                     shape=(problem.seqlen_kv if parts is None else keys, columns, *extents, queries)
                 )
-                found, ctas = turns.schedule(problem, heads, queries, sums)
+                found, ctas = turns.schedule(problem, Parts(heads, queries), sums)
                 blocks = -(-mTiled.shape[0] // kernel.tile_kv)
                 assert len(found) == blocks * extents[0] * extents[1]
                 assert ctas == int(kernel.ctas(len(found), blocks))
@@ -77,7 +77,7 @@ def test_whoever_waits_is_late() -> None:
     """Of queries that all begin with the same tile one sum lets one CTA in after the other."""
     problem = Problem(1, 1, 1, 128, 8 * 128, 128, False, direction="bwd")
     link, step = turns.LINK, turns.STEP[128][0]
-    one, eight = (turns.waited(problem, 1, 1, sums) for sums in (1, 8))
+    one, eight = (turns.waited(problem, UNDIVIDED, sums) for sums in (1, 8))
     assert eight == pytest.approx(turns.TILE + 2 * step + link)
     # The last of eight adds its first step seven links after the first, and its second one when it has ended.
     assert one >= turns.TILE + step + 7 * link - turns.AHEAD + step + link
