@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from harness import cases, judging, models, reference  # noqa: F401  cases registers them
+from harness import cases, judging, models, policy_cases, reference  # noqa: F401  cases registers them
 from harness.inputs import random_inputs
 from harness.registry import CASES
 from harness.sweep import HEAD_DIMS
@@ -58,14 +58,13 @@ class Outcome:
 
 def chosen(stage_id: str, only: str | None = None) -> list[str]:
     """The cases of a stage's direction, by name; with `only` those whose name contains it."""
-    stage, module = ladder.load(stage_id)
+    stage, _ = ladder.load(stage_id)
     kinds = None, "bwd" if stage.direction == "bwd" else "fwd", "library" if stage_id in LIBRARY else None
-    square = Problem.square(1, 1, 1, 64, False, direction=stage.direction, sequences=((1, 1),))
-    takes = module.supports(square) is None
+    takes = {None, *policy_cases.policies_of(stage_id)}
     return [
         name
-        for name, (of, _, policies) in CASES.items()
-        if of in kinds and (takes or not policies) and (only or "") in name
+        for name, (of, _, policy) in CASES.items()
+        if of in kinds and policy in takes and (only or "") in name
     ]
 
 

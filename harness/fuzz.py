@@ -1,5 +1,5 @@
-"""Random problems with windows, soft caps, sinks and packed sequences, and plain ones of few queries to many
-keys, against float64 on the GPU.
+"""Random problems with windows, soft caps, sinks and packed sequences, gradients of short packed ones, and
+plain problems of few queries to many keys, against float64 on the GPU.
 
     python -m harness.fuzz              problems 0…2047 of each set: library/fuzz.json of results
     python -m harness.fuzz 300 40       40 from the 300th on; only the whole is ever written
@@ -30,15 +30,16 @@ from harness.measuring import chosen_stage, job_of
 from harness.policies import Given, random_given
 from harness.reference import rounding_of
 from hopper_attention import attention, policies
-from hopper_attention.kernels import ladder
+from hopper_attention.kernels import division, ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import BACKWARD, compile_kernel
 from hopper_attention.precompile import Job, fill
 
 COUNT = 2048
 PIECE = 64  # problems that a process takes at a time
-FEW = "few"  # the set of plain forward problems; the others are of one direction each
-SETS = ("fwd", "bwd", FEW)
+FEW = "few"  # the set of plain forward problems
+SHORT = "short"  # of gradients of packed sequences that are one tile of keys; the others are of one direction
+SETS = ("fwd", "bwd", FEW, SHORT)
 KEYS_MAX = 400_000  # of a batch's heads, of few queries
 ROWS_MAX = 6000  # rows of all heads and batches together, so that float64 takes milliseconds
 LAYOUTS = ("heads first", "rows first", "of one tensor", "padded rows")
@@ -80,6 +81,7 @@ def kinds() -> list[Kind]:
 class Drawn:
     """A random problem, and what else its number says."""
 
+    which: str  # set
     number: int
     problem: Problem
     scale: float
@@ -101,8 +103,8 @@ def length_of(rng: random.Random, most: int) -> int:
 def problem_of(number: int, which: str) -> Drawn:
     """The number-th random problem of a set."""
     rng = random.Random(f"{which} {number}")
-    if which == FEW:
-        return _few(number, rng)
+    if which in (FEW, SHORT):
+        return (_few if which == FEW else _short)(number, rng)
     direction = which
     kind = kinds()[number % KINDS]
     kv_heads = rng.choice((1, 1, 2, 3))
@@ -145,7 +147,7 @@ def problem_of(number: int, which: str) -> Drawn:
     )  # fmt: skip
     scale = rng.choice((1.0, 1.0, 0.5, 3.0)) * kind.head_dim**-0.5
     outside = rng.choice((math.nan, math.inf))
-    return Drawn(number, problem, scale, padding, rng.choice(LAYOUTS), outside)
+    return Drawn(which, number, problem, scale, padding, rng.choice(LAYOUTS), outside)
 
 
 def _few(number: int, rng: random.Random) -> Drawn:
@@ -163,19 +165,48 @@ def _few(number: int, rng: random.Random) -> Drawn:
         scaled=rng.random() < 0.3,
     )  # fmt: skip
     scale = (rng.choice((0.5, 3.0)) if problem.scaled else 1.0) * problem.head_dim**-0.5
-    return Drawn(number, problem, scale, None, rng.choice(LAYOUTS), math.nan)
+    return Drawn(FEW, number, problem, scale, None, rng.choice(LAYOUTS), math.nan)
 
 
-def set_of(problem: Problem) -> str:
-    return problem.direction if problem.policies else FEW
+def _short(number: int, rng: random.Random) -> Drawn:
+    """Up to ONE_TILE_KEYS keys each, mostly as many queries, sometimes more."""
+    most, kv_heads = division.ONE_TILE_KEYS, rng.choice((1, 1, 2, 3))
+    heads = kv_heads * rng.choice((1, 1, 2, 4, 8))
+    sequences = []
+    for _ in range(rng.choice((1, 2, 3, 7, 30, 200))):
+        keys = min(most, length_of(rng, most))
+        queries = keys if rng.random() < 0.7 else length_of(rng, 700)
+        sequences.append((queries, keys))
+    if not any(q and kv for q, kv in sequences):
+        sequences.append((5, 9))
+    padding = None
+    if rng.random() < 0.3:
+        padding = tuple((rng.randint(0, 9), rng.randint(0, 70)) for _ in sequences)
+    between = [sum(x) for x in zip(*padding)] if padding else (0, 0)
+    behind = rng.choice((0, 0, 1, 130))
+    extents = [sum(x) + more + behind for x, more in zip(zip(*sequences), between)]
+    problem = Problem(
+        1, heads, kv_heads, *extents, rng.choice((64, 128)), rng.random() < 0.6,
+        rng.choice(("bfloat16", "bfloat16", "float16")), "bwd", scaled=True, lse_grad=rng.random() < 0.3,
+        sequences=tuple(sequences),
+    )  # fmt: skip
+    scale, outside = (
+        rng.choice((1.0, 1.0, 0.5, 3.0)) * problem.head_dim**-0.5,
+        rng.choice((math.nan, math.inf)),
+    )
+    return Drawn(SHORT, number, problem, scale, padding, rng.choice(LAYOUTS), outside)
 
 
 def longest_of(drawn: Drawn) -> int:
     """What a forward call is told of how many queries a sequence has at most: nothing, what is true, or the
-    mean, with which they seem equally long and are not."""
+    mean, with which they seem equally long and are not. What a backward one is of keys: nothing, or what is
+    true."""
     sequences = drawn.problem.sequences
     if not sequences:
         return 0
+    if drawn.problem.direction == "bwd":
+        tells = drawn.which == SHORT or drawn.number // (2 * KINDS) % 2
+        return max(n for _, n in sequences) if tells else 0
     told = 0, max(n for n, _ in sequences), -(-drawn.problem.seqlen_q // len(sequences))
     return told[drawn.number // KINDS % 3]
 
@@ -237,9 +268,8 @@ def check(drawn: Drawn) -> list[str]:
         dlse = given.dlse if given.dlse is None or not packed else given.dlse[0]
         lse = lse[0] if packed else lse
         deterministic = is_deterministic(drawn)
-        found = policies.backward(
-            saved[0], *tensors, saved[1], lse.contiguous(), dlse, more, *options, deterministic
-        )
+        saved = saved[0], *tensors, saved[1], lse.contiguous(), dlse
+        found = policies.backward(*saved, more, *options, deterministic, longest_kv=longest_of(drawn))
         outputs = dict(zip(("dq", "dk", "dv"), map(as_judged, found)))
         if problem.sink:
             outputs["dsink"] = found[3]
@@ -321,15 +351,15 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{len(kernels)} kernels", flush=True)
     begin, failed, passed = time.perf_counter(), [], dict.fromkeys(sets, 0)
     for drawn, failures in run_in_processes(args.first, args.count, sets, args.processes):
-        passed[set_of(drawn.problem)] += not failures
+        passed[drawn.which] += not failures
         if failures:
             failed.append(drawn)
-            print(f"{set_of(drawn.problem)} {drawn.number}: {drawn.problem}, {drawn.layout}", flush=True)
+            print(f"{drawn.which} {drawn.number}: {drawn.problem}, {drawn.layout}", flush=True)
             print(*(f"    {x:.300}" for x in failures), sep="\n", flush=True)
     seconds = time.perf_counter() - begin
     print(f"{sum(passed.values())} of {len(every)} problems passed in {seconds:.0f} s")
     if whole and not args.no_save and not failed:
-        rows = [summary(x, [y for y in every if set_of(y.problem) == x], args.first) for x in sets]
+        rows = [summary(x, [y for y in every if y.which == x], args.first) for x in sets]
         for stage_id, least, options in kernels:
             identity = machine_code.identity(compile_kernel(stage_id, least, **options))
             kernel = {"stage": stage_id, "kernel": str(least), "options": options}
@@ -352,7 +382,7 @@ def summary(which: str, drawn: list[Drawn], first: int) -> dict[str, object]:
         "sinks": count(lambda x: x.sink),
         "packed": count(lambda x: x.sequences is not None),
         "sequences": sum(len(x.sequences or ()) for x in problems),
-        "told_the_longest": sum(longest_of(x) > 0 for x in drawn) if which == "fwd" else None,
+        "told_the_longest": sum(longest_of(x) > 0 for x in drawn) if which != FEW else None,
         "deterministic": sum(map(is_deterministic, drawn)) if which == "bwd" else None,
         "grouped_heads": count(lambda x: x.heads != x.kv_heads),
         "layouts": {name: sum(x.layout == name for x in drawn) for name in LAYOUTS},

@@ -23,7 +23,7 @@ from harness.reference import Rounding
 from harness.registry import CASES, case, same
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.launch import compile_stage, compiled_for
+from hopper_attention.launch import CANONICAL, WITH_POLICIES, compile_stage, compiled_for
 
 HEAD_DIMS = (64, 128, 256)
 FAR = -1e3  # scores of keys that are seen, so far below zero that nothing of e^score is left
@@ -39,10 +39,35 @@ def plain_of(stage_id: str, head_dim: int = 64, **fields: object) -> Problem:
 
 
 def packed_of(stage_id: str, sequences, head_dim: int = 64, behind: int = 0, **fields: object) -> Problem:
-    """A problem of packed sequences, with so many rows behind the last."""
+    """A problem of packed sequences, with no more keys than the stage takes and so many rows behind the last
+    one."""
+    most = ladder.load(stage_id)[0].most_keys
+    if most is not None:
+        sequences = [(queries, min(keys, most)) for queries, keys in sequences]
     queries, keys = (sum(x) + behind for x in zip(*sequences)) if sequences else (behind, behind)
     extents = {"batch": 1, "seqlen_q": queries, "seqlen_kv": keys, "sequences": tuple(sequences)}
     return plain_of(stage_id, head_dim, **fields).with_(**extents)
+
+
+def policies_of(stage_id: str) -> list[str]:
+    """Those of `Problem.policies` that a stage takes."""
+    if stage_id not in WITH_POLICIES:
+        return []
+    stage, module = ladder.load(stage_id)
+    one = Problem.square(1, 1, 1, 64, False, direction=stage.direction)
+    alone = {name: one.with_(**{name: value}) for name, value in CANONICAL.items()}
+    return [name for name, problem in alone.items() if module.supports(problem) is None]
+
+
+def head_dims_of(stage_id: str) -> list[int]:
+    """Those of HEAD_DIMS of whose packed sequences a stage computes something."""
+    of = {d: packed_of(stage_id, ((9, 9),), d) for d in HEAD_DIMS}
+    return [d for d, problem in of.items() if ladder.load(stage_id)[1].supports(problem) is None]
+
+
+def masks_of(stage_id: str, masks: tuple[dict[str, object], ...] | None = None) -> list[dict[str, object]]:
+    """Those of the masks that a stage takes, by default of MASKED."""
+    return [mask for mask in masks or MASKED if "window" not in mask or "window" in policies_of(stage_id)]
 
 
 problems_passed: Counter[Problem] = Counter()  # by what is compiled; what `records` keeps
@@ -66,7 +91,9 @@ def checked(stage_id: str, given: Given, what: str = "") -> Iterator[str]:
 
 def kernels(stage_id: str) -> Counter[Problem]:
     """The kernels that the first cases run, each alone, together and packed, and how many problems each."""
-    problems = *alone(stage_id), *together(stage_id), *(problem for _, problem in packed(stage_id))
+    problems = [problem for _, problem in packed(stage_id)]
+    if "window" in policies_of(stage_id):
+        problems += *alone(stage_id), *together(stage_id)
     return Counter(compiled_for(stage_id, problem) for problem in problems)
 
 
@@ -112,20 +139,20 @@ def together(stage_id: str) -> Iterator[Problem]:
         yield packed_of(stage_id, ((300, 300), (1, 77), (64, 64), (0, 9), (513, 513), (2, 2)), **fields)
 
 
-@case(policies=True)
+@case(policy="window")
 def policies_alone(stage_id, args):
     for problem in alone(stage_id):
         yield from checked(stage_id, random_given(problem, scale=3.0 * problem.head_dim**-0.5))
 
 
-@case(policies=True)
+@case(policy="window")
 def policies_together(stage_id, args):
     for problem in together(stage_id):
         scale = None if problem.lse_grad else 2.0 * problem.head_dim**-0.5
         yield from checked(stage_id, random_given(problem, scale=scale))
 
 
-@case(policies=True)
+@case(policy="window")
 def edges_of_windows(stage_id, args):
     """Off by one on either side moves a row of a small window by more than its roundings."""
     for head_dim in HEAD_DIMS:
@@ -146,7 +173,7 @@ def shift_scores(given: Given, by: float) -> None:
         x.copy_(x.float() * head_dim**-0.25 + own)
 
 
-@case(policies=True)
+@case(policy="window")
 def far_below_zero(stage_id, args):
     """Scores at which e^s is nothing: a maximum that stays at 0 while a row has seen no key loses them all;
     and sinks far above and below everything."""
@@ -164,7 +191,7 @@ def far_below_zero(stage_id, args):
             )
 
 
-@case(policies=True)
+@case(policy="window")
 def scores_about_the_cap(stage_id, args):
     """From far within the cap to far beyond it: tanh is computed in several ways. And of caps large and
     small, whose powers must have their place in fp32."""
@@ -252,7 +279,7 @@ def far_scores(stage_id: str, head_dim: int, size: float, device: str = "cuda") 
         yield given
 
 
-@case(policies=True)
+@case(policy="window")
 def nan_that_some_rows_do_not_see(stage_id, args):
     """Beside far scores: by what way a warp computes, and whether it rescales, must not be chosen by a
     comparison that is false of NaN. Scores about the cap, and far beyond it."""
@@ -283,9 +310,9 @@ MASKED = ({}, {"causal": True}, {"window": (37, 0)}, {"window": (20, 11)})
 
 def packed(stage_id: str) -> Iterator[tuple[str, Problem]]:
     """Named problems."""
-    for head_dim in HEAD_DIMS:
+    for head_dim in head_dims_of(stage_id):
         for name, sequences in PACKED.items():
-            for mask in MASKED:
+            for mask in masks_of(stage_id):
                 problem = packed_of(stage_id, sequences, head_dim, behind=70, **mask)
                 if problem.direction != "bwd" or all(problem.totals):
                     yield name, problem
@@ -293,7 +320,7 @@ def packed(stage_id: str) -> Iterator[tuple[str, Problem]]:
     yield "GQA, fp16", packed_of(stage_id, PACKED["ragged"], 128, **fields)
 
 
-@case(policies=True)
+@case(policy="sequences")
 def packed_sequences(stage_id, args):
     """Of a forward stage also as if all had so many tiles, which nothing lists then: fewer than the longest
     has, and more than any. The bits are those of listed tiles."""
@@ -309,29 +336,29 @@ def packed_sequences(stage_id, args):
                     yield f"{problem}, {name}: {output} as {each} tiles each is not that of listed tiles"
 
 
-@case(policies=True)
+@case(policy="sequences")
 def short_sequences_of_many_heads(stage_id, args):
     """Heads of a sequence of up to 64 queries share tiles: as many as a tile has, and fewer; key heads with
     one query head, with as many as a tile has, and with more; among sequences that share with nobody."""
     short = [(n, n) for n in (64, 1, 63, 0, 17, 64, 33)]
     short += [(5, 0), (0, 9), (3, 64), (64, 2), (64, 65), (65, 3)]
     for heads, kv_heads in ((1, 1), (2, 2), (5, 5), (16, 16), (6, 3), (8, 2), (7, 1), (20, 5)):
-        for head_dim in HEAD_DIMS:
-            for mask in MASKED:
+        for head_dim in head_dims_of(stage_id):
+            for mask in masks_of(stage_id):
                 sequences = [*short, (700, 700), *short] if heads < 16 else short * 5
                 fields = {"heads": heads, "kv_heads": kv_heads} | mask
                 problem = packed_of(stage_id, sequences, head_dim, behind=70, **fields)
                 yield from checked(stage_id, random_given(problem, outside=math.nan))
-    for softcap in (0.0, 5.0):
+    for softcap in (0.0, 5.0) if "softcap" in policies_of(stage_id) else ():
         fields = {"heads": 16, "kv_heads": 4, "causal": True, "sink": True, "softcap": softcap}
         yield from checked(stage_id, random_given(packed_of(stage_id, short * 9, 128, **fields)))
 
 
-@case(policies=True)
+@case(policy="sequences")
 def padding_between_sequences(stage_id, args):
     """`seqused`: rows between sequences hold NaN or Inf, and stay as they are."""
     for outside in (math.nan, math.inf):
-        for mask in MASKED:
+        for mask in masks_of(stage_id):
             sequences = PACKED["ragged"] + PACKED["without queries or keys"]
             padding = [(i % 3 * 20, (i + 1) % 3 * 33) for i in range(len(sequences))]
             plain = packed_of(stage_id, sequences, 128, **mask)
@@ -340,22 +367,23 @@ def padding_between_sequences(stage_id, args):
             yield from checked(stage_id, random_given(problem, padding=padding, outside=outside))
 
 
-@case(policies=True)
+@case(policy="sequences")
 def many_sequences(stage_id, args):
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(0, 4, (MANY,), generator=generator).tolist()
-    for mask in ({"causal": True}, {"window": (1, 0)}):
+    for mask in masks_of(stage_id, ({"causal": True}, {"window": (1, 0)})):
         problem = packed_of(stage_id, [(n, n) for n in lengths], 64, heads=2, kv_heads=1, **mask)
         yield from checked(stage_id, random_given(problem))
 
 
-@case(policies=True)
+@case(policy="sequences")
 def sequences_in_another_order(stage_id, args):
     """A sequence's bits depend on no other sequence, nor on its place."""
     if ladder.load(stage_id)[0].atomics:
         return
-    sequences = ((203, 203), (64, 64), (1, 1), (700, 700), (65, 65))
-    for head_dim in HEAD_DIMS:
+    most = ladder.load(stage_id)[0].most_keys or 700
+    sequences = [(n, n) for n in (min(203, most), 64, 1, most, 65)]
+    for head_dim in head_dims_of(stage_id):
         problem = packed_of(stage_id, sequences, head_dim, causal=True)
         given = random_given(problem)
         plain = given.run(stage_id).outputs
@@ -372,12 +400,14 @@ def sequences_in_another_order(stage_id, args):
                 yield f"{problem}: {name} depends on the order of sequences"
 
 
-@case(policies=True)
+@case(policy="sequences")
 def a_graph_of_other_lengths(stage_id, args):
     """A CUDA graph reads the lengths of its replay, not those it was captured with."""
     module = ladder.load(stage_id)[1]
     first, then = ((100, 100), (200, 200), (84, 84)), ((0, 0), (383, 383), (1, 1))
-    for head_dim in HEAD_DIMS:
+    if module.STAGES[0].most_keys:
+        first, then = ((100, 100), (17, 17), (84, 84)), ((0, 0), (128, 128), (73, 73))
+    for head_dim in head_dims_of(stage_id):
         given, other = (random_given(packed_of(stage_id, x, head_dim, causal=True)) for x in (first, then))
         t = given.allocate(stage_id)
         compiled = compile_stage(stage_id, given.problem)
@@ -405,8 +435,8 @@ def main(stage_ids: list[str], only: str = "") -> int:
     """Run these cases alone, those whose name contains `only`."""
     failed = 0
     for stage_id in stage_ids:
-        for name, (_, function, policies) in CASES.items():
-            if policies and only in name:
+        for name, (_, function, policy) in CASES.items():
+            if policy in policies_of(stage_id) and only in name:
                 begin = time.perf_counter()
                 try:
                     failures = list(function(stage_id, None))
@@ -421,5 +451,5 @@ def main(stage_ids: list[str], only: str = "") -> int:
 
 if __name__ == "__main__":
     assert hopper_gpu(), "no Hopper GPU here"
-    names = [x for x in sys.argv[1:] if x in ladder.LADDER]
-    sys.exit(main(names, " ".join(x for x in sys.argv[1:] if x not in ladder.LADDER)))
+    names = [x for x in sys.argv[1:] if x in ladder.CHECKED]
+    sys.exit(main(names, " ".join(x for x in sys.argv[1:] if x not in ladder.CHECKED)))

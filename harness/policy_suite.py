@@ -264,7 +264,7 @@ class _Ours:
         )
         rows_first = lambda x: as_call(x) if self.packed else as_call(x).transpose(1, 2)
         tensors = [rows_first(x) for x in (given.q, given.k, given.v)]
-        longest = longest_of(problem)
+        longest, longest_kv = (longest_of(problem.with_(direction=x)) for x in ("fwd", "bwd"))
         self.call: Callable[[], tuple[torch.Tensor, ...]]
         self.call = lambda: policies.forward(*tensors, more, *options, longest=longest)
         self.names: tuple[str, ...] = ("o", "lse")
@@ -283,7 +283,8 @@ class _Ours:
             self.seen(o, "o")[:, self.at_q] = exact_o
             self.seen(lse, "lse")[:, self.at_q] = exact_lse
             do = rows_first(given.do)
-            self.call = lambda: policies.backward(do, *tensors, o, lse, None, more, *options, False)
+            saved = do, *tensors, o, lse, None, more, *options, False
+            self.call = lambda: policies.backward(*saved, longest_kv=longest_kv)
             self.names = ("dq", "dk", "dv", "dsink")
 
     def seen(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -313,8 +314,10 @@ class _Ours:
 
 
 def longest_of(problem: Problem) -> int:
-    """What a call is told, ours as the peers': how many queries the longest packed sequence has."""
-    return max((n for n, _ in problem.sequences or ()), default=0)
+    """What a call is told, ours as the peers': how many queries the longest packed sequence has, in the
+    backward pass how many keys."""
+    side = 0 if problem.direction == "fwd" else 1
+    return max((lengths[side] for lengths in problem.sequences or ()), default=0)
 
 
 def dense_of(problem: Problem) -> Problem | None:

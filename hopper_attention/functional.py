@@ -241,10 +241,11 @@ def flash_attn_varlen_func(
 
     cu_seqlens_q and cu_seqlens_k, int32 (n + 1,) on the GPU, say where each sequence begins, and where the
     last ends; seqused_q and seqused_k, int32 (n,), how many rows of each count, if not all up to the next.
-    They are not read on the host: the call does not wait for them. What comes out does not depend on
-    `max_seqlen_q` and `max_seqlen_k`, which other kernels need. Of `max_seqlen_q`, where it is a number and
-    the call not in a compiled graph, follows whether sequences are about equally long: then the call is some
-    microseconds faster. Hazard: so lengths are checked on request only
+    They are not read on the host: the call does not wait for them. What `max_seqlen_q` and `max_seqlen_k` say
+    is used where it is a number and the call not in a compiled graph. Of `max_seqlen_q` follows whether
+    sequences are about equally long: then the call is some microseconds faster, and nothing else depends on
+    it. With a `max_seqlen_k` of up to 128 gradients take less memory and time; those of a sequence with more
+    keys than 128 are then NaN. Hazard: so lengths are checked on request only
     (HOPPER_ATTENTION_CHECK_LENGTHS=1, `lengths`). They must not decrease, nor exceed the rows of q and of k,
     and what is used of a sequence not its rows. Any length may be 0. Causal masks and windows are aligned at
     each sequence's bottom right. What rows of no sequence hold does not matter, infinities neither; in the
@@ -282,9 +283,9 @@ def flash_attn_varlen_func(
     causal, window = mask_of(causal, False, window_size)
     tensors = sink_of(learnable_sink), cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     # A compiled graph that looked at the number would be of this one alone.
-    known = not torch.compiler.is_compiling() and type(max_seqlen_q) is int
-    longest = max(0, max_seqlen_q) if known else 0
-    options = softmax_scale, causal, False, *window, softcap, deterministic, longest
+    known = lambda x: not torch.compiler.is_compiling() and type(x) is int
+    longest = [max(0, x) if known(x) else 0 for x in (max_seqlen_q, max_seqlen_k)]
+    options = softmax_scale, causal, False, *window, softcap, deterministic, *longest
     o, lse = ops_policies.call_forward(q, k, v, tensors, options)
     return (o, lse) if return_lse or return_attn_probs else o
 

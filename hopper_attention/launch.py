@@ -37,8 +37,8 @@ BACKWARD, IN_PARTS = "bwd4", "bwd4_parts"
 DETERMINISTIC, DETERMINISTIC_IN_PARTS = "bwd4_det", "bwd4_parts_det"
 ONE_TILE, ONE_TILE_IN_PARTS = "bwd4_one", "bwd4_one_parts"
 DECODE = "decode"  # what queries to a cache are computed with
-# The stages that take windows, soft caps, sinks and packed sequences.
-WITH_POLICIES = [FORWARD, *FORWARD_IN_ROWS.values(), BACKWARD, DETERMINISTIC]
+# The stages that take windows, soft caps, sinks and packed sequences, or these alone.
+WITH_POLICIES = [FORWARD, *FORWARD_IN_ROWS.values(), BACKWARD, DETERMINISTIC, ONE_TILE]
 # The stages that a call may run.
 LIBRARY = [
     FORWARD,

@@ -2,12 +2,13 @@
 backward pass.
 
 attend(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, causal, top_left,
-       window_left, window_right, softcap, deterministic, longest) → o, lse
+       window_left, window_right, softcap, deterministic, longest, longest_kv) → o, lse
 attend_backward(do, q, k, v, o, lse, dlse, sink, …the same) → dq, dk, dv, dsink
 
 Packed q is (total, heads, head_dim), its lse (heads, total); `longest` is a hint, how many queries a sequence
-has at most, 0 where nobody says. Without a sink dsink is (0,). Everything else is as in `ops`, whose
-operators, with fewer arguments, plain calls keep.
+has at most, 0 where nobody says; `longest_kv` is how many keys, and gradients of a sequence that has more may
+be NaN. Without a sink dsink is (0,). Everything else is as in `ops`, whose operators, with fewer arguments,
+plain calls keep.
 """
 
 import torch
@@ -22,7 +23,8 @@ library = Library("hopper_attention", "FRAGMENT")
 MORE = (
     "Tensor? sink=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, "
     "Tensor? seqused_k=None, float? softmax_scale=None, bool causal=False, bool top_left=False, "
-    "int window_left=-1, int window_right=-1, float softcap=0.0, bool deterministic=False, SymInt longest=0"
+    "int window_left=-1, int window_right=-1, float softcap=0.0, bool deterministic=False, SymInt longest=0, "
+    "SymInt longest_kv=0"
 )
 library.define(f"attend(Tensor q, Tensor k, Tensor v, {MORE}) -> (Tensor o, Tensor lse)", tags=ops.TAGS)
 library.define(
@@ -34,7 +36,7 @@ forward = torch.ops.hopper_attention.attend.default
 backward = torch.ops.hopper_attention.attend_backward.default
 
 TENSORS = 5  # of MORE
-OPTIONS = (None, False, False, -1, -1, 0.0, False, 0)  # the rest of MORE, where they are not given
+OPTIONS = (None, False, False, -1, -1, 0.0, False, 0, 0)  # the rest of MORE, where they are not given
 
 
 def _complete(more: tuple[object, ...]) -> tuple[tuple[torch.Tensor | None, ...], tuple[object, ...]]:
@@ -47,16 +49,17 @@ def _complete(more: tuple[object, ...]) -> tuple[tuple[torch.Tensor | None, ...]
 
 
 def run_forward(q, k, v, *more):
-    tensors, (scale, causal, top_left, left, right, softcap, _, longest) = _complete(more)
+    tensors, (scale, causal, top_left, left, right, softcap, _, longest, _) = _complete(more)
     options = scale, causal, top_left, (left, right), softcap
     return policies.forward(q, k, v, policies.Tensors(*tensors), *options, longest=longest)
 
 
 def run_backward(do, q, k, v, o, lse, dlse=None, *more):
-    tensors, (scale, causal, top_left, left, right, softcap, deterministic, _) = _complete(more)
+    tensors, (scale, causal, top_left, left, right, softcap, deterministic, _, longest_kv) = _complete(more)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     options = scale, causal, top_left, (left, right), softcap, deterministic
-    return policies.backward(do, q, k, v, o, lse, dlse, policies.Tensors(*tensors), *options)
+    saved = do, q, k, v, o, lse, dlse
+    return policies.backward(*saved, policies.Tensors(*tensors), *options, longest_kv=longest_kv)
 
 
 library.impl("attend", run_forward, "CompositeExplicitAutograd")

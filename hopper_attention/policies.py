@@ -23,7 +23,7 @@ from .checks import (
     like_o,
 )
 from .checks import general_problem_of as problem_of
-from .kernels import calls
+from .kernels import calls, division
 from .kernels.contract import Problem
 from .kernels.device.limits import bounds, has_own_kernel
 from .launch import BACKWARD, FORWARD
@@ -139,14 +139,19 @@ def backward(
     window: tuple[int, int],
     softcap: float,
     deterministic: bool,
+    longest_kv: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv and the sink's gradient (heads,), without a sink (0,), on PyTorch's current stream.
+    `longest_kv` is how many keys a packed sequence has at most, or 0: of one that has more gradients may be
+    NaN.
 
     Raises TypeError or ValueError before anything is launched.
     """
     options = softmax_scale, causal, top_left, window, softcap, deterministic
-    plan_anew = lambda: _plan_backward(do, q, k, v, o, lse, dlse, more, *options)
-    plan, numbers, _ = _made(("bwd", *options, dlse is None), (do, q, k, v, o, lse), more, plan_anew)
+    short = more.cu_q is not None and 0 < longest_kv <= division.ONE_TILE_KEYS
+    plan_anew = lambda: _plan_backward(do, q, k, v, o, lse, dlse, more, *options, short=short)
+    kind = "bwd", *options, dlse is None, short
+    plan, numbers, _ = _made(kind, (do, q, k, v, o, lse), more, plan_anew)
     if lengths.CHECKED and more.cu_q is not None:
         lengths.look_at_packing(q, k, *more[1:])
     device = q.device
@@ -285,7 +290,17 @@ def _plan_forward(q, k, v, more: Tensors, *options: object, equal: bool = False)
 
 
 def _plan_backward(
-    do, q, k, v, o, lse, dlse, more: Tensors, *options: object, parts: calls.Parts | None = None
+    do,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    dlse,
+    more: Tensors,
+    *options: object,
+    parts: calls.Parts | None = None,
+    short: bool = False,
 ) -> Made:
     *options, deterministic = options
     problem, numbers = _problem_of("bwd", q, k, v, more, *options)
@@ -296,7 +311,7 @@ def _plan_backward(
     if not (q.numel() and k.numel()) or problem.sequences == ():
         return Made(Plan(None, (), (), ()), numbers)
     gpu = tuned.gpu(q.device)
-    stage_id, in_parts = backward_stage(problem, deterministic, parts, gpu)
+    stage_id, in_parts = backward_stage(problem, deterministic, parts, gpu, short)
     launches = [
         part_of(at_q, at_kv, backward_scratch(stage_id, part, in_parts, gpu), "bwd")
         for at_q, at_kv, part in production._split(problem)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import few_queries, tuned, turns, ways
-from .kernels import calls, calls_decode, calls_slices, division
+from .kernels import calls, calls_decode, calls_one, calls_slices, division
 from .kernels.calls import UNDIVIDED, Parts
 from .kernels.contract import Problem, Scratch
 from .kernels.device.constants import GRID_YZ_MAX
@@ -110,10 +110,16 @@ def _decoding(decode: Launch, problem: Problem, options: dict[str, Any], sms: in
 
 
 def backward_stage(
-    problem: Problem, deterministic: bool, parts: Parts | None = None, gpu: tuned.Gpu = tuned.H200
+    problem: Problem,
+    deterministic: bool,
+    parts: Parts | None = None,
+    gpu: tuned.Gpu = tuned.H200,
+    short: bool = False,
 ) -> tuple[str, Parts | None]:
     """The stage that computes the gradients of a problem that BACKWARD takes, and its parts, if it has any:
-    by default those that `division` chooses."""
+    by default those that `division` chooses. `short`: no packed sequence has more than ONE_TILE_KEYS keys."""
+    if short and division.short_ones_pay(problem):
+        return ONE_TILE, None
     # On one tile of keys nobody waits for a turn, and turns spare zeros: for where a sum cannot be spared.
     deterministic |= division.has_one_tile(problem)
     deterministic |= parts is None and division.turns_pay(problem, gpu.sms)
@@ -137,7 +143,9 @@ def backward_scratch(
     if takes_turns and turns.is_simulated(problem):
         _, sums = turns.fastest(problem, (parts or UNDIVIDED,), gpu.sms)
     one_tile = stage_id in (ONE_TILE, ONE_TILE_IN_PARTS)
-    return calls.backward_scratch(problem, takes_turns, parts, one_tile, sums)
+    if one_tile:
+        return calls_one.one_tile_scratch(problem, parts)
+    return calls.backward_scratch(problem, takes_turns, parts, sums=sums)
 
 
 def launch_of(stage_id: str, problem: Problem, gpu: tuned.Gpu) -> Launch:

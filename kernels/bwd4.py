@@ -178,7 +178,7 @@ class Backward(LoadingTiles):
         kv_blocks = cute.ceil_div(seqlen_kv, TILE_KV)
         tiles = kv_blocks * kv_heads * batch
         if const_expr(self.packed):
-            tiles = (mList.shape[0] - 1) * kv_heads  # at most
+            tiles = self.most_tiles(mList) * kv_heads
         self.kernel(*mmas, *tma, mStats, sums, mCounter, tiles, numbers, mTiled, mList).launch(
             grid=(self.ctas(tiles, kv_blocks), 1, 1),
             block=(THREADS, 1, 1),
@@ -200,8 +200,7 @@ class Backward(LoadingTiles):
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
-        if const_expr(not self.divides):
-            mTiled = mK
+        mTiled = self.count_parts(mK, mTiled)
         lengths = seqlen_q, seqlen_kv, mQ.shape[2] // mTiled.shape[2]  # the last: query heads of a key head
         smem = SmemAllocator()
         shared = allocate(smem, self.config, self.head_dim, self.dtype, self.divides, self.words)

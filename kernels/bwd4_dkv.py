@@ -155,7 +155,7 @@ class KeyGradients(Tiles):
         mma_s, mma_k = self.product_of_scores(), self.product_of_sums(of_keys)
         tiles = cute.ceil_div(seqlen_kv, ROWS) * kv_heads * batch
         if const_expr(self.packed):
-            tiles = (mList.shape[0] - 1) * kv_heads  # at most
+            tiles = self.most_tiles(mList) * kv_heads
         self.kernel(mma_s, mma_k, *tma, mStats, mCounter, tiles, numbers, mTiled, mList).launch(
             grid=(cutlass.min(tiles, self.sms), 1, 1),
             block=(THREADS, 1, 1),
@@ -176,8 +176,7 @@ class KeyGradients(Tiles):
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
-        if const_expr(not self.divides):
-            mTiled = mK
+        mTiled = self.count_parts(mK, mTiled)
         lengths = seqlen_q, seqlen_kv, mQ.shape[2] // mTiled.shape[2]  # the last: query heads of a key head
         of_keys, of_values = self.head_dim, self.value_dim
         smem = SmemAllocator()

@@ -40,13 +40,15 @@ class LoadingTiles(SummedTiles):
         q_put = pipeline.make_pipeline_state(PRODUCER, self.config.stages)
         k_put = pipeline.make_pipeline_state(PRODUCER, self.config.k_stages)
         v_put, tile_put = [pipeline.make_pipeline_state(PRODUCER, 1) for _ in range(2)]
-        if const_expr(self.packed):
+        if const_expr(self.listed):
             cute.arch.griddepcontrol_wait()  # for the list, too
             tiles = mList[0, 0] * mTiled.shape[2]
         tile = fetch(mCounter, tiles, own_first=False)
-        waited = cutlass.Boolean(self.packed)
+        waited, block = cutlass.Boolean(self.listed), cutlass.Int32(0)
         while tile < tiles:
             place = self.place_of(tile, mQ, mTiled, mList)
+            if const_expr(self.packed and self.one_tile):
+                place = block, *place[1:]
             tell(tile_ring, tile_put, shared.tile, (1, *place))
             tile_put.advance()
             kv_block, kv_head, *_ = place
@@ -83,7 +85,13 @@ class LoadingTiles(SummedTiles):
                 self.put_parts(v_ring, v_put, load_V, tVgV, tVsV, kv_block, 1)
             k_put.advance()
             v_put.advance()
-            tile = fetch(mCounter, tiles, own_first=False)
+            if const_expr(self.packed and self.one_tile):
+                block += 1  # of more keys than there may be; all get a gradient, of NaN (`Preprocess`)
+                if block * self.tile_kv >= place[5]:
+                    block = cutlass.Int32(0)
+                    tile = fetch(mCounter, tiles, own_first=False)
+            else:
+                tile = fetch(mCounter, tiles, own_first=False)
         tell(tile_ring, tile_put, shared.tile, [0] * (1 + self.words))
 
     @cute.jit

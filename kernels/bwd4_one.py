@@ -4,20 +4,23 @@ The idea          Up to 128 keys, head_dim up to 128, one CTA has all keys that 
                   bwd4 then adds to zeros, and rounds in another launch, is dQ already: it is rounded on its
                   way to shared memory, and stored to the caller's tensor. The sum's write and read, eight
                   bytes an element, are spared, and a launch. Windows of 49 tokens, BERT's 128, a picture
-                  that attends to 77 tokens of text.
+                  that attends to 77 tokens of text. Packed sequences are a tile of keys each, so that
+                  nothing need list tiles.
 What changes      against bwd4: `leave_dQ` rounds, and the two warps that added store by TMA
                   (`SummedTiles.store_tile`); no zeros, no turns, no postprocess; queries that see no key are
-                  visited too, since nobody else writes their zeros.
+                  visited too, since nobody else writes their zeros. Packed: where tile i lies is read from
+                  the lengths of sequence i (device/short_sequences.py).
 What does not     the main loop (at head_dim 128 without a mask bwd4_det's); with parts (`bwd4_one_parts`)
                   bwd4_parts' dK and dV, whose sums are then all that is left to round. Every run gives the
                   same bits, since nothing is added in any order.
-Supports          as bwd4_parts, up to 128 keys and head_dim 128.
+Supports          as bwd4_parts, up to 128 keys and head_dim 128; undivided packed sequences too.
 """
 
 from .bwd4 import Backward
 from .bwd4_operands import CONFIGS, TILE_KV
 from .bwd4_passes import DividedFlashAttentionBackward, FlashAttentionBackward, compile_backward
-from .calls import DIVIDED, backward_scratch, refuse_backward, run_backward
+from .calls import DIVIDED, refuse_backward, run_backward
+from .calls_one import one_tile_scratch
 from .contract import Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS
 from .device.constants import SMS
@@ -51,12 +54,15 @@ STAGES = (
 
 
 def supports(problem: Problem) -> str | None:
-    if reason := refuse_backward(problem) or refuse_policies(problem):
+    if reason := refuse_backward(problem) or refuse_policies(problem, takes=("sequences",)):
         return reason
     if tile_dim(problem) > 128:
         return f"takes heads of up to 128 columns, not {max(problem.dims)}"
-    if problem.seqlen_kv > TILE_KV:
-        return f"takes up to {TILE_KV} keys, one tile of them, not {problem.seqlen_kv}"
+    keys = problem.seqlen_kv
+    if problem.sequences is not None:
+        keys = max((keys for _, keys in problem.sequences), default=0)
+    if keys > TILE_KV:
+        return f"takes up to {TILE_KV} keys, one tile of them, not {keys}"
     return None
 
 
@@ -65,15 +71,16 @@ run_kernel = run_backward
 
 def kernel_for(problem: Problem, divides: bool = False, sms: int = SMS) -> FlashAttentionBackward:
     """The kernels of the problem's head_dim, mask and type."""
-    columns = tile_dim(problem)
+    columns, packed = tile_dim(problem), problem.sequences is not None
+    if divides and packed:
+        raise ValueError("queries of packed sequences are not divided")
     options = columns, mask_of(problem), ELEMENTS[problem.dtype], False, CONFIGS[columns], divides, sms
-    main = Backward(*options, one_tile=True)
+    main = Backward(*options, one_tile=True, packed=packed)
     return (DividedFlashAttentionBackward if divides else FlashAttentionBackward)(main, problem)
 
 
 def workspace(problem: Problem, divides: bool = False, sms: int = SMS) -> Scratch:
-    parts = parts_to_try(problem, sms) if divides else None
-    return backward_scratch(problem, False, parts, one_tile=True)
+    return one_tile_scratch(problem, parts_to_try(problem, sms) if divides else None)
 
 
 def work(problem: Problem, **options: object) -> list[Work]:

@@ -61,7 +61,7 @@ class Pass:
 
     def list_tiles(self, main: Tiles, rows: int, given: Given, stream, mQ, mK, mListQ, mListKV) -> None:
         """Of packed sequences, before anything else: their tiles of `rows` queries and those of keys."""
-        if self.packed:
+        if self.lists:
             lists = ListBoth(rows, main.tile_kv)
             lists(mListQ, mListKV, given.sequences, mQ.shape[2], mK.shape[2], stream)
 
@@ -70,7 +70,7 @@ class Pass:
         raise NotImplementedError
 
     def fake_lists(self) -> tuple[object, ...]:
-        return (fake_list(), fake_list()) if self.packed else ()
+        return tuple(fake_list() for _ in self.lists)
 
 
 class FlashAttentionBackward(Pass):
@@ -80,12 +80,13 @@ class FlashAttentionBackward(Pass):
 
     def __init__(self, main: SummedTiles, problem: Problem):
         super().__init__(problem)
-        self.main = main
+        self.main, most_keys = main, None
+        packed = main.tile_q if self.packed else None
         if main.one_tile:
             self.floats, self.counters = tuple(x for x in self.floats if x != "mDQ_sum"), ("mCounter",)
-        self.preprocess = Preprocess(main.head_dim, main.tile_q if self.packed else None)
+            self.lists, most_keys = (), main.tile_kv if self.packed else None
+        self.preprocess = Preprocess(main.head_dim, packed, most_keys)
         tiles = main if main.deterministic else None
-        packed = main.tile_q if self.packed else None
         narrow = main.divides or main.counts_sums
         self.postprocess = Postprocess(main.head_dim, tiles, packed=packed, narrow=narrow)
 
@@ -95,6 +96,8 @@ class FlashAttentionBackward(Pass):
     ):  # fmt: skip
         mTiled, numbers = None, self.numbers(given)
         self.list_tiles(self.main, self.main.tile_q, given, stream, mQ, mK, mListQ, mListKV)
+        if self.packed and self.main.one_tile:
+            mListQ = mListKV = *given.sequences, mQ.shape[2], mK.shape[2]  # by which tiles are found
         if mParts is not None:
             mTiled = tiled_in_parts(mK, mParts, self.main.tile_kv)
         if self.main.deterministic or self.main.one_tile:

@@ -146,6 +146,7 @@ FEW_TILES = 8  # for each SM: with more of them dividing gains nothing, but of L
 LONG = 32768
 QUERY_PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 BLIND = 3  # queries for each key, `one_tile_pays`
+ONE_TILE_KEYS = min(keys for columns, keys in TILE_KV.items() if columns <= 128)
 
 # So long may causal sequences be for turns at dQ to cost less than zeros (notes/bwd4_det.md, "By default"):
 TURNS_SHORT = 512  # up to head_dim 128, with undivided tiles
@@ -164,11 +165,18 @@ def has_one_tile(problem: Problem) -> bool:
 
 def one_tile_pays(problem: Problem) -> bool:
     """Whether bwd4_one, which has no sums of dQ, computes the gradients."""
-    if problem.policies or not has_one_tile(problem):
-        return False
-    # It visits queries that see no key, which bwd4_det only writes zeros for: by bytes dearer from there on.
-    blind = problem.causal and not problem.top_left and problem.seqlen_q > BLIND * problem.seqlen_kv
-    return not blind
+    return not problem.policies and has_one_tile(problem) and not _is_blind(problem)
+
+
+def short_ones_pay(problem: Problem) -> bool:
+    """The same of packed sequences none of which has more than ONE_TILE_KEYS keys."""
+    return problem.policies == ("sequences",) and tile_dim(problem) <= 128 and not _is_blind(problem)
+
+
+def _is_blind(problem: Problem) -> bool:
+    """Whether so many queries see no key that they cost more than they gain: bwd4_one visits them, where
+    bwd4_det only writes zeros."""
+    return problem.causal and not problem.top_left and problem.seqlen_q > BLIND * problem.seqlen_kv
 
 
 def parts_of(problem: Problem, sms: int = SMS, deterministic: bool = False) -> Parts:

@@ -210,8 +210,8 @@ def cases_of(stage_id: str) -> list[str]:
     here = (None, "bwd" if direction == "bwd" else "fwd", "library" if direction in ("fwd", "bwd") else None)
     return [
         name
-        for name, (only, _, policies) in registry.CASES.items()
-        if only in here and not policies and name not in NEED_A_GPU
+        for name, (only, _, policy) in registry.CASES.items()
+        if only in here and policy is None and name not in NEED_A_GPU
     ]
 
 

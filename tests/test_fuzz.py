@@ -34,8 +34,9 @@ def test_few_queries_go_every_way() -> None:
     """Most kernels of decode that a forward problem reaches, and all the other ways."""
     drawn = [fuzz.problem_of(number, fuzz.FEW) for number in range(fuzz.COUNT)]
     assert drawn[7] == fuzz.problem_of(7, fuzz.FEW) or math.isnan(drawn[7].outside)
+    assert all(x.which == fuzz.FEW for x in drawn)
     for problem in (x.problem for x in drawn):
-        assert fuzz.set_of(problem) == fuzz.FEW and 0 < problem.seqlen_q < problem.seqlen_kv
+        assert 0 < problem.seqlen_q < problem.seqlen_kv
         assert problem.batch == 1 or problem.batch * problem.heads * problem.seqlen_kv <= fuzz.KEYS_MAX
     jobs = fuzz.jobs(drawn)
     decoded = {repr((what, options)) for stage_id, what, options in jobs if stage_id == launch.DECODE}
@@ -43,6 +44,29 @@ def test_few_queries_go_every_way() -> None:
     assert decoded >= {repr((x, y)) for x, y in few_queries.kernels() if x.head_dim < 256 and y["rows"] <= 32}
     assert {stage_id for stage_id, *_ in jobs} >= {"k6_slices_r64", "k6_r64", launch.DECODE}
     assert {(x.layout, x.problem.scaled) for x in drawn} == {(x, y) for x in fuzz.LAYOUTS for y in (0, 1)}
+
+
+def test_short_sequences_are_a_tile_of_keys_each() -> None:
+    """Most through bwd4_one, which the call is told that it may run, and some with too many blind queries."""
+    drawn = [fuzz.problem_of(number, fuzz.SHORT) for number in range(300)]
+    assert drawn[7] == fuzz.problem_of(7, fuzz.SHORT) or math.isnan(drawn[7].outside)
+    for one in drawn:
+        problem, stage_id = one.problem, fuzz.stage_of(one)
+        assert one.which == fuzz.SHORT and problem.policies == ("sequences",)
+        assert 0 < fuzz.longest_of(one) == max(n for _, n in problem.sequences) <= 128
+        assert ladder.load(stage_id)[1].supports(problem) is None, problem
+    stages = [fuzz.stage_of(x) for x in drawn]
+    assert len(drawn) > stages.count(launch.ONE_TILE) > 250
+    assert len({(x.problem.head_dim, x.problem.causal, x.problem.lse_grad) for x in drawn}) == 8
+    assert sum(any(not n for _, n in x.problem.sequences) for x in drawn) > 50
+
+
+def test_a_backward_call_is_told_of_keys_every_other_time() -> None:
+    drawn = [fuzz.problem_of(number, "bwd") for number in range(4 * fuzz.KINDS)]
+    packed = [x for x in drawn if x.problem.sequences]
+    told = [x for x in packed if fuzz.longest_of(x)]
+    assert 0.4 * len(packed) < len(told) < 0.6 * len(packed)
+    assert all(fuzz.longest_of(x) == max(n for _, n in x.problem.sequences) for x in told)
 
 
 def test_every_policy_is_among_the_kinds() -> None:

@@ -72,12 +72,7 @@ def test_is_hopper_code(stage_id: str, head_dim: int, causal: bool) -> None:
 
 
 @every_config
-def test_compiles_without_spills(
-    stage_id: str, head_dim: int, causal: bool, request: pytest.FixtureRequest
-) -> None:
-    if stage_id in ("bwd4_parts", "bwd4_one_parts") and (head_dim, causal) == (64, True):
-        why = "part and parts of queries are two registers too many (notes/bwd4_parts.md, the assembler)"
-        request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=why))
+def test_compiles_without_spills(stage_id: str, head_dim: int, causal: bool) -> None:
     found = kernels_of(stage_id, head_dim, causal)
     assert found
     for code in found:

@@ -212,13 +212,15 @@ def test_lengths_are_values_and_no_part_of_a_graph() -> None:
 @pytest.mark.parametrize(
     ("most", "told"), [(20, 20), (None, 0), (-1, 0), (torch.tensor(20), 0), (True, 0), (10**9, 10**9)]
 )
-def test_the_longest_is_a_hint(most: object, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of numbers alone: what a tensor holds is not read."""
+def test_who_is_told_the_longest(most: object, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of numbers alone: what a tensor holds is not read. Forward and backward pass, of queries and keys."""
     hints = []
-    monkeypatch.setattr(ops_policies, "run_forward", lambda *x: hints.append(x[-1]) or run_forward(*x))
-    tensors, starts = packed()
-    flash_attn_varlen_func(*tensors, *starts, most, most, causal=True)
-    assert hints == [told]
+    for name, run in (("run_forward", run_forward), ("run_backward", run_backward)):
+        monkeypatch.setattr(ops_policies, name, lambda *x, run=run: hints.append(x[-2:]) or run(*x))
+    tensors, starts = packed(grad=True)
+    flash_attn_varlen_func(*tensors, *starts, most, 7, causal=True).sum().backward()
+    flash_attn_varlen_func(*tensors, *starts, 7, most, causal=True)
+    assert hints == [(told, 7), (told, 7), (7, told)]
 
 
 def test_compiled_gradients_are_the_eager_ones() -> None:

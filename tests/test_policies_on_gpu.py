@@ -114,6 +114,29 @@ def test_right_or_wrong_the_longest_is_a_hint(head_dim: int, lengths: list[int])
                 assert (call(most)[: sum(lengths)] - plain).abs().max() <= 2**-6
 
 
+@pytest.mark.parametrize("lengths", [[64] * 40, [128, 0, 1, 77], [3] * 200], ids=lambda x: f"{len(x)}")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_of_short_sequences_are_those_of_any(head_dim: int, lengths: list[int]) -> None:
+    """Whoever says that they are short has them sooner; where one is longer than was said, they are NaN."""
+    starts = torch.tensor([0, *lengths], dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32)
+    rows = sum(lengths)
+    leaves = [
+        torch.randn(rows, heads, head_dim, device="cuda").bfloat16().requires_grad_() for heads in (8, 2, 2)
+    ]
+
+    def gradients(most: int | None, starts: torch.Tensor = starts) -> list[torch.Tensor]:
+        o = flash_attn_varlen_func(*leaves, starts, starts, most, most, causal=True)
+        return torch.autograd.grad(o.float().square().sum(), leaves)
+
+    for told, plain in zip(gradients(max(lengths)), gradients(None)):
+        assert (told.float() - plain.float()).norm() <= 4e-3 * plain.float().norm()
+        assert told.equal(told)  # no NaN
+    two = torch.tensor([0, 5, rows], dtype=torch.int32, device="cuda")
+    if rows - 5 > 128:
+        for gradient in gradients(128, two):
+            assert gradient[:5].isfinite().all() and gradient[5:].isnan().any((1, 2)).all()
+
+
 def test_lengths_are_never_read_on_the_host() -> None:
     given = given_of(True, 128, {"causal": True})
     inputs = [x[0].transpose(0, 1).detach().requires_grad_() for x in (given.q, given.k, given.v)]

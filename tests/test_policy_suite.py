@@ -57,7 +57,7 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str | None]]:
         seen.append(make(problem, device="cpu"))
         return seen[-1]
 
-    def call(direction: str, *inputs: torch.Tensor, longest: int = 0):
+    def call(direction: str, *inputs: torch.Tensor, longest: int = 0, longest_kv: int = 0):
         packed = inputs[0].dim() == 3
         given = [x for x in seen if (x.problem.sequences is not None) == packed][-1]
         given = dataclasses.replace(given, problem=given.problem.with_(direction=direction))

@@ -57,6 +57,7 @@ def test_the_schedule_is_the_kernels(problem: Problem) -> None:
                 mTiled = SimpleNamespace(
                     shape=(problem.seqlen_kv if parts is None else keys, columns, *extents, queries)
                 )
+                kernel.count_parts(None, mTiled)
                 found, ctas = turns.schedule(problem, Parts(heads, queries), sums)
                 blocks = -(-mTiled.shape[0] // kernel.tile_kv)
                 assert len(found) == blocks * extents[0] * extents[1]

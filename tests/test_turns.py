@@ -39,6 +39,7 @@ def tiles_of(kernel: object, heads: tuple[int, int], lengths: tuple[int, int], p
         keys = math.ceil(seqlen_kv / kernel.tile_kv) * kernel.tile_kv * query_parts
     mQ = SimpleNamespace(shape=(seqlen_q, kernel.head_dim, kv_heads * GROUP, batch))
     mTiled = SimpleNamespace(shape=(keys, kernel.head_dim, kv_heads * head_parts, batch, query_parts))
+    kernel.count_parts(None, mTiled)
     for tile in range(math.ceil(keys / kernel.tile_kv) * kv_heads * head_parts * batch):
         place = tuple(map(int, kernel.locate(tile, mQ, mTiled)))
         assert len(place) == kernel.words

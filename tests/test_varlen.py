@@ -52,7 +52,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         found.append("k6")
         return run_forward(q, k, v, *used(more), scale, causal, top_left, *window, softcap, False)
 
-    def our_backward(do, q, k, v, o, lse, dlse, more, scale, causal, top_left, window, softcap, det):
+    def our_backward(do, q, k, v, o, lse, dlse, more, scale, causal, top_left, window, softcap, det, longest):
+        assert longest == 20
         found.append("bwd4")
         options = scale, causal, top_left, *window, softcap, det
         return run_backward(do, q, k, v, o, lse, dlse, *used(more), *options)

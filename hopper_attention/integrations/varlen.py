@@ -65,7 +65,8 @@ def backward_over(original):
             if _against("bwd", query, key, value, more, *options) is None:
                 saved = query, key, value, out, logsumexp.contiguous(), None
                 deterministic = torch.are_deterministic_algorithms_enabled()
-                return policies.backward(grad_out, *saved, more, *options, deterministic)[:3]
+                options = *options, deterministic, max_k if type(max_k) is int else 0
+                return policies.backward(grad_out, *saved, more, *options)[:3]
         inputs = grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k
         bounds = {"window_size_left": window_size_left, "window_size_right": window_size_right}
         return original(keys, *inputs, dropout_p, is_causal, rng_state, unused, scale=scale, **bounds, **rest)

@@ -25,6 +25,7 @@ from .constants import LOG2_E, VECTOR, WARP, WARPGROUP
 from .limits import BLOCK, column_blocks
 from .packed import DENSE, Packed
 from .policies import listed
+from .short_sequences import ShortSequences
 from .tma import allocate_tiles, partition_tma, store_atom
 
 QUAD = 4  # fp32 in one 16-byte access
@@ -61,8 +62,11 @@ class Preprocess:
     does the O of k6.
     """
 
-    def __init__(self, head_dim: int, packed: int | None = None):
-        self.packed = packed // BLOCK if packed else None  # blocks of a tile of packed sequences' queries
+    def __init__(self, head_dim: int, packed: int | None = None, most_keys: int | None = None):
+        """Of packed sequences, tiles of so many queries; without a list if none has more than `most_keys`."""
+        self.packed = packed // BLOCK if packed else None  # blocks of a tile
+        self.most_keys = most_keys
+        self.sequences = ShortSequences(packed) if most_keys else None
         # Lanes that share a row: a power of two, as a sum over them must be.
         self.chunks = 2 ** math.ceil(math.log2(head_dim // VECTOR))
         self.threads = BLOCK * self.chunks // ROWS_IN_FLIGHT
@@ -72,12 +76,19 @@ class Preprocess:
         self, mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs=None, mDLSE=None, mList=None, mListKV=None
     ):
         """Of packed sequences mList lists tiles of `packed` queries, mListKV those of keys; `theirs` is the
-        main kernel (`dq_sums.SummedTiles`), with Q and K, which zeroes all sums but its first section's."""
+        main kernel (`dq_sums.SummedTiles`), with Q and K, which zeroes all sums but its first section's. Of
+        short ones mList is their lengths."""
         heads, blocks, _, _ = mStats.shape
         arguments = mO, mDO, mLSE, mStats, mDQ_sum
         shape = {"grid": (heads * blocks, 1, 1), "block": (self.threads, 1, 1)}
         if const_expr(self.packed is None):
             self.preprocess(*arguments, theirs, mDLSE).launch(**shape, stream=stream)
+        elif const_expr(self.sequences is not None):
+            sequences, total = mList[0].shape[0] - 1, mO.shape[2]
+            each = cute.ceil_div(total, cutlass.max(1, sequences) * self.packed * BLOCK)  # tiles
+            shape["grid"] = sequences * each * heads * self.packed, 1, 1
+            inputs = mO, mDO, mLSE, mStats, mDLSE
+            self.preprocess_sequences(*inputs, each, mList).launch(**shape, stream=stream)
         else:
             mQ = mK = None
             if const_expr(mDQ_sum is not None):
@@ -117,6 +128,27 @@ class Preprocess:
             self.reduce(mO, mDO, mLSE, mStats, None, None, mDLSE, 0, head, head, block, seqlen)
 
     @cute.kernel
+    def preprocess_sequences(self, mO, mDO, mLSE, mStats, mDLSE, each, lengths):
+        """As `preprocess`, of a sequence: every `each`-th of its tiles. Of one with more keys than one tile
+        of keys has, whose dQ would be that of some of them, all gradients are NaN."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        cute.arch.griddepcontrol_launch_dependents()
+        heads = mO.shape[1]
+        cta = ctas - 1 - cta  # the main kernel begins with the first sequences, and finds them in L2
+        tile, head, own = cta // self.packed // heads, cta // self.packed % heads, cta % self.packed
+        start, seqlen, _, seqlen_kv, place = self.sequences.find(tile // each, lengths)
+        mO, mDO = [cute.domain_offset((0, 0, start, 0), mX) for mX in (mO, mDO)]
+        mLSE = cute.domain_offset((0, 0, start), mLSE)
+        if const_expr(mDLSE is not None):
+            mDLSE = cute.domain_offset((0, 0, start), mDLSE)
+        mStats = cute.domain_offset((0, place * self.packed, 0, 0), mStats)
+        exceeds = seqlen_kv > self.most_keys
+        for i in range(tile % each, cute.ceil_div(seqlen, self.packed * BLOCK), each, unroll=1):
+            block = i * self.packed + own
+            self.reduce(mO, mDO, mLSE, mStats, None, None, mDLSE, 0, head, head, block, seqlen, exceeds)
+
+    @cute.kernel
     def preprocess(self, mO, mDO, mLSE, mStats, mDQ_sum, theirs, mDLSE):
         tile, _, _ = cute.arch.block_idx()
         tiles, _, _ = cute.arch.grid_dim()
@@ -132,9 +164,10 @@ class Preprocess:
 
     @cute.jit
     def reduce(
-        self, mO, mDO, mLSE, mStats, mDQ_sum, theirs, mDLSE, batch, head, head_index, block, seqlen
+        self, mO, mDO, mLSE, mStats, mDQ_sum, theirs, mDLSE, batch, head, head_index, block, seqlen,
+        exceeds=None,
     ):  # fmt: skip
-        """A CTA, a block of 64 queries; `head_index` is the row of scratch."""
+        """A CTA, a block of 64 queries; `head_index` is the row of scratch. What `exceeds` makes NaN."""
         tidx, _, _ = cute.arch.thread_idx()
         heads = mO.shape[1]
         group, chunk = tidx // self.chunks, tidx % self.chunks
@@ -178,6 +211,8 @@ class Preprocess:
         if tidx < BLOCK:
             row = block * BLOCK + tidx
             lse = mLSE[batch, head, cutlass.min(row, seqlen - 1)] * LOG2_E
+            if const_expr(exceeds is not None):
+                lse = Float32(math.nan) if exceeds else lse
             unseen = row >= seqlen or lse == -Float32.inf
             mStats[head_index, block, 0, tidx] = Float32.inf if unseen else lse
 

@@ -89,7 +89,7 @@ class SummedTiles(Tiles):
                 self.await_zeros(mZeroed, mK, kv_head, place[2], *zeroed)
             if const_expr(not self.one_tile):
                 mSums, mTurns = mDQ_sum, mOrder
-            if const_expr(self.packed):
+            if const_expr(self.listed):
                 mSums = self.batch.scratch(mDQ_sum, place)
                 mTurns = cute.domain_offset((0, place[6] // self.blocks * self.sums), mOrder)
             for g in range(group, unroll=1):
@@ -164,7 +164,7 @@ class SummedTiles(Tiles):
         while valid != 0:
             block, kv_head, batch, *_ = place
             if const_expr(self.divides):
-                block = block * place[4] + place[3]
+                block = block * self.parts + place[3]
             head = batch * mK.shape[2] + kv_head + ahead
             if head < last:
                 first = mDQ_sum[head * group, None, None, None].iterator

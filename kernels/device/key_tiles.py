@@ -17,6 +17,7 @@ from .key_counts import CountedTiles
 from .limits import COLUMN_BYTES, L2_BYTES, SECTION_BYTES, TILE_Q, sums_of_dq
 from .masks import Mask
 from .policies import DenseScratch, PackedScratch, Scores, listed
+from .short_sequences import ShortSequences
 from .tile_order import ByHead, BySection, final_section
 from .wgmma import round_fragment
 
@@ -63,6 +64,8 @@ class Tiles(Scores, CountedTiles):
         self.one_tile = one_tile  # no head has more than one tile of keys: a step's dQ is final
         self.caps, self.packed = capped, packed  # scores, softly; sequences
         self.batch = PackedScratch() if packed else DenseScratch()  # where rows lie
+        self.listed = packed and not one_tile  # tiles are; otherwise a sequence is one
+        self.sequences = ShortSequences(tile_q)
         self.tile_q, self.tile_kv, self.sms = tile_q, tile_kv, sms
         self.blocks = tile_q // ROWS  # of 64 queries
         # Deterministic, as many CTAs as a section has tiles: then each goes from its tile to that of the same
@@ -89,7 +92,16 @@ class Tiles(Scores, CountedTiles):
     @property
     def words(self) -> int:
         """Of a tile's place, as warps hear of it."""
-        return self.batch.words + 2 * self.divides + self.mirrors
+        return self.batch.words + self.divides + self.mirrors
+
+    def count_parts(self, mK, mTiled):
+        """What tiles of keys are counted of: K, or mTiled (`key_parts`), and then of how many parts of the
+        queries a tile is one. Inside a kernel, anew in each: an operand of what follows, where one of the
+        tile's own numbers takes a register."""
+        if not self.divides:
+            return mK
+        self.parts = mTiled.shape[4]
+        return mTiled
 
     # ---- which tiles --------------------------------------------------------------------------------------
 
@@ -145,10 +157,10 @@ class Tiles(Scores, CountedTiles):
         each: a part's are numbered by themselves (`of_part`)."""
         first, masked, whole, last = self.q_tiles(place[0], seqlen_q, seqlen_kv)
         if const_expr(self.divides):
-            part, parts = place[3:5]
+            before = self.parts - 1 - place[3]
             # Not known to be uniform, they would take registers that the main loop needs.
             first, masked, last = [
-                cute.arch.make_warp_uniform((x + parts - 1 - part) // parts) for x in (first, masked, last)
+                cute.arch.make_warp_uniform((x + before) // self.parts) for x in (first, masked, last)
             ]
         return first, masked, whole, last
 
@@ -156,12 +168,12 @@ class Tiles(Scores, CountedTiles):
         """The tile of queries that is its part's i-th: of three parts every third one. As neighbours they
         would be of unequal length under a mask, and tiles of keys that begin together would begin with the
         same ones, where undivided ones begin each with its own."""
-        return i * place[4] + place[3] if self.divides else i
+        return i * self.parts + place[3] if self.divides else i
 
     def place_of_part(self, place, heads):
         """Where among the parts (`key_parts.halves`) those of a tile lie; `heads` are mTiled's."""
-        _, kv_head, batch, part, parts, *_ = place
-        return (batch * heads + kv_head) * parts + part
+        _, kv_head, batch, part, *_ = place
+        return (batch * heads + kv_head) * self.parts + part
 
     @cute.jit
     def section(self, mQ, mK):
@@ -228,8 +240,8 @@ class Tiles(Scores, CountedTiles):
     @cute.jit
     def locate(self, tile, mQ, mK):
         """(kv_block, kv_head, batch) of the tile-th tile in the order they are fetched; if queries are
-        divided, which part of how many; and if some heads are mirrored, whether this one is. mK is mTiled,
-        if there is one, whose tiles are parts."""
+        divided, which part; and if some heads are mirrored, whether this one is. mK is mTiled, if there is
+        one, whose tiles are parts."""
         heads, kv_blocks = mK.shape[2], cute.ceil_div(mK.shape[0], self.tile_kv)
         section, final, all_heads = None, None, heads * mK.shape[3]
         if const_expr(self.mask.hides or self.deterministic):
@@ -241,15 +253,29 @@ class Tiles(Scores, CountedTiles):
             mirrored = self.is_mirrored(head, final, mQ.shape[0], mK.shape[0])
             kv_block = kv_blocks - 1 - kv_block if mirrored != 0 else kv_block
         if const_expr(self.divides):
-            parts = mK.shape[4]
-            place, kv_block = (*place, kv_block % parts, parts), kv_block // parts
+            place, kv_block = (*place, kv_block % self.parts), kv_block // self.parts
         if const_expr(self.mirrors):
             place = *place, mirrored
         return kv_block, *place
 
     def place_of(self, tile, mQ, mK, mList):
-        """The tile-th tile's place, of `self.batch`; mList only of packed ones."""
-        return self.locate_in_list(tile, mQ, mK, mList) if self.packed else self.locate(tile, mQ, mK)
+        """The tile-th tile's place, of `self.batch`; mList only of packed ones, of one tile of keys each
+        their lengths."""
+        if not self.packed:
+            return self.locate(tile, mQ, mK)
+        locate = self.locate_in_list if self.listed else self.locate_sequence
+        return locate(tile, mQ, mK, mList)
+
+    def most_tiles(self, mList):
+        """How many tiles of keys of a head packed sequences have at most, by `place_of`'s mList."""
+        return (mList if self.listed else mList[0]).shape[0] - 1
+
+    @cute.jit
+    def locate_sequence(self, tile, mQ, mK, lengths):
+        """As `locate_in_list`, of sequences that are a tile each."""
+        index, heads = tile // mK.shape[2], mK.shape[2]
+        *sequence, place = self.sequences.find(index, lengths)
+        return 0, tile % heads, *sequence, place * self.blocks, index
 
     @cute.jit
     def locate_in_list(self, tile, mQ, mK, mList):
