@@ -120,7 +120,7 @@ LACKING: dict[str, dict[str, Lacking]] = {
                         f"        {_FETCH}        waited",
                         "        tile, _, _ = cute.arch.block_idx()\n        waited",
                     ),
-                    (f"            {_FETCH}", "            tile = tiles\n"),
+                    (f"else:\n                {_FETCH}", "else:\n                tile = tiles\n"),
                 ),
             )
         ),

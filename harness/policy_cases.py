@@ -91,8 +91,10 @@ def checked(stage_id: str, given: Given, what: str = "") -> Iterator[str]:
 
 def kernels(stage_id: str) -> Counter[Problem]:
     """The kernels that the first cases run, each alone, together and packed, and how many problems each."""
-    problems = [problem for _, problem in packed(stage_id)]
-    if "window" in policies_of(stage_id):
+    takes, problems = policies_of(stage_id), []
+    if "sequences" in takes:
+        problems += [problem for _, problem in packed(stage_id)]
+    if "window" in takes:
         problems += *alone(stage_id), *together(stage_id)
     return Counter(compiled_for(stage_id, problem) for problem in problems)
 

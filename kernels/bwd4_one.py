@@ -16,6 +16,8 @@ What does not     the main loop (at head_dim 128 without a mask bwd4_det's); wit
 Supports          as bwd4_parts, up to 128 keys and head_dim 128; undivided packed sequences too.
 """
 
+import cutlass.cute as cute
+
 from .bwd4 import Backward
 from .bwd4_operands import CONFIGS, TILE_KV
 from .bwd4_passes import DividedFlashAttentionBackward, FlashAttentionBackward, compile_backward
@@ -69,13 +71,22 @@ def supports(problem: Problem) -> str | None:
 run_kernel = run_backward
 
 
+class OfShortSequences(Backward):
+    """Of packed sequences. One with more keys than it may have, whose gradients are NaN (`Preprocess`), has
+    further tiles of keys; their dQ, zero where all pairs are hidden, is not to replace the first one's."""
+
+    def store_tile(self, store, mDQ, sdQ, q_tile, head, place, *barriers):
+        behind = place[0] * cute.ceil_div(place[3], self.tile_q)  # the sequence's end: the TMA writes nothing
+        super().store_tile(store, mDQ, sdQ, q_tile + behind, head, place, *barriers)
+
+
 def kernel_for(problem: Problem, divides: bool = False, sms: int = SMS) -> FlashAttentionBackward:
     """The kernels of the problem's head_dim, mask and type."""
     columns, packed = tile_dim(problem), problem.sequences is not None
     if divides and packed:
         raise ValueError("queries of packed sequences are not divided")
     options = columns, mask_of(problem), ELEMENTS[problem.dtype], False, CONFIGS[columns], divides, sms
-    main = Backward(*options, one_tile=True, packed=packed)
+    main = (OfShortSequences if packed else Backward)(*options, one_tile=True, packed=packed)
     return (DividedFlashAttentionBackward if divides else FlashAttentionBackward)(main, problem)
 
 
