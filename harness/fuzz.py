@@ -190,10 +190,8 @@ def _short(number: int, rng: random.Random) -> Drawn:
         rng.choice(("bfloat16", "bfloat16", "float16")), "bwd", scaled=True, lse_grad=rng.random() < 0.3,
         sequences=tuple(sequences),
     )  # fmt: skip
-    scale, outside = (
-        rng.choice((1.0, 1.0, 0.5, 3.0)) * problem.head_dim**-0.5,
-        rng.choice((math.nan, math.inf)),
-    )
+    scale = rng.choice((1.0, 1.0, 0.5, 3.0)) * problem.head_dim**-0.5
+    outside = rng.choice((math.nan, math.inf))
     return Drawn(SHORT, number, problem, scale, padding, rng.choice(LAYOUTS), outside)
 
 

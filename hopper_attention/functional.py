@@ -241,16 +241,17 @@ def flash_attn_varlen_func(
 
     cu_seqlens_q and cu_seqlens_k, int32 (n + 1,) on the GPU, say where each sequence begins, and where the
     last ends; seqused_q and seqused_k, int32 (n,), how many rows of each count, if not all up to the next.
-    They are not read on the host: the call does not wait for them. What `max_seqlen_q` and `max_seqlen_k` say
-    is used where it is a number and the call not in a compiled graph. Of `max_seqlen_q` follows whether
-    sequences are about equally long: then the call is some microseconds faster, and nothing else depends on
-    it. With a `max_seqlen_k` of up to 128 gradients take less memory and time; those of a sequence with more
-    keys than 128 are then NaN. Hazard: so lengths are checked on request only
-    (HOPPER_ATTENTION_CHECK_LENGTHS=1, `lengths`). They must not decrease, nor exceed the rows of q and of k,
-    and what is used of a sequence not its rows. Any length may be 0. Causal masks and windows are aligned at
-    each sequence's bottom right. What rows of no sequence hold does not matter, infinities neither; in the
-    result and in gradients they are zero where there is a `seqused`, and may hold anything behind the last
-    sequence.
+    They are not read on the host: the call does not wait for them. Hazard: so lengths are checked on request
+    only (HOPPER_ATTENTION_CHECK_LENGTHS=1, `lengths`). They must not decrease, nor exceed the rows of q and
+    of k, and what is used of a sequence not its rows. Any length may be 0. Causal masks and windows are
+    aligned at each sequence's bottom right. What rows of no sequence hold does not matter, infinities
+    neither; in the result and in gradients they are zero where there is a `seqused`, and may hold anything
+    behind the last sequence.
+
+    `max_seqlen_q` and `max_seqlen_k` are used where they are numbers and the call is not in a compiled graph.
+    Of the first follows whether sequences are about equally long: then the call is some microseconds faster,
+    and nothing else depends on it. With the second up to 128, gradients take less time and memory. Hazard:
+    those of a sequence with more than 128 keys are then NaN; lengths that are checked are checked against it.
 
     With `block_table` (or `page_table`), int32 (n, pages of a sequence), k and v are the pages of a cache,
     (pages, page_size, kv heads, head_dim): what it names is copied to rows first, as many pages of each

@@ -81,12 +81,14 @@ def look_at_packing(
     cu_kv: torch.Tensor,
     used_q: torch.Tensor | None,
     used_kv: torch.Tensor | None,
+    longest_kv: int = 0,
 ) -> None:
     """Raise ValueError unless the offsets of packed sequences, int32 (n + 1,), rise from 0 or more to at most
-    the rows of q and of k, and no more of a sequence is used than its rows."""
+    the rows of q and of k, and no more of a sequence is used than its rows, nor, if that is not 0, more than
+    `longest_kv` keys."""
     if not can_look(cu_q):
         return
-    for suffix, x, cu, used in (("q", q, cu_q, used_q), ("k", k, cu_kv, used_kv)):
+    for suffix, x, cu, used, longest in (("q", q, cu_q, used_q, 0), ("k", k, cu_kv, used_kv, longest_kv)):
         offsets = cu.tolist()
         sizes = [end - begin for begin, end in pairwise(offsets)]
         for b, size in enumerate(sizes):
@@ -98,6 +100,8 @@ def look_at_packing(
             raise ValueError(
                 f"cu_seqlens_{suffix} goes from {offsets[0]} to {offsets[-1]}: {suffix} has {x.shape[0]} rows"
             )
-        for b, n in enumerate(() if used is None else used.tolist()):
+        for b, n in enumerate(sizes if used is None else used.tolist()):
             if not 0 <= n <= sizes[b]:
                 raise ValueError(f"seqused_{suffix}[{b}] = {n}: the sequence has {sizes[b]} rows")
+            if longest and n > longest:
+                raise ValueError(f"max_seqlen_{suffix} is {longest}, and sequence {b} has {n} rows")

@@ -153,7 +153,7 @@ def backward(
     kind = "bwd", *options, dlse is None, short
     plan, numbers, _ = _made(kind, (do, q, k, v, o, lse), more, plan_anew)
     if lengths.CHECKED and more.cu_q is not None:
-        lengths.look_at_packing(q, k, *more[1:])
+        lengths.look_at_packing(q, k, *more[1:], longest_kv)
     device = q.device
     if plan.launch is None:
         return *map(torch.zeros_like, (q, k, v)), _sink_of_no_key(q, dlse, more)
@@ -290,18 +290,9 @@ def _plan_forward(q, k, v, more: Tensors, *options: object, equal: bool = False)
 
 
 def _plan_backward(
-    do,
-    q,
-    k,
-    v,
-    o,
-    lse,
-    dlse,
-    more: Tensors,
-    *options: object,
-    parts: calls.Parts | None = None,
+    do, q, k, v, o, lse, dlse, more: Tensors, *options: object, parts: calls.Parts | None = None,
     short: bool = False,
-) -> Made:
+) -> Made:  # fmt: skip
     *options, deterministic = options
     problem, numbers = _problem_of("bwd", q, k, v, more, *options)
     check_gradients(do, q, v, o, lse, dlse, packed=more.cu_q is not None)

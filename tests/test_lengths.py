@@ -82,6 +82,18 @@ def test_packed_sequences(cu_q, cu_kv, used_q, used_kv, message: str | None) -> 
             lengths.look_at_packing(*given)
 
 
+@pytest.mark.parametrize(("used", "longest", "wrong"), [(None, 0, None), (None, 11, None), (None, 10, 11),
+                                                        ((9, 0, 4), 9, None), ((9, 0, 5), 8, 9)])  # fmt: skip
+def test_keys_of_packed_sequences_beside_the_longest(used, longest: int, wrong: int | None) -> None:
+    used = None if used is None else integers(*used)
+    given = ones(10, 8, 64), ones(20, 2, 64), integers(0, 4, 4, 10), integers(0, 9, 9, 20), None, used
+    if wrong is None:
+        lengths.look_at_packing(*given, longest)
+    else:
+        with pytest.raises(ValueError, match=f"max_seqlen_k is {longest}, and sequence . has {wrong} rows"):
+            lengths.look_at_packing(*given, longest)
+
+
 def test_calls_look_if_they_are_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is launched, and not at all otherwise."""
     plan = policies.Plan(lambda *_: None, (), (), ())
