@@ -10,10 +10,9 @@ What changes      against bwd4: `leave_dQ` rounds, and the two warps that added 
                   (`SummedTiles.store_tile`); no zeros, no turns, no postprocess; queries that see no key are
                   visited too, since nobody else writes their zeros. Packed: where tile i lies is read from
                   the lengths of sequence i (device/short_sequences.py).
-What does not     the main loop (at head_dim 128 without a mask bwd4_det's); with parts (`bwd4_one_parts`)
-                  bwd4_parts' dK and dV, whose sums are then all that is left to round. Every run gives the
-                  same bits, since nothing is added in any order.
-Supports          as bwd4_parts, up to 128 keys and head_dim 128; undivided packed sequences too.
+What does not     the main loop (at head_dim 128 without a mask bwd4_det's). Every run gives the same bits,
+                  since nothing is added in any order.
+Supports          as bwd4_parts, up to 128 keys and head_dim 128; packed sequences too.
 """
 
 import cutlass.cute as cute
@@ -21,7 +20,7 @@ import cutlass.cute as cute
 from .bwd4 import Backward
 from .bwd4_operands import CONFIGS, TILE_KV
 from .bwd4_passes import DividedFlashAttentionBackward, FlashAttentionBackward, compile_backward
-from .calls import DIVIDED, refuse_backward, run_backward
+from .calls import refuse_backward, run_backward
 from .calls_one import one_tile_scratch
 from .contract import Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS
@@ -39,17 +38,6 @@ STAGES = (
         direction="bwd",
         model="flash_attention_2_backward",
         rounds_p=True,
-        most_keys=TILE_KV,
-    ),
-    Stage(
-        "bwd4_one_parts",
-        "the production backward, of one tile of keys and few heads",
-        "the queries that see the tile divided among CTAs, dK and dV in fp32 parts",
-        "bwd4_one",
-        direction="bwd",
-        model="flash_attention_2_backward",
-        rounds_p=True,
-        options=DIVIDED,
         most_keys=TILE_KV,
     ),
 )
@@ -81,10 +69,10 @@ class OfShortSequences(Backward):
 
 
 def kernel_for(problem: Problem, divides: bool = False, sms: int = SMS) -> FlashAttentionBackward:
-    """The kernels of the problem's head_dim, mask and type."""
+    """The kernels of the problem's head_dim, mask and type; what sees the tile in parts if it `divides`."""
     columns, packed = tile_dim(problem), problem.sequences is not None
     if divides and packed:
-        raise ValueError("queries of packed sequences are not divided")
+        raise ValueError("what sees packed sequences is not divided")
     options = columns, mask_of(problem), ELEMENTS[problem.dtype], False, CONFIGS[columns], divides, sms
     main = (OfShortSequences if packed else Backward)(*options, one_tile=True, packed=packed)
     return (DividedFlashAttentionBackward if divides else FlashAttentionBackward)(main, problem)

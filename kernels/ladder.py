@@ -39,7 +39,7 @@ LADDER: dict[str, str] = {
 }
 
 # Stages for up to 128 keys, which in the sweep are the shortest. All else is as of the others.
-FEW_KEYS: dict[str, str] = {"bwd4_one": "bwd4_one", "bwd4_one_parts": "bwd4_one"}
+FEW_KEYS: dict[str, str] = {"bwd4_one": "bwd4_one", "bwd4_one_parts": "bwd4_one_parts"}
 CHECKED = LADDER | FEW_KEYS
 
 # Stages that have other problems than the ladder's, and so other peers and another judge: harness.decoding.

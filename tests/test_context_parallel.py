@@ -181,12 +181,12 @@ def test_what_adds(head_dim, batch, deterministic, wanted, monkeypatch) -> None:
 
 @pytest.mark.parametrize("what", block_gradients.reachable(), ids=str)
 def test_its_kernels_compile(what) -> None:
-    """Each that a backward pass can launch; none spills, but what spills in bwd4_parts too: a word or two for
-    each tile, of an unmasked block at head_dim 64 that is given its scale."""
+    """Each that a backward pass can launch; none spills, but what spills in bwd4_parts too: six words of a
+    masked block at head_dim 64 that is given its scale."""
     _, problem, options = what
     code = machine_code.disassemble(launch.kernel_for(*what).__cubin__)
-    spills = problem.head_dim == 64 and problem.scaled and not problem.causal and options["piece"] == "block"
-    assert sum(kernel.frame_bytes for kernel in code) <= (16 if spills else 0)
+    spills = problem.head_dim == 64 and problem.scaled and problem.causal and options["piece"] == "block"
+    assert sum(kernel.frame_bytes for kernel in code) <= (24 if spills else 0)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -91,7 +91,10 @@ def test_what_it_refuses() -> None:
     assert supports(problem_of(((1, 129), (5, 5)))) == "takes up to 128 keys, one tile of them, not 129"
     for policy, name in (({"window": (8, 0)}, "a window"), ({"sink": True}, "a sink")):
         assert supports(problem_of(((5, 5),), **policy)) == f"does not take {name}"
-    with pytest.raises(ValueError, match="queries of packed sequences are not divided"):
+    assert (
+        ladder.load(ONE_TILE_IN_PARTS)[1].supports(problem_of(((5, 5),))) == "does not take packed sequences"
+    )
+    with pytest.raises(ValueError, match="what sees packed sequences is not divided"):
         bwd4_one.kernel_for(problem_of(((5, 5),)), divides=True)
 
 
