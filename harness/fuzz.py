@@ -124,15 +124,7 @@ def problem_of(number: int, which: str) -> Drawn:
             queries = length_of(rng, max(4, 3 * most // count))
             keys = queries if rng.random() < 0.6 else length_of(rng, max(4, 3 * most // count))
             sequences.append((queries, keys))
-        if not any(q and kv for q, kv in sequences):
-            sequences.append((5, 9))
-        if rng.random() < 0.4:
-            padding = tuple((rng.randint(0, 9), rng.randint(0, 70)) for _ in sequences)
-        behind = rng.choice((0, 0, 1, 130))
-        extents = [
-            sum(x) + behind + (sum(p[side] for p in padding) if padding else 0)
-            for side, x in enumerate(zip(*sequences))
-        ]
+        padding, extents = _packing(rng, sequences, 0.4)
         fields |= {"sequences": tuple(sequences)}
         batch = 1
     else:
@@ -148,6 +140,20 @@ def problem_of(number: int, which: str) -> Drawn:
     scale = rng.choice((1.0, 1.0, 0.5, 3.0)) * kind.head_dim**-0.5
     outside = rng.choice((math.nan, math.inf))
     return Drawn(which, number, problem, scale, padding, rng.choice(LAYOUTS), outside)
+
+
+def _packing(
+    rng: random.Random, sequences: list[tuple[int, int]], padded: float
+) -> tuple[tuple[tuple[int, int], ...] | None, list[int]]:
+    """Rows between the sequences, with a probability of `padded`, and those of the tensors, some behind the
+    last one. Where no sequence has both queries and keys one is added."""
+    if not any(q and kv for q, kv in sequences):
+        sequences.append((5, 9))
+    padding = None
+    if rng.random() < padded:
+        padding = tuple((rng.randint(0, 9), rng.randint(0, 70)) for _ in sequences)
+    behind = rng.choice((0, 0, 1, 130))
+    return padding, [sum(x) + behind for x in zip(*sequences, *padding or ())]
 
 
 def _few(number: int, rng: random.Random) -> Drawn:
@@ -177,14 +183,7 @@ def _short(number: int, rng: random.Random) -> Drawn:
         keys = min(most, length_of(rng, most))
         queries = keys if rng.random() < 0.7 else length_of(rng, 700)
         sequences.append((queries, keys))
-    if not any(q and kv for q, kv in sequences):
-        sequences.append((5, 9))
-    padding = None
-    if rng.random() < 0.3:
-        padding = tuple((rng.randint(0, 9), rng.randint(0, 70)) for _ in sequences)
-    between = [sum(x) for x in zip(*padding)] if padding else (0, 0)
-    behind = rng.choice((0, 0, 1, 130))
-    extents = [sum(x) + more + behind for x, more in zip(zip(*sequences), between)]
+    padding, extents = _packing(rng, sequences, 0.3)
     problem = Problem(
         1, heads, kv_heads, *extents, rng.choice((64, 128)), rng.random() < 0.6,
         rng.choice(("bfloat16", "bfloat16", "float16")), "bwd", scaled=True, lse_grad=rng.random() < 0.3,

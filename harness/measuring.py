@@ -19,7 +19,7 @@ from harness import edits, judging, machine_code, peers, reference, results, tim
 from harness.inputs import poison, random_inputs
 from harness.stages import check_memory
 from hopper_attention import attention, attention_backward, selection, tuned, ways
-from hopper_attention.kernels import division, ladder
+from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import KernelFile, Problem, Tensors
 from hopper_attention.launch import (
     DECODE,
@@ -101,7 +101,7 @@ def chosen_stage(problem: Problem, deterministic: bool = False, longest: int = 0
         gpu, sequences = tuned.gpu(), problem.sequences or ()
         equal = ways.are_equal(problem.seqlen_q, len(sequences), longest)
         return selection.forward_stage(problem, ways.way_of(problem, *gpu, equal), gpu)
-    short = 0 < longest <= division.ONE_TILE_KEYS
+    short = selection.are_short(longest)
     return selection.backward_stage(problem, deterministic, gpu=tuned.gpu(), short=short)[0]
 
 

@@ -3,7 +3,7 @@
 
 import torch
 
-from . import lengths, ops, ops_policies
+from . import lengths, ops, ops_policies, policies
 from .checks import E4M3, check_tensor, check_window, name_of
 from .fp8 import Descale, attention_fp8, descale_of
 from .pages import rows_of_pages
@@ -283,9 +283,7 @@ def flash_attn_varlen_func(
         k, v, cu_seqlens_k, seqused_k = rows_of_pages(q, k, v, table, cu_seqlens_q, cu_seqlens_k, seqused_k)
     causal, window = mask_of(causal, False, window_size)
     tensors = sink_of(learnable_sink), cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    # A compiled graph that looked at the number would be of this one alone.
-    known = lambda x: not torch.compiler.is_compiling() and type(x) is int
-    longest = [max(0, x) if known(x) else 0 for x in (max_seqlen_q, max_seqlen_k)]
+    longest = policies.told(max_seqlen_q), policies.told(max_seqlen_k)
     options = softmax_scale, causal, False, *window, softcap, deterministic, *longest
     o, lse = ops_policies.call_forward(q, k, v, tensors, options)
     return (o, lse) if return_lse or return_attn_probs else o

@@ -23,7 +23,7 @@ from .checks import (
     like_o,
 )
 from .checks import general_problem_of as problem_of
-from .kernels import calls, division
+from .kernels import calls
 from .kernels.contract import Problem
 from .kernels.device.limits import bounds, has_own_kernel
 from .launch import BACKWARD, FORWARD
@@ -32,6 +32,7 @@ from .memory import WHOLE, part_of, scratch_of
 from .plans import Plans
 from .production import Plan, run_on
 from .selection import (
+    are_short,
     backward_scratch,
     backward_stage,
     forward_launch,
@@ -148,7 +149,7 @@ def backward(
     Raises TypeError or ValueError before anything is launched.
     """
     options = softmax_scale, causal, top_left, window, softcap, deterministic
-    short = more.cu_q is not None and 0 < longest_kv <= division.ONE_TILE_KEYS
+    short = more.cu_q is not None and are_short(longest_kv)
     plan_anew = lambda: _plan_backward(do, q, k, v, o, lse, dlse, more, *options, short=short)
     kind = "bwd", *options, dlse is None, short
     plan, numbers, _ = _made(kind, (do, q, k, v, o, lse), more, plan_anew)
@@ -210,6 +211,13 @@ def reason_against(
         return also(problem)
     except (TypeError, ValueError) as error:
         return str(error)
+
+
+def told(longest: object) -> int:
+    """How many rows a packed sequence has at most, as the caller says, or 0: only of a number, and not in a
+    compiled graph, which would be of this number alone."""
+    known = type(longest) is int and not torch.compiler.is_compiling()
+    return max(0, longest) if known else 0
 
 
 def as_batch(x: torch.Tensor) -> torch.Tensor:

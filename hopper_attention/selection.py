@@ -109,6 +109,11 @@ def _decoding(decode: Launch, problem: Problem, options: dict[str, Any], sms: in
     return launch
 
 
+def are_short(longest_kv: int) -> bool:
+    """Whether packed sequences, the longest of which has so many keys (0: nobody says), are a tile each."""
+    return 0 < longest_kv <= division.ONE_TILE_KEYS
+
+
 def backward_stage(
     problem: Problem,
     deterministic: bool,
@@ -117,7 +122,7 @@ def backward_stage(
     short: bool = False,
 ) -> tuple[str, Parts | None]:
     """The stage that computes the gradients of a problem that BACKWARD takes, and its parts, if it has any:
-    by default those that `division` chooses. `short`: no packed sequence has more than ONE_TILE_KEYS keys."""
+    by default those that `division` chooses. `short`: packed sequences `are_short`."""
     if short and division.short_ones_pay(problem):
         return ONE_TILE, None
     # On one tile of keys nobody waits for a turn, and turns spare zeros: for where a sum cannot be spared.

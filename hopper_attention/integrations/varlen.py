@@ -34,8 +34,7 @@ def forward_over(original):
             more = policies.Tensors(cu_q=cum_seq_q, cu_kv=cum_seq_k, used_kv=seqused_k)
             options = _options(is_causal, scale, window_size_left, window_size_right)
             if _against("fwd", query, key, value, more, *options) is None:
-                longest = max_q if type(max_q) is int else 0
-                o, lse = policies.forward(query, key, value, more, *options, longest=longest)
+                o, lse = policies.forward(query, key, value, more, *options, longest=policies.told(max_q))
                 state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of a generator nobody asks
                 return o, lse, state, state.new_empty(()), query.new_empty(0)
         named = {
@@ -65,7 +64,7 @@ def backward_over(original):
             if _against("bwd", query, key, value, more, *options) is None:
                 saved = query, key, value, out, logsumexp.contiguous(), None
                 deterministic = torch.are_deterministic_algorithms_enabled()
-                options = *options, deterministic, max_k if type(max_k) is int else 0
+                options = *options, deterministic, policies.told(max_k)
                 return policies.backward(grad_out, *saved, more, *options)[:3]
         inputs = grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k
         bounds = {"window_size_left": window_size_left, "window_size_right": window_size_right}
