@@ -26,26 +26,29 @@ from .kernels.device.limits import (
     TILE_Q,
     tile_dim,
 )
+from .kernels.device.spread import ROUNDS_APART, begin_behind, begins_at
 
-# In µs on an H200, fitted to 733 schedules of 57 problems (notes/bwd4_det.md, "How many sums").
+# In µs on an H200, fitted to measured schedules (notes/bwd4_det.md, "How many sums").
 STEP = {64: (2.2, 2.1), 96: (1.75, 1.62), 128: (1.94, 1.94)}  # of the main loop: without a mask, causal
-LINK = 3.1  # from one addition to a sum to the next
+LINK = {64: 2.8, 96: 3.1, 128: 3.1}  # from one addition to a sum to the next
 AHEAD = 0.5  # how much a step's addition may be late before the next step is
 TILE = 1.0  # of a tile of keys beside its steps
-SUM_MB, PART_MB = 0.3, 0.485  # for a megabyte of sums of dQ, and of parts of dK and dV
+SUM_MB = {64: 0.4, 96: 0.3, 128: 0.3}  # for a megabyte of sums of dQ
+PART_MB = 0.485  # for a megabyte of parts of dK and dV
 CALL = 7.4  # of everything else
 SUMS = (1, 2, 3, 4, 6, 8, 12, 16)
-MANY_TILES = 2  # of keys for each SM: where all begin with the same queries, more only wait for each other
 SHORT = 6000  # steps of all tiles: so many are simulated in tens of milliseconds, once for a shape
 
 
 class KeyTile(NamedTuple):
-    """A tile of keys, or a part of one: of which head (of parts), and the tiles of queries it takes."""
+    """A tile of keys, or a part of one: of which head (of parts), the tiles of queries it takes, and with
+    which query head of its group it begins."""
 
     block: int
     head: int
     mirrored: bool
     queries: range | list[int]
+    first_head: int
 
 
 def is_simulated(problem: Problem) -> bool:
@@ -59,13 +62,20 @@ def is_simulated(problem: Problem) -> bool:
 
 
 def parts_of(problem: Problem, sms: int = SMS) -> Parts:
-    """How to divide a deterministic backward pass: `division.parts_of`, or by the simulation."""
+    """How to divide a deterministic backward pass: by the simulation; where tiles of keys are few and may
+    begin with different heads, into as many parts of the queries as fill the SMs; or `division.parts_of`."""
     if is_simulated(problem):
         return fastest(problem, tuple(division.divisions(problem, sms)), sms)[0]
-    tiles = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
-    together = tiles > 1 and problem.seqlen_kv > 2 * problem.seqlen_q
-    if together and tiles * problem.batch * problem.kv_heads >= MANY_TILES * sms:
-        return UNDIVIDED
+    columns, most = tile_dim(problem), ROUNDS_APART * sms
+    key_blocks = math.ceil(problem.seqlen_kv / TILE_KV[columns])
+    tiles = key_blocks * problem.batch * problem.kv_heads
+    if key_blocks > 1 and columns <= 128 and not problem.top_left and _are_alike(problem):
+        if tiles <= most and problem.heads > problem.kv_heads:
+            q_tiles = math.ceil(problem.seqlen_q / TILE_Q[columns])
+            counts = [n for n in division.QUERY_PARTS if n == 1 or (2 * n <= q_tiles and n * tiles <= most)]
+            return Parts(queries=min(counts, key=lambda n: math.ceil(n * tiles / sms) / n))
+        if tiles > most and problem.seqlen_kv > 2 * problem.seqlen_q:
+            return UNDIVIDED  # parts would only wait for each other
     return division.parts_of(problem, sms, deterministic=True)
 
 
@@ -94,13 +104,14 @@ def least_us(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> float
     seen = _key_blocks_seen(problem)
     mean = problem.batch * problem.heads * sum(seen) / sms
     longest = group * math.ceil(sum(x > 0 for x in seen) / parts.queries)
-    return CALL + bytes_us(problem, parts, sums) + TILE + step * max(mean, longest) + LINK
+    alone = TILE + step * max(mean, longest) + LINK[tile_dim(problem)]
+    return CALL + bytes_us(problem, parts, sums) + alone
 
 
 def bytes_us(problem: Problem, parts: Parts, sums: int) -> float:
     """What the sums of dQ and the parts of dK and dV cost, which are written, and read again."""
     megabyte = tile_dim(problem) * 4e-6  # of a row
-    us = SUM_MB * megabyte * sums * problem.batch * problem.heads * problem.seqlen_q
+    us = SUM_MB[tile_dim(problem)] * megabyte * sums * problem.batch * problem.heads * problem.seqlen_q
     if parts.count > 1:
         us += PART_MB * megabyte * 2 * parts.count * problem.batch * problem.kv_heads * problem.seqlen_kv
     return us
@@ -108,33 +119,33 @@ def bytes_us(problem: Problem, parts: Parts, sums: int) -> float:
 
 def waited(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> float:
     """The time until the last addition, in µs."""
-    step, group = STEP[tile_dim(problem)][problem.causal], problem.heads // problem.kv_heads // parts.heads
+    step, link = STEP[tile_dim(problem)][problem.causal], LINK[tile_dim(problem)]
+    group = problem.heads // problem.kv_heads // parts.heads
     tiles, ctas = schedule(problem, parts, sums, sms)
     if len(tiles) <= ctas:  # all begin at once: each head is as another one
         alike: dict[bool, int] = {}
         tiles = [x for x in tiles if alike.setdefault(x.mirrored, x.head) == x.head]
-    rotated = _is_rotated(problem, parts, sums)
-    seen = _key_blocks_seen(problem)
-    blocks = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
+    seen, late = _key_blocks_seen(problem), _late_turns(problem, parts, sums, sms)
+    heads, queries = _begin_apart(problem, parts, sums, sms)
+    chains = sums // 2 if queries or heads > 1 else sums
     passed: dict[tuple[int, int, int, int], float] = {}  # when a sum's turn is the next one's
     free, end = [0.0] * ctas, 0.0
     for tile in tiles:
         time = free[0] + TILE
-        for g in range(group):
+        for nth in range(group):
+            g = (tile.first_head + nth) % group
             for q in tile.queries:
-                if rotated:
-                    at = int(tile.block < blocks - math.ceil((q + 1) * blocks / len(seen)))
-                elif problem.causal and not tile.mirrored:
-                    at = (seen[q] - 1 - tile.block) % sums
-                else:
-                    at = tile.block % sums
+                turn = seen[q] - 1 - tile.block if problem.causal and not tile.mirrored else tile.block
+                at = (turn - late[g][q]) % chains
+                if turn < late[g][q]:
+                    at = chains + turn % chains
                 time += step
                 own = max(time, passed.get((tile.head, g, q, at), 0.0))
-                passed[tile.head, g, q, at] = own + LINK
+                passed[tile.head, g, q, at] = own + link
                 time = max(time, own - AHEAD)
         heapq.heapreplace(free, time)
         end = max(end, time)
-    return end + LINK
+    return end + link
 
 
 def schedule(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> tuple[list[KeyTile], int]:
@@ -162,7 +173,9 @@ def schedule(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> tuple
     keys = problem.seqlen_kv if parts == UNDIVIDED else blocks * tile_kv  # parts of queries count as keys
     may_mirror = problem.causal and keys <= 2 * problem.seqlen_q
     all_mirrored = problem.seqlen_q * COLUMN_BYTES[columns] * columns > L2_BYTES
-    rotated = _is_rotated(problem, parts, sums)
+    heads, queries = _begin_apart(problem, parts, sums, sms)
+    seen_by_all = _seen_by_all(problem)
+    fetched = lambda block, tiles: tiles - 1 - block if problem.causal else block
     found, offset = [], problem.seqlen_kv - problem.seqlen_q
     for tile in range(blocks * all_heads):
         first, together = tile // (section * blocks) * section, section
@@ -178,18 +191,50 @@ def schedule(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> tuple
         own = range(begin + (part - begin) % parts.queries, q_tiles, parts.queries)
         if mirrored:
             own = own[::-1]
-        elif rotated:
-            turn = (key_blocks - 1 - key_block) * q_tiles // key_blocks
+        elif queries and key_block < seen_by_all:
+            turn = begins_at(fetched(key_block, seen_by_all), seen_by_all, q_tiles)
             own = [*own[turn:], *own[:turn]]
-        found.append(KeyTile(key_block, head, mirrored, own))
+        first_head = begins_at(fetched(key_block, key_blocks), key_blocks, heads)
+        found.append(KeyTile(key_block, head, mirrored, own, first_head))
     return found, min(len(found), ctas)
 
 
-def _is_rotated(problem: Problem, parts: Parts, sums: int) -> bool:
-    """`dq_sums.SummedTiles.is_rotated`, which only an undivided pass is."""
-    columns = tile_dim(problem)
+def _begin_apart(problem: Problem, parts: Parts, sums: int, sms: int) -> tuple[int, bool]:
+    """`dq_sums.SummedTiles.spread_of`: with how many different heads of their group tiles of keys begin, and
+    whether with different queries."""
+    columns, group = tile_dim(problem), problem.heads // problem.kv_heads // parts.heads
+    tiles = math.ceil(problem.seqlen_kv / TILE_KV[columns]) * problem.batch * problem.kv_heads * parts.count
+    apart = _are_alike(problem) and tiles <= ROUNDS_APART * sms and sums % 2 == 0
     small = problem.seqlen_q * (COLUMN_BYTES[columns] + 4) * columns <= ROTATED_BYTES
-    return not problem.causal and TILE_Q[columns] == 64 and parts == UNDIVIDED and sums == 2 and small
+    in_waves = not problem.causal and TILE_Q[columns] == 64 and sums == 2 and small
+    queries = parts == UNDIVIDED and (in_waves or (apart and group == 1))
+    return group if apart and not queries else 1, queries
+
+
+def _are_alike(problem: Problem) -> bool:
+    """Whether tiles of keys are about as long, and none is mirrored."""
+    return not problem.causal or problem.seqlen_kv > 2 * problem.seqlen_q
+
+
+def _late_turns(problem: Problem, parts: Parts, sums: int, sms: int) -> list[list[int]]:
+    """`dq_sums.SummedTiles.late_turns`, by query head of a group and tile of queries."""
+    seen, group = _key_blocks_seen(problem), problem.heads // problem.kv_heads // parts.heads
+    heads, queries = _begin_apart(problem, parts, sums, sms)
+    if queries:
+        tiles = _seen_by_all(problem)
+        behind = [[begin_behind(q, tiles, len(seen)) for q in range(len(seen))]] * group
+    else:
+        tiles = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
+        behind = [[begin_behind(g, tiles, heads)] * len(seen) for g in range(group)]
+    return [[max(0, x + turns - tiles) for x, turns in zip(of_head, seen)] for of_head in behind]
+
+
+def _seen_by_all(problem: Problem) -> int:
+    """How many tiles of keys all queries see; they are the first."""
+    tile_kv = TILE_KV[tile_dim(problem)]
+    if not problem.causal:
+        return math.ceil(problem.seqlen_kv / tile_kv)
+    return max(0, problem.seqlen_kv - problem.seqlen_q + 1) // tile_kv
 
 
 def _key_blocks_seen(problem: Problem) -> list[int]:

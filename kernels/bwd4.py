@@ -196,12 +196,13 @@ class Backward(LoadingTiles):
         divided, mDK and mDV are mParts' halves. mTiled and mParts: `key_parts`."""
         # 1. shared memory, rings, and who is who
         self.take(numbers)
-        self.count_sums(sums[0], sums[-1].shape[0])  # of mOrder; of one tile of keys there is none to count
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
         mTiled = self.count_parts(mK, mTiled)
         lengths = seqlen_q, seqlen_kv, mQ.shape[2] // mTiled.shape[2]  # the last: query heads of a key head
+        if const_expr(self.counts_sums):
+            self.count_sums(sums[0], sums[-1].shape[0], tiles, *lengths)
         smem = SmemAllocator()
         shared = allocate(smem, self.config, self.head_dim, self.dtype, self.divides, self.words)
         if const_expr(self.one_tile):

@@ -47,7 +47,7 @@ class LoadingTiles(SummedTiles):
         waited, block = cutlass.Boolean(self.listed), cutlass.Int32(0)
         while tile < tiles:
             place = self.place_of(tile, mQ, mTiled, mList)
-            if const_expr(self.packed and self.one_tile):
+            if const_expr(self.by_sequence):
                 place = block, *place[1:]
             tell(tile_ring, tile_put, shared.tile, (1, *place))
             tile_put.advance()
@@ -62,8 +62,8 @@ class LoadingTiles(SummedTiles):
             tKgK, tKsK = partition_tma(load_K, self.batch.keys(mK, own_head, place), shared.K)
             tVgV, tVsV = partition_tma(load_V, self.batch.keys(mV, own_head, place), shared.V)
             self.put_parts(k_ring, k_put, load_K, tKgK, tKsK, kv_block, self.config.k_stages)
-            for g in range(group, unroll=1):
-                head = kv_head * group + g
+            for nth in range(group, unroll=1):
+                head = kv_head * group + self.head_at(nth, group, place, seqlens[1])
                 # (TMA, tile of queries) and (TMA, stage)
                 tQgQ, tQsQ = partition_tma(load_Q, self.batch.queries(mQ, head, place), shared.Q)
                 tOgO, tOsO = partition_tma(load_dO, self.batch.queries(mDO, head, place), shared.dO)
@@ -77,7 +77,7 @@ class LoadingTiles(SummedTiles):
                         waited = cutlass.Boolean(True)
                     head_index = self.batch.scratch_row(place, head, mQ.shape[2])
                     self.put_stats(q_ring, q_put, mOwnStats, shared.stats, head_index, i)
-                    if g == 0 and step == first:
+                    if nth == 0 and step == first:
                         self.put_parts(v_ring, v_put, load_V, tVgV, tVsV, kv_block, 1)
                     put(do_ring, q_put, load_dO, tOgO[None, i], tOsO)
                     q_put.advance()
@@ -85,7 +85,7 @@ class LoadingTiles(SummedTiles):
                 self.put_parts(v_ring, v_put, load_V, tVgV, tVsV, kv_block, 1)
             k_put.advance()
             v_put.advance()
-            if const_expr(self.packed and self.one_tile):
+            if const_expr(self.by_sequence):
                 block += 1  # of more keys than there may be; all get a gradient, of NaN (`Preprocess`)
                 if block * self.tile_kv >= place[5]:
                     block = cutlass.Int32(0)

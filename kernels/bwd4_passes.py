@@ -84,7 +84,7 @@ class FlashAttentionBackward(Pass):
         packed = main.tile_q if self.packed else None
         if main.one_tile:
             self.floats, self.counters = tuple(x for x in self.floats if x != "mDQ_sum"), ("mCounter",)
-            self.lists, most_keys = (), main.tile_kv if self.packed else None
+            self.lists, most_keys = (), main.tile_kv if main.by_sequence else None
         self.preprocess = Preprocess(main.head_dim, packed, most_keys)
         tiles = main if main.deterministic else None
         narrow = main.divides or main.counts_sums
@@ -96,7 +96,7 @@ class FlashAttentionBackward(Pass):
     ):  # fmt: skip
         mTiled, numbers = None, self.numbers(given)
         self.list_tiles(self.main, self.main.tile_q, given, stream, mQ, mK, mListQ, mListKV)
-        if self.packed and self.main.one_tile:
+        if self.main.by_sequence:
             mListQ = mListKV = *given.sequences, mQ.shape[2], mK.shape[2]  # by which tiles are found
         if mParts is not None:
             mTiled = tiled_in_parts(mK, mParts, self.main.tile_kv)
@@ -113,12 +113,14 @@ class FlashAttentionBackward(Pass):
             self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs, mDLSE)
         sums, inputs = mDQ if self.main.one_tile else (mDQ_sum, mZeroed, mOrder), (mQ, mK, mV, mDO)
         self.main.launch(*inputs, mDK, mDV, mStats, sums, mCounter, stream, numbers, mTiled, mParts, mListKV)
-        counted, seqlen_kv = (None, mK.shape[2]) if self.main.deterministic else (mZeroed, None)
+        counted, keys = mZeroed, None
+        if self.main.deterministic:
+            counted, keys = None, (mK.shape[2], mK.shape[0] * mK.shape[1])
         if mParts is not None:
             add = PartSums(self.main.head_dim, None if self.main.one_tile else self.postprocess)
             add(mParts, mDK, mDV, stream, numbers, mDQ, mDQ_sum, counted)
         elif not self.main.one_tile:
-            self.postprocess(mDQ_sum, mDQ, stream, counted, seqlen_kv, numbers, mList=mListQ)
+            self.postprocess(mDQ_sum, mDQ, stream, counted, keys, numbers, mList=mListQ)
         if mDsink is not None:
             SinkGradient(self.main.blocks)(mStats, given.sink, mDsink, stream, mListQ)
 

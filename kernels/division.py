@@ -135,13 +135,13 @@ STEP_Q = {64: 128, 96: 64, 128: 64, 192: 64, 256: 64}  # queries of a step on a 
 # What `parts_of` reckons with, in steps of bwd4's main loop: a tile of queries on a tile of keys. Fitted to
 # the measured times of notes/bwd4_parts.md, "How to divide".
 TILE_STEPS = {64: 1.75, 96: 3.0, 128: 3.0, 192: 3.0, 256: 3.0}  # of a tile of keys beside its steps
+HEAD_STEPS = 0.175  # of each of its query heads beside that one's: its first product has none beside it
 ADDING_STEPS = 0.5  # of adding parts, beside their bytes
 LAUNCH_STEPS = 1.3  # more, of one tile of keys: nothing else is rounded, and it is a launch of its own
 BYTES_PER_STEP = 11e6  # of parts
 BEYOND_L2 = 0.75  # how much longer those bytes take that do not stay in L2
 UNDIVIDED_CAUSAL = 1.12  # how much longer a step takes under a mask where a group of heads is not divided
 TOGETHER = 0.02  # and for each head more of a group that stays together, divided or not
-QUERIES_DIVIDED = 1.01  # the same where queries are
 FEW_TILES = 8  # for each SM: with more of them dividing gains nothing, but of LONG sequences
 LONG = 32768
 QUERY_PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -258,8 +258,6 @@ def steps_of(problem: Problem, parts: Parts, sms: int = SMS, deterministic: bool
     keys = problem.batch * problem.kv_heads * parts.count * problem.seqlen_kv
     part_bytes = 2 * keys * tile_dim(problem) * 4  # of dK and dV, which are written, and read again
     part_bytes += BEYOND_L2 * max(0, part_bytes - L2_BYTES)
-    if parts.queries > 1:
-        busiest *= QUERIES_DIVIDED
     adding = ADDING_STEPS + (LAUNCH_STEPS if one_tile_pays(problem) else 0.0)
     return busiest + adding + 2 * part_bytes / BYTES_PER_STEP
 
@@ -285,6 +283,6 @@ def loads_of(problem: Problem, parts: Parts, sms: int = SMS) -> list[float]:
         for part in range(parts.queries):
             first = unseen + (part - unseen) % parts.queries
             own = len(range(first, tiles, parts.queries))
-            steps.append(query_heads * own + TILE_STEPS[tile_dim(problem)])
+            steps.append(query_heads * (own + HEAD_STEPS * (own > 0)) + TILE_STEPS[tile_dim(problem)])
     sections = [section] * (final // section) + [heads - final]
     return _loads((tile for n in sections for tile in steps for _ in range(n)), sms)

@@ -5,7 +5,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from test_turns import kernel_of
+from test_turns import count_sums, kernel_of
 
 from hopper_attention import selection, turns
 from hopper_attention.kernels import calls, division
@@ -49,7 +49,6 @@ def test_the_schedule_is_the_kernels(problem: Problem) -> None:
             parts = None if heads * queries == 1 else (heads, queries)
             kernel = kernel_of(columns, problem.causal, parts)
             for sums in (1, 2):
-                kernel.count_sums(SimpleNamespace(shape=(7 * sums,)), 7)
                 extents = problem.kv_heads * heads, problem.batch
                 keys = -(-problem.seqlen_kv // kernel.tile_kv) * kernel.tile_kv * queries
                 lengths = problem.seqlen_q, problem.seqlen_kv
@@ -62,11 +61,14 @@ def test_the_schedule_is_the_kernels(problem: Problem) -> None:
                 blocks = -(-mTiled.shape[0] // kernel.tile_kv)
                 assert len(found) == blocks * extents[0] * extents[1]
                 assert ctas == int(kernel.ctas(len(found), blocks))
+                own = group // heads
+                count_sums(kernel, sums, lengths, own, extents[0] * extents[1], len(found))
                 for number, tile in enumerate(found):
                     place = tuple(map(int, kernel.locate(number, mQ, mTiled)))
                     first, _, _, last = map(int, kernel.work_on(place, *lengths))
                     at = place[2] * extents[0] + place[1]
                     assert (tile.block, tile.head) == (place[0], at)
+                    assert tile.first_head == int(kernel.head_at(0, own, place, lengths[1]))
                     visited = [
                         int(kernel.q_tile_at(i, first, last, place, *lengths)) for i in range(first, last)
                     ]
@@ -76,13 +78,13 @@ def test_the_schedule_is_the_kernels(problem: Problem) -> None:
 
 def test_whoever_waits_is_late() -> None:
     """Of queries that all begin with the same tile one sum lets one CTA in after the other."""
-    problem = Problem(1, 1, 1, 128, 8 * 128, 128, False, direction="bwd")
-    link, step = turns.LINK, turns.STEP[128][0]
-    one, eight = (turns.waited(problem, UNDIVIDED, sums) for sums in (1, 8))
-    assert eight == pytest.approx(turns.TILE + 2 * step + link)
-    # The last of eight adds its first step seven links after the first, and its second one when it has ended.
-    assert one >= turns.TILE + step + 7 * link - turns.AHEAD + step + link
-    assert turns.pass_us(problem, UNDIVIDED, 8) - turns.CALL > eight, "sums are not for nothing"
+    problem = Problem(1, 1, 1, 128, 9 * 128, 128, False, direction="bwd")
+    link, step = turns.LINK[128], turns.STEP[128][0]
+    one, nine = (turns.waited(problem, UNDIVIDED, sums) for sums in (1, 9))
+    assert nine == pytest.approx(turns.TILE + 2 * step + link)
+    # The last of nine adds its first step eight links after the first, and its second one when it has ended.
+    assert one >= turns.TILE + step + 8 * link - turns.AHEAD + step + link
+    assert turns.pass_us(problem, UNDIVIDED, 9) - turns.CALL > nine, "sums are not for nothing"
 
 
 @pytest.mark.parametrize("problem", short_problems(40), ids=str)
@@ -117,9 +119,13 @@ def test_what_is_chosen() -> None:
     # Tiles of many keys that all begin with the same few queries are not divided where they fill the SMs.
     prefill = Problem(1, 32, 8, 2048, 8192, 128, True, direction="bwd")
     assert not turns.is_simulated(prefill) and chosen(prefill) == ((1, 1), 2)
-    assert turns.parts_of(prefill.with_(kv_heads=1)) == division.parts_of(
-        prefill.with_(kv_heads=1), deterministic=True
-    )
+    # Few tiles begin with different heads, and what sees them is divided until it fills the SMs.
+    assert chosen(prefill.with_(kv_heads=1)) == ((1, 2), 2)
+    assert chosen(prefill.with_(kv_heads=4)) == ((1, 1), 2)
+    assert chosen(square(8, 1, 4096).with_(causal=False)) == ((1, 4), 2)
+    for other in (prefill.with_(heads=4, kv_heads=4, seqlen_q=3000), square(32, 4, 4096)):
+        assert not turns.is_simulated(other)
+        assert turns.parts_of(other) == division.parts_of(other, deterministic=True)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 begins, where additions have one order: the kernels' own arithmetic on plain integers (bwd4_det,
 bwd4_parts_det)."""
 
+import itertools
 import math
 from collections import defaultdict
 from types import SimpleNamespace
@@ -15,9 +16,9 @@ bwd4, bwd4_parts, calls = map(kernels, ("bwd4", "bwd4_parts", "calls"))
 
 LENGTHS = ((1, 1), (65, 300), (300, 65), (513, 513), (257, 1100))
 HEADS = ((1, 1), (1, 3), (2, 5))  # batch, key heads
-SUMS = (1, 2, 3)
+SUMS = (1, 2, 3, 4)
 PARTS = (None, (1, 1), (2, 1), (2, 3))  # of heads and of queries; None: bwd4_det
-GROUP = 2  # query heads of a key head
+GROUP = 6  # query heads of a key head
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +32,23 @@ def kernel_of(head_dim: int, causal: bool, parts: tuple[int, int] | None, top_le
     return (bwd4 if parts is None else bwd4_parts).kernel_for(mask, deterministic=True).main
 
 
-def tiles_of(kernel: object, heads: tuple[int, int], lengths: tuple[int, int], parts: tuple[int, int] | None):
-    """(place, (first, masked, whole, last)) of every tile of keys, as they are fetched."""
+def count_sums(
+    kernel: object, sums: int, lengths: tuple[int, int], group: int, key_heads: int = 1, tiles: int = 1
+) -> None:
+    """As the kernel counts them at its beginning."""
+    heads = key_heads * group
+    kernel.count_sums(SimpleNamespace(shape=(heads * sums,)), heads, tiles, *lengths, group)
+
+
+def tiles_of(
+    kernel: object,
+    heads: tuple[int, int],
+    lengths: tuple[int, int],
+    parts: tuple[int, int] | None,
+    sums: int = 1,
+):
+    """(place, (first, masked, whole, last)) of every tile of keys, as they are fetched; the kernel has
+    counted so many sums."""
     (batch, kv_heads), (seqlen_q, seqlen_kv), (head_parts, query_parts) = heads, lengths, parts or (1, 1)
     keys = seqlen_kv
     if parts is not None:
@@ -40,7 +56,10 @@ def tiles_of(kernel: object, heads: tuple[int, int], lengths: tuple[int, int], p
     mQ = SimpleNamespace(shape=(seqlen_q, kernel.head_dim, kv_heads * GROUP, batch))
     mTiled = SimpleNamespace(shape=(keys, kernel.head_dim, kv_heads * head_parts, batch, query_parts))
     kernel.count_parts(None, mTiled)
-    for tile in range(math.ceil(keys / kernel.tile_kv) * kv_heads * head_parts * batch):
+    key_heads = kv_heads * head_parts * batch
+    tiles = math.ceil(keys / kernel.tile_kv) * key_heads
+    count_sums(kernel, sums, lengths, GROUP // head_parts, key_heads, tiles)
+    for tile in range(tiles):
         place = tuple(map(int, kernel.locate(tile, mQ, mTiled)))
         assert len(place) == kernel.words
         yield place, tuple(map(int, kernel.work_on(place, *lengths)))
@@ -64,18 +83,20 @@ def test_every_visit_has_a_turn_in_the_order_tiles_are_fetched(
     for heads in HEADS:
         for lengths in LENGTHS:
             kernel = kernel_of(head_dim, causal, parts, top_left)
-            kernel.count_sums(SimpleNamespace(shape=(7 * sums,)), 7)
-            assert kernel.sums == sums
             turns, fetched = defaultdict(list), defaultdict(set)
-            of_parts, visits = (parts or (1, 1))[1], defaultdict(list)
-            for place, (first, _, _, last) in tiles_of(kernel, heads, lengths, parts):
+            (head_parts, of_parts), visits = parts or (1, 1), defaultdict(list)
+            group = GROUP // head_parts
+            for place, (first, _, _, last) in tiles_of(kernel, heads, lengths, parts, sums):
+                assert (kernel.sums, kernel.group) == (sums, group)
                 kv_block, part = place[0], place[3] if kernel.divides else 0
-                visited = [kernel.q_tile_at(i, first, last, place, *lengths) for i in range(first, last)]
+                visited = [int(kernel.q_tile_at(i, first, last, place, *lengths)) for i in range(first, last)]
                 assert all(q_tile % of_parts == part for q_tile in visited)
                 visits[place[1:3], kv_block] += visited
-                for q_tile in visited:
-                    at, *turn = kernel.turn_of(kv_block, q_tile, *lengths, place)
-                    turns[place[1:3], q_tile, at].append(tuple(turn))
+                of_group = [int(kernel.head_at(nth, group, place, lengths[1])) for nth in range(group)]
+                assert sorted(of_group) == list(range(group))
+                for g, q_tile in itertools.product(of_group, visited):
+                    at, turn, final = kernel.turn_of(kv_block, q_tile, *lengths, place, g)
+                    turns[place[1:3], g, q_tile, int(at)].append((int(turn), bool(final)))
                 assert (kv_block, part) not in fetched[place[1:3]], "a tile of keys is fetched twice"
                 fetched[place[1:3]].add((kv_block, part))
             blocks = math.ceil(lengths[1] / kernel.tile_kv)
@@ -87,12 +108,12 @@ def test_every_visit_has_a_turn_in_the_order_tiles_are_fetched(
             assert len(fetched) == heads[0] * heads[1] * (parts or (1, 1))[0]
             for found in turns.values():
                 assert found == [(turn, turn == len(found) - 1) for turn in range(len(found))]
-            for q_tile in range(math.ceil(lengths[0] / kernel.tile_q)):
-                came = kernel.sums_at(q_tile, *lengths)
+            for g, q_tile in itertools.product(range(group), range(math.ceil(lengths[0] / kernel.tile_q))):
+                came = int(kernel.sums_at(q_tile, *lengths, g))
                 last_query = (q_tile + 1) * kernel.tile_q - 1
                 assert (came > 0) == sees_a_key(lengths, causal, top_left, last_query)
                 for head in fetched:
-                    assert {at for at in range(sums) if (head, q_tile, at) in turns} == set(range(came))
+                    assert {at for at in range(sums) if (head, g, q_tile, at) in turns} == set(range(came))
 
 
 @pytest.mark.parametrize("parts", PARTS)
@@ -130,12 +151,11 @@ def test_heads_longer_than_l2_are_all_mirrored() -> None:
     """With turns in the order in which tiles are fetched. None is where keys are twice as many, and more."""
     for lengths, expected in (((50_000, 50_000), {1}), ((40_000, 40_000), {0, 1}), ((50_000, 100_200), {0})):
         kernel = kernel_of(128, True, None)
-        kernel.count_sums(SimpleNamespace(shape=(1,)), 1)
         found, before = set(), {}
         for place, (first, _, _, last) in tiles_of(kernel, (1, 2), lengths, None):
             found.add(place[3])
             for q_tile in (x for x in range(0, last, 97) if x >= first):
-                at, turn, _ = kernel.turn_of(place[0], q_tile, *lengths, place)
+                at, turn, _ = map(int, kernel.turn_of(place[0], q_tile, *lengths, place))
                 assert (at, turn) == (0, before.get((place[1], q_tile), -1) + 1)
                 before[place[1], q_tile] = turn
         assert found == expected
@@ -231,6 +251,27 @@ def test_how_many_sums_there_are() -> None:
         assert calls.sums_for(problem, False) == 1
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_tiles_of_few_queries_begin_with_different_heads(causal: bool) -> None:
+    """Those that are fetched first with the last head: then whoever comes to a head later was fetched later.
+    Not where they begin one after the other anyway, or with one sum for who comes before and after."""
+    lengths = 512, 2048  # 16 tiles of keys
+    for sums, tiles, changes, begins in (
+        (8, 16, {}, [3] * 4 + [2] * 4 + [1] * 4 + [0] * 4),
+        (3, 16, {}, [0] * 16),
+        (8, 265, {}, [0] * 16),
+        (8, 16, {"group": 1}, [0] * 16),
+    ):
+        kernel, group = kernel_of(128, causal, None), changes.get("group", 4)
+        count_sums(kernel, sums, lengths, group, tiles=tiles)
+        fetched = range(15, -1, -1) if causal else range(16)
+        assert [int(kernel.head_at(0, group, (block,), lengths[1])) for block in fetched] == begins
+    count_sums(
+        kernel, 8, (1024, 2048), 4, tiles=16
+    )  # under a mask as long as that they differ, and are mirrored
+    assert int(kernel.head_at(0, 4, (15 if causal else 0,), 2048)) == (0 if causal else 3)
+
+
 def test_a_rotated_head_begins_everywhere() -> None:
     """At head_dim 128 without a mask: tiles of keys that are fetched together begin two tiles of queries
     apart, unless there is one sum or too much to stay in L2."""
@@ -240,6 +281,23 @@ def test_a_rotated_head_begins_everywhere() -> None:
         (1, (4096, 4096), [0] * 32),
         (2, (2**20, 4096), [0] * 32),
     ):
-        kernel.count_sums(SimpleNamespace(shape=(sums,)), 1)
+        count_sums(kernel, sums, lengths, group=2, tiles=1000)
         last = math.ceil(lengths[0] / kernel.tile_q)
-        assert [kernel.q_tile_at(0, 0, last, (i,), *lengths) for i in range(32)] == begins
+        assert [int(kernel.q_tile_at(0, 0, last, (i,), *lengths)) for i in range(32)] == begins
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_tiles_of_few_queries_begin_with_different_ones(causal: bool, head_dim: int) -> None:
+    """Of a head that has its key head for itself. Under a mask those tiles of keys that all queries see."""
+    kernel, lengths = kernel_of(head_dim, causal, None), (512, 4096)
+    last = 512 // kernel.tile_q
+    for sums, tiles, spread in ((4, 32, True), (3, 32, False), (4, 265, False)):
+        count_sums(kernel, sums, lengths, group=1, tiles=tiles)
+        fetched = [(block, 0, 0, 0) for block in (range(27, -1, -1) if causal else range(32))]
+        begins = [int(kernel.q_tile_at(0, 0, last, place, *lengths)) for place in fetched]
+        assert begins == sorted(begins, reverse=True)
+        assert set(begins) == set(range(last)) if spread else {0}
+        if causal:
+            own = [int(kernel.q_tile_at(3, 3, last, (block, 0, 0, 0), *lengths)) for block in range(28, 32)]
+            assert own == [3] * 4

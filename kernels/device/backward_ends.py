@@ -110,11 +110,7 @@ class Preprocess:
         if tile < mList[0, 0]:
             first, _, start, seqlen, _, seqlen_kv, place = listed(mList, tile)
             block = (tile - first) * self.packed + own
-            mO, mDO = [cute.domain_offset((0, 0, start, 0), mX) for mX in (mO, mDO)]
-            mLSE = cute.domain_offset((0, 0, start), mLSE)
-            if const_expr(mDLSE is not None):
-                mDLSE = cute.domain_offset((0, 0, start), mDLSE)
-            mStats = cute.domain_offset((0, place * self.packed, 0, 0), mStats)
+            inputs = self.rows_of(start, place, mO, mDO, mLSE, mStats, mDLSE)
             if const_expr(mDQ_sum is not None):
                 # Sums that no tile of keys adds to, and those of the section that comes first
                 zeroes = seqlen_kv == 0
@@ -125,7 +121,7 @@ class Preprocess:
                     zeroes = head // (mQ.shape[2] // mK.shape[2]) < together
                 if zeroes:
                     self.write_zeros(mDQ_sum, head, place * self.packed + block)
-            self.reduce(mO, mDO, mLSE, mStats, None, None, mDLSE, 0, head, head, block, seqlen)
+            self.reduce(*inputs, None, None, 0, head, head, block, seqlen)
 
     @cute.kernel
     def preprocess_sequences(self, mO, mDO, mLSE, mStats, mDLSE, each, lengths):
@@ -138,15 +134,19 @@ class Preprocess:
         cta = ctas - 1 - cta  # the main kernel begins with the first sequences, and finds them in L2
         tile, head, own = cta // self.packed // heads, cta // self.packed % heads, cta % self.packed
         start, seqlen, _, seqlen_kv, place = self.sequences.find(tile // each, lengths)
-        mO, mDO = [cute.domain_offset((0, 0, start, 0), mX) for mX in (mO, mDO)]
-        mLSE = cute.domain_offset((0, 0, start), mLSE)
-        if const_expr(mDLSE is not None):
-            mDLSE = cute.domain_offset((0, 0, start), mDLSE)
-        mStats = cute.domain_offset((0, place * self.packed, 0, 0), mStats)
+        inputs = self.rows_of(start, place, mO, mDO, mLSE, mStats, mDLSE)
         exceeds = seqlen_kv > self.most_keys
         for i in range(tile % each, cute.ceil_div(seqlen, self.packed * BLOCK), each, unroll=1):
             block = i * self.packed + own
-            self.reduce(mO, mDO, mLSE, mStats, None, None, mDLSE, 0, head, head, block, seqlen, exceeds)
+            self.reduce(*inputs, None, None, 0, head, head, block, seqlen, exceeds)
+
+    def rows_of(self, start, place, mO, mDO, mLSE, mStats, mDLSE):
+        """The same of a packed sequence that begins at row `start`, its scratch at the place-th tile."""
+        mO, mDO = [cute.domain_offset((0, 0, start, 0), mX) for mX in (mO, mDO)]
+        mLSE = cute.domain_offset((0, 0, start), mLSE)
+        if mDLSE is not None:
+            mDLSE = cute.domain_offset((0, 0, start), mDLSE)
+        return mO, mDO, mLSE, cute.domain_offset((0, place * self.packed, 0, 0), mStats), mDLSE
 
     @cute.kernel
     def preprocess(self, mO, mDO, mLSE, mStats, mDQ_sum, theirs, mDLSE):
@@ -158,13 +158,12 @@ class Preprocess:
         blocks = (mStats if const_expr(mDQ_sum is None) else mDQ_sum).shape[1]  # the same in both
         head_index, block = tile // blocks, tile % blocks
         batch, head = head_index // heads, head_index % heads
-        self.reduce(
-            mO, mDO, mLSE, mStats, mDQ_sum, theirs, mDLSE, batch, head, head_index, block, seqlen
-        )  # fmt: skip
+        inputs = mO, mDO, mLSE, mStats, mDLSE
+        self.reduce(*inputs, mDQ_sum, theirs, batch, head, head_index, block, seqlen)
 
     @cute.jit
     def reduce(
-        self, mO, mDO, mLSE, mStats, mDQ_sum, theirs, mDLSE, batch, head, head_index, block, seqlen,
+        self, mO, mDO, mLSE, mStats, mDLSE, mDQ_sum, theirs, batch, head, head_index, block, seqlen,
         exceeds=None,
     ):  # fmt: skip
         """A CTA, a block of 64 queries; `head_index` is the row of scratch. What `exceeds` makes NaN."""
@@ -251,23 +250,28 @@ class Postprocess:
         self.scale = 1.0 / math.sqrt(head_dim) if scaled else 1.0
 
     @cute.jit
-    def __call__(self, mDQ_sum, mDQ, stream, mZeroed=None, seqlen_kv=None, numbers=None, mList=None):
-        """seqlen_kv only where the first to come stored; mList of packed sequences, as in `Preprocess`."""
+    def __call__(self, mDQ_sum, mDQ, stream, mZeroed=None, keys=None, numbers=None, mList=None):
+        """Where the first to come stored `keys` are how many there are, of how many heads; mList of packed
+        sequences, as in `Preprocess`."""
         batch, heads, seqlen, _ = mDQ.shape
         blocks = cute.ceil_div(seqlen, BLOCK)
         if const_expr(self.packed is not None):
             blocks = mDQ_sum.shape[1]
         mma, store = self.layout_of(mDQ.element_type), self.store_atom(mDQ)
         shape = {"grid": (blocks * self.ctas, heads, batch), "block": (self.threads, 1, 1)}
-        self.postprocess(mma, *store, mDQ_sum, mZeroed, seqlen_kv, numbers, mList).launch(
+        self.postprocess(mma, *store, mDQ_sum, mZeroed, keys, numbers, mList).launch(
             **shape,
             use_pdl=True,
             stream=stream,
         )
 
     @cute.kernel
-    def postprocess(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed, seqlen_kv, numbers, mList):
-        self.take(numbers, mDQ_sum, mDQ)
+    def postprocess(self, mma, store_DQ, mDQ, mDQ_sum, mZeroed, keys, numbers, mList):
+        seqlen_kv, of_keys = None, None
+        if const_expr(keys is not None):
+            seqlen_kv, key_heads = keys
+            of_keys = *keys, key_heads * cute.ceil_div(seqlen_kv, self.tiles.tile_kv)
+        self.take(numbers, mDQ_sum, mDQ, of_keys)
         shared = self.allocate(store_DQ.value_type)
         # From the last head back: the main kernel has just left that in L2.
         block, head, batch = [n - 1 - i for n, i in zip(cute.arch.grid_dim(), cute.arch.block_idx())]
@@ -306,13 +310,17 @@ class Postprocess:
     def store_atom(self, mDQ) -> tuple[cute.CopyAtom, cute.Tensor]:
         return store_atom(self.batch.view(mDQ), BLOCK, self.head_dim)
 
-    def take(self, numbers, mDQ_sum, mDQ) -> None:
-        """What a launch gives; inside a kernel, anew in each."""
+    def take(self, numbers, mDQ_sum, mDQ, of_keys=None) -> None:
+        """What a launch gives; inside a kernel, anew in each. `of_keys`: their length, heads (or parts of
+        them) and tiles."""
         if numbers is not None and numbers[0] is not None:
             self.scale = numbers[0]
         if self.tiles is not None:
             self.tiles.take(numbers)  # what it took inside another kernel nobody may use here
-            self.tiles.count_sums(mDQ_sum, mDQ.shape[2] * mDQ.shape[3] if self.packed is None else 0)
+            if self.tiles.counts_sums:
+                (seqlen_q, _, heads, batches), (seqlen_kv, key_heads, tiles) = mDQ.shape, of_keys
+                heads *= batches
+                self.tiles.count_sums(mDQ_sum, heads, tiles, seqlen_q, seqlen_kv, heads // key_heads)
 
     def allocate(self, dtype: type) -> tuple[cute.Tensor, cute.Tensor | None]:
         """Shared memory for what leaves: (row, column, 1); and of a narrow CTA, for the sums that come:
@@ -354,7 +362,7 @@ class Postprocess:
             rDQ.fill(0.0)
             row, q_tile = head_index * self.tiles.sums, block // self.tiles.blocks
             if const_expr(self.narrow):
-                came = self.tiles.sums_at(q_tile, *lengths)
+                came = self.tiles.sums_at(q_tile, *lengths, head_index % self.tiles.group)
                 add_sums(quads, sRing, mDQ_sum, row, came, (block, own_column), tidx)
             else:  # one sum, or two
                 came = self.tiles.turns_at(q_tile, *lengths)

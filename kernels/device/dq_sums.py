@@ -22,6 +22,7 @@ from .key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, Tiles
 from .limits import ROTATED_BYTES
 from .policies import listed
 from .rings import CONSUMER
+from .spread import ROUNDS_APART, begin_behind, begins_at
 from .tile_order import hear_place
 from .tma import partition_tma
 
@@ -92,7 +93,8 @@ class SummedTiles(Tiles):
             if const_expr(self.listed):
                 mSums = self.batch.scratch(mDQ_sum, place)
                 mTurns = cute.domain_offset((0, place[6] // self.blocks * self.sums), mOrder)
-            for g in range(group, unroll=1):
+            for nth in range(group, unroll=1):
+                g = self.head_at(nth, group, place, seqlen_kv)
                 head_index = self.batch.scratch_row(place, kv_head * group, mQ.shape[2]) + g
                 for step_of_head in range(first, last, unroll=1):
                     if step % 2 == mine:
@@ -101,7 +103,7 @@ class SummedTiles(Tiles):
                             to = i, kv_head * group + g, place
                             self.store_tile(*sums, *to, full, CONSUMERS * mine, empty)
                         else:
-                            at, turn, final = self.turn_of(place[0], i, seqlen_q, seqlen_kv, place)
+                            at, turn, final = self.turn_of(place[0], i, seqlen_q, seqlen_kv, place, g)
                             order = mTurns[head_index, None].iterator + (i * self.sums + at)
                             if const_expr(self.deterministic):
                                 await_value(order, turn)
@@ -254,11 +256,34 @@ class SummedTiles(Tiles):
 
     # ---- turns --------------------------------------------------------------------------------------------
 
-    def count_sums(self, mDQ_sum, heads) -> None:
+    def count_sums(self, mDQ_sum, heads, tiles, seqlen_q, seqlen_kv, group) -> None:
         """How many sums a tile of queries has, of so many heads: as many as the caller has allocated
-        (`calls.sums_for`). Inside a kernel, each anew."""
-        if self.counts_sums:
-            self.sums = mDQ_sum.shape[0] // heads
+        (`calls.sums_for`). And whether so many tiles of keys begin with different queries, or heads of their
+        group. Inside a kernel, each anew."""
+        self.sums, self.group = mDQ_sum.shape[0] // heads, group
+        self.heads_apart, self.queries_apart, self.chains = self.spread_of(tiles, seqlen_q, seqlen_kv)
+
+    @cute.jit
+    def spread_of(self, tiles, seqlen_q, seqlen_kv):
+        """(heads, queries, chains): with how many different heads of their group tiles of keys begin, 1 or
+        all, or whether with different queries, and how many chains of turns there are: if they begin apart of
+        two sums each, one for who has not come to the end."""
+        heads, queries, chains = Int32(1), cutlass.Boolean(False), self.sums
+        # Where most of them begin together, and are about as long
+        apart = (tiles <= ROUNDS_APART * self.sms) & (self.sums % 2 == 0)
+        if const_expr(self.mask.hides):
+            apart = apart & (seqlen_kv > 2 * seqlen_q)
+        if const_expr(self.rotates):
+            queries = apart & (self.group == 1)
+            if const_expr(self.in_waves):
+                queries = queries | self.is_rotated(seqlen_q, seqlen_kv)
+            if queries:
+                apart = cutlass.Boolean(False)
+        if apart:
+            heads = self.group
+        if queries | (heads > 1):
+            chains = self.sums // 2
+        return heads, queries, chains
 
     @cute.jit
     def q_tile_at(self, i, first, last, place, seqlen_q, seqlen_kv):
@@ -267,12 +292,35 @@ class SummedTiles(Tiles):
             if place[-1] != 0:
                 i = first + last - 1 - i
         if const_expr(self.rotates):
-            if self.is_rotated(seqlen_q, seqlen_kv):
-                kv_blocks = cute.ceil_div(seqlen_kv, self.tile_kv)
-                i += (kv_blocks - 1 - place[0]) * last // kv_blocks
-                if i >= last:
-                    i -= last
+            if self.queries_apart:
+                tiles = self.seen_by_all(seqlen_q, seqlen_kv)
+                if place[0] < tiles:
+                    i += begins_at(self.fetched(place[0], tiles), tiles, last)
+                    if i >= last:
+                        i -= last
         return self.of_part(i, place)
+
+    def fetched(self, kv_block, tiles):
+        """As which of a head's so many tiles of keys one is fetched that is not mirrored."""
+        return tiles - 1 - kv_block if self.mask.hides else kv_block
+
+    def seen_by_all(self, seqlen_q, seqlen_kv):
+        """How many tiles of keys all queries see; they are the first."""
+        if not self.mask.hides:
+            return cute.ceil_div(seqlen_kv, self.tile_kv)
+        return cutlass.max(0, self.mask.last_key(0, seqlen_q, seqlen_kv) + 1) // self.tile_kv
+
+    @cute.jit
+    def head_at(self, nth, group, place, seqlen_kv):
+        """The query head of its group that a tile of keys comes to as its nth: those that are fetched first
+        begin with the last ones, if heads are apart."""
+        head = nth
+        if const_expr(self.counts_sums):
+            kv_blocks = cute.ceil_div(seqlen_kv, self.tile_kv)
+            head = nth + begins_at(self.fetched(place[0], kv_blocks), kv_blocks, self.heads_apart)
+            if head >= group:
+                head -= group
+        return head
 
     def is_rotated(self, seqlen_q, seqlen_kv):
         """Whether each tile of keys begins with other queries: where there is a sum for those before them,
@@ -287,19 +335,26 @@ class SummedTiles(Tiles):
         return end - first if const_expr(self.mask.hides_first) else end
 
     @cute.jit
-    def sums_at(self, q_tile, seqlen_q, seqlen_kv):
-        """How many sums of a tile of queries' dQ anyone adds to; they are the first."""
-        came = cutlass.min(self.turns_at(q_tile, seqlen_q, seqlen_kv), self.sums)
-        if const_expr(self.rotates):
-            if self.is_rotated(seqlen_q, seqlen_kv):
-                came = 2 if self.first_unwrapped(q_tile, seqlen_q, seqlen_kv) > 0 else 1
-        return came
+    def sums_at(self, q_tile, seqlen_q, seqlen_kv, g):
+        """How many sums of a tile of queries' dQ, of a group's g-th head, anyone adds to; they are the
+        first."""
+        turns = self.turns_at(q_tile, seqlen_q, seqlen_kv)
+        late, chains = self.late_turns(q_tile, seqlen_q, seqlen_kv, g, turns)
+        return cutlass.min(late, chains) + cutlass.min(turns - late, chains)
 
     @cute.jit
-    def first_unwrapped(self, q_tile, seqlen_q, seqlen_kv):
-        """Rotated, the first tile of keys that begins with this tile of queries or one before it."""
-        kv_blocks = cute.ceil_div(seqlen_kv, self.tile_kv)
-        return kv_blocks - cute.ceil_div((q_tile + 1) * kv_blocks, cute.ceil_div(seqlen_q, self.tile_q))
+    def late_turns(self, q_tile, seqlen_q, seqlen_kv, g, turns):
+        """(late, chains): how many of the turns, which are the first, come after the others, since those
+        tiles of keys began behind this tile of queries; and among how many sums either kind is divided."""
+        position, positions, tiles = g, self.heads_apart, cute.ceil_div(seqlen_kv, self.tile_kv)
+        if const_expr(self.rotates):
+            if self.queries_apart:
+                # Tiles that not all queries see begin with the first that does. Their turns are the first, so
+                # they are among the late ones: others may be there before them.
+                tiles = self.seen_by_all(seqlen_q, seqlen_kv)
+                position, positions = q_tile, cute.ceil_div(seqlen_q, self.tile_q)
+        # Under a mask the first that are fetched may have no turn, or have one and no place of their own.
+        return cutlass.max(0, begin_behind(position, tiles, positions) + turns - tiles), self.chains
 
     @cute.jit
     def keys_seen(self, q_tile, seqlen_q, seqlen_kv):
@@ -317,9 +372,9 @@ class SummedTiles(Tiles):
         return first, end
 
     @cute.jit
-    def turn_of(self, kv_block, q_tile, seqlen_q, seqlen_kv, place=None):
-        """(sum, turn, final): to which sum of a tile of queries' dQ a tile of keys adds, and when; of a head
-        that may be mirrored with its `place`.
+    def turn_of(self, kv_block, q_tile, seqlen_q, seqlen_kv, place=None, g=0):
+        """(sum, turn, final): to which sum of a tile of queries' dQ, of its group's g-th head, a tile of keys
+        adds, and when; of a head that may be mirrored with its `place`.
 
         Whoever comes before it was fetched before it (`Tiles.locate`: blocks ascend, under a mask descend
         unless mirrored, as turns do), so nobody waits for one who has not begun.
@@ -333,16 +388,15 @@ class SummedTiles(Tiles):
             if const_expr(self.mirrors):
                 if place[-1] != 0:
                     turn = kv_block
-        at, own_turn, final = turn % self.sums, turn // self.sums, turn + self.sums >= turns
-        if const_expr(self.rotates):
-            if self.is_rotated(seqlen_q, seqlen_kv):
-                # One sum until the last tile of queries, one after it: in either those who begin later in the
-                # order of tiles come later.
-                begin = self.first_unwrapped(q_tile, seqlen_q, seqlen_kv)
-                at, own_turn, final = 0, kv_block - begin, kv_block == end - 1
-                if kv_block < begin:
-                    at, own_turn, final = 1, kv_block, kv_block == begin - 1
-        return at, own_turn, final
+        before, chains = 0, self.sums
+        if const_expr(self.counts_sums):
+            # Sums for those who come before they have been at the end, and others for who comes after it: in
+            # either kind who is fetched later comes later.
+            late, chains = self.late_turns(q_tile, seqlen_q, seqlen_kv, g, turns)
+            before, turn, turns = Int32(0), turn - late, turns - late
+            if turn < 0:
+                before, turn, turns = cutlass.min(chains, turns), turn + late, late
+        return before + turn % chains, turn // chains, turn + chains >= turns
 
 
 @cute.jit

@@ -100,15 +100,15 @@ class PartSums:
         if const_expr(self.queries is not None):
             of_queries = self.queries.store_atom(mDQ)
             ctas += batch * mDQ.shape[1] * cute.ceil_div(mDQ.shape[2], BLOCK) * self.keys.ctas
-        rest = key_parts, value_parts, mDQ_sum, mZeroed, numbers
+        rest = key_parts, value_parts, mParts.shape[1], mDQ_sum, mZeroed, numbers
         self.add_parts(mma, *tma, *of_queries, *rest).launch(
             grid=(ctas, 1, 1), block=(self.keys.threads, 1, 1), use_pdl=True, stream=stream
         )
 
     @cute.kernel
     def add_parts(
-        self, mma, store_DK, mDK, store_DV, mDV, store_DQ, mDQ, key_parts, value_parts, mDQ_sum, mZeroed,
-        numbers,
+        self, mma, store_DK, mDK, store_DV, mDV, store_DQ, mDQ, key_parts, value_parts, key_heads, mDQ_sum,
+        mZeroed, numbers,
     ):  # fmt: skip
         """A CTA, 64 rows of 64 columns: those of dK and dV first, which have several sums."""
         shared = self.keys.allocate(store_DK.value_type)
@@ -119,7 +119,10 @@ class PartSums:
         of_parts = {"parts": parts, "column": column}
         self.keys.take(numbers, None, None)
         if const_expr(self.queries is not None):
-            self.queries.take(numbers, mDQ_sum, mDQ)
+            tiles = 0
+            if const_expr(self.queries.tiles is not None):
+                tiles = key_parts.shape[0] * cute.ceil_div(seqlen_kv, self.queries.tiles.tile_kv)
+            self.queries.take(numbers, mDQ_sum, mDQ, (seqlen_kv, key_heads, tiles))
         cute.arch.griddepcontrol_wait()
         if cta < of_keys:
             place, row = place_from_last(cta, mDK)

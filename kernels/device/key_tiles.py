@@ -15,7 +15,7 @@ from ..contract import Problem, Work
 from .constants import LOG2_E, SMS, WARP, WARPGROUP
 from .key_counts import CountedTiles
 from .limits import COLUMN_BYTES, L2_BYTES, SECTION_BYTES, TILE_Q, sums_of_dq
-from .masks import Mask
+from .masks import Causal, Mask
 from .policies import DenseScratch, PackedScratch, Scores, listed
 from .short_sequences import ShortSequences
 from .tile_order import ByHead, BySection, final_section
@@ -64,8 +64,9 @@ class Tiles(Scores, CountedTiles):
         self.one_tile = one_tile  # no head has more than one tile of keys: a step's dQ is final
         self.caps, self.packed = capped, packed  # scores, softly; sequences
         self.batch = PackedScratch() if packed else DenseScratch()  # where rows lie
-        self.listed = packed and not one_tile  # tiles are; otherwise a sequence is one
-        self.sequences = ShortSequences(tile_q)
+        self.by_sequence = packed and one_tile  # each is a tile
+        self.listed = packed and not one_tile  # tiles are
+        self.sequences = ShortSequences(tile_q) if self.by_sequence else None
         self.tile_q, self.tile_kv, self.sms = tile_q, tile_kv, sms
         self.blocks = tile_q // ROWS  # of 64 queries
         # Deterministic, as many CTAs as a section has tiles: then each goes from its tile to that of the same
@@ -78,7 +79,8 @@ class Tiles(Scores, CountedTiles):
         # step packed sequences leave no register for it: with 22 words in memory for each tile it lost.)
         plain = deterministic and not (capped or mask.hides_first)
         self.mirrors = plain and mask.hides and not (packed and self.blocks > 1)
-        self.rotates = plain and self.in_waves and not (packed or divides)
+        seen_by_all = mask != Causal(top_left=True)  # at least one tile of keys, where there are many
+        self.rotates = plain and seen_by_all and not (packed or divides)
         self.counts_sums = plain and not packed  # `count_sums`; otherwise:
         self.sums = sums_of_dq(deterministic, mask.hides)
         self.column_bytes = COLUMN_BYTES[head_dim]
