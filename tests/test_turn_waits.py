@@ -87,6 +87,25 @@ def test_whoever_waits_is_late() -> None:
     assert turns.pass_us(problem, UNDIVIDED, 9) - turns.CALL > nine, "sums are not for nothing"
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "lengths", "causal", "parts", "sums"),
+    [
+        (8, 1, (512, 8192), True, Parts(queries=2), 8),
+        (8, 1, (2048, 2048), False, Parts(queries=8), 2),
+        (2, 2, (1024, 8192), True, UNDIVIDED, 12),
+    ],
+)
+def test_who_begins_apart_waits_for_few(
+    heads: int, kv_heads: int, lengths: tuple[int, int], causal: bool, parts: Parts, sums: int
+) -> None:
+    """With other heads, or other queries: where each comes to its first tile of queries before those that
+    come around to it."""
+    problem = Problem(1, heads, kv_heads, *lengths, 128, causal, direction="bwd")
+    us, alone = (find(problem, parts, sums) for find in (turns.pass_us, turns.least_us))
+    assert us < alone + 4 * turns.LINK[128]
+    assert turns.pass_us(problem, parts, sums + 1) > us + 2 * turns.LINK[128], "an odd number: together"
+
+
 @pytest.mark.parametrize("problem", short_problems(40), ids=str)
 def test_what_is_not_simulated_would_take_longer(problem: Problem) -> None:
     """Where nobody waits a pass takes `least_us`: what takes longer than the best so far is left out."""

@@ -15,10 +15,10 @@ from hopper_attention.kernels.contract import Problem
 bwd4, bwd4_parts, calls = map(kernels, ("bwd4", "bwd4_parts", "calls"))
 
 LENGTHS = ((1, 1), (65, 300), (300, 65), (513, 513), (257, 1100))
-HEADS = ((1, 1), (1, 3), (2, 5))  # batch, key heads
+HEADS = ((1, 1, 2), (1, 3, 1), (1, 2, 6), (2, 5, 4))  # batch, key heads, query heads of each
 SUMS = (1, 2, 3, 4)
 PARTS = (None, (1, 1), (2, 1), (2, 3))  # of heads and of queries; None: bwd4_det
-GROUP = 6  # query heads of a key head
+GROUP = 2  # query heads of a key head of packed sequences
 
 
 @pytest.fixture(autouse=True)
@@ -42,23 +42,24 @@ def count_sums(
 
 def tiles_of(
     kernel: object,
-    heads: tuple[int, int],
+    heads: tuple[int, int, int],
     lengths: tuple[int, int],
     parts: tuple[int, int] | None,
     sums: int = 1,
 ):
     """(place, (first, masked, whole, last)) of every tile of keys, as they are fetched; the kernel has
     counted so many sums."""
-    (batch, kv_heads), (seqlen_q, seqlen_kv), (head_parts, query_parts) = heads, lengths, parts or (1, 1)
+    (batch, kv_heads, group), (seqlen_q, seqlen_kv) = heads, lengths
+    head_parts, query_parts = parts or (1, 1)
     keys = seqlen_kv
     if parts is not None:
         keys = math.ceil(seqlen_kv / kernel.tile_kv) * kernel.tile_kv * query_parts
-    mQ = SimpleNamespace(shape=(seqlen_q, kernel.head_dim, kv_heads * GROUP, batch))
+    mQ = SimpleNamespace(shape=(seqlen_q, kernel.head_dim, kv_heads * group, batch))
     mTiled = SimpleNamespace(shape=(keys, kernel.head_dim, kv_heads * head_parts, batch, query_parts))
     kernel.count_parts(None, mTiled)
     key_heads = kv_heads * head_parts * batch
     tiles = math.ceil(keys / kernel.tile_kv) * key_heads
-    count_sums(kernel, sums, lengths, GROUP // head_parts, key_heads, tiles)
+    count_sums(kernel, sums, lengths, group // head_parts, key_heads, tiles)
     for tile in range(tiles):
         place = tuple(map(int, kernel.locate(tile, mQ, mTiled)))
         assert len(place) == kernel.words
@@ -85,7 +86,9 @@ def test_every_visit_has_a_turn_in_the_order_tiles_are_fetched(
             kernel = kernel_of(head_dim, causal, parts, top_left)
             turns, fetched = defaultdict(list), defaultdict(set)
             (head_parts, of_parts), visits = parts or (1, 1), defaultdict(list)
-            group = GROUP // head_parts
+            if heads[2] % head_parts:
+                continue
+            group = heads[2] // head_parts
             for place, (first, _, _, last) in tiles_of(kernel, heads, lengths, parts, sums):
                 assert (kernel.sums, kernel.group) == (sums, group)
                 kv_block, part = place[0], place[3] if kernel.divides else 0
@@ -127,7 +130,7 @@ def test_a_mirrored_head_masks_what_is_hidden(
     mirrored = set()
     for lengths in LENGTHS:
         kernel = kernel_of(head_dim, True, parts, top_left)
-        for place, (first, masked, whole, last) in tiles_of(kernel, (3, 5), lengths, parts):
+        for place, (first, masked, whole, last) in tiles_of(kernel, (3, 5, 2), lengths, parts):
             mirrored.add(place[-1])
             if first == last:
                 continue
@@ -152,7 +155,7 @@ def test_heads_longer_than_l2_are_all_mirrored() -> None:
     for lengths, expected in (((50_000, 50_000), {1}), ((40_000, 40_000), {0, 1}), ((50_000, 100_200), {0})):
         kernel = kernel_of(128, True, None)
         found, before = set(), {}
-        for place, (first, _, _, last) in tiles_of(kernel, (1, 2), lengths, None):
+        for place, (first, _, _, last) in tiles_of(kernel, (1, 2, 2), lengths, None):
             found.add(place[3])
             for q_tile in (x for x in range(0, last, 97) if x >= first):
                 at, turn, _ = map(int, kernel.turn_of(place[0], q_tile, *lengths, place))
