@@ -54,30 +54,11 @@ def sha_of_source(stage_id: str) -> Callable[[Row], str]:
 # What is committed
 
 
-# Measured before sums that took turns were added three at once (notes/bwd4_det.md, Result).
-OLD_SUMS = "h100-80gb-hbm3", "bwd4_det"
-
-
-def adds_turns(stage_id: str, row: Row) -> bool:
-    """Whether a row is ours, and of sums that took turns and are added (`backward_ends.add_sums`)."""
-    ours = row.cubin_sha256 is not None
-    return ours and row.problem.head_dim <= 128 and ran_by(stage_id, row)[0] == "bwd4_det"
-
-
 @every_file
 def test_rows_belong_to_the_source(folder: str, stage_id: str) -> None:
     results = committed(folder, stage_id)
     assert any(row.provider == stage_id and row.ms_median is not None for row in results.rows)
-    if (folder, stage_id) == OLD_SUMS:
-        results = replace(results, rows=[row for row in results.rows if not adds_turns(stage_id, row)])
     assert stale_rows(results, sha_of_source(stage_id)) == []
-
-
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{OLD_SUMS} is to be measured anew")
-def test_rows_of_old_sums_belong_to_the_source() -> None:
-    results = committed(*OLD_SUMS)
-    rows = [row for row in results.rows if adds_turns(OLD_SUMS[1], row)]
-    assert stale_rows(replace(results, rows=rows), sha_of_source(OLD_SUMS[1])) == []
 
 
 @every_file
