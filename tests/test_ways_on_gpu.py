@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from public_calls import every_head_dim, every_mask, problem, random_dlse, verdicts
+from public_calls import every_head_dim, every_mask, problem, verdicts, verdicts_with_lse
 
 from harness import judging, reference
 from harness.inputs import random_inputs
@@ -35,7 +35,7 @@ def test_few_tiles_of_keys(mask: dict, head_dim: int, heads: int, monkeypatch: p
         assert selection.backward_stage(shape, True)[0] == launch.DETERMINISTIC_IN_PARTS
     q, k, v, do = random_inputs(shape)
     assert verdicts(q, k, v, do, **mask) == []
-    assert verdicts(q, k, v, do, random_dlse(q), 0.1, **mask) == []
+    assert verdicts_with_lse(q, k, v, do, 0.1, **mask) == []
     for parts in (Parts(heads, 1), Parts(1, 3), Parts(heads, 5), Parts(max(1, heads // 2), 16)):
         monkeypatch.setattr(division, "parts_of", lambda problem, *gpu, parts=parts: parts)
         production.plans.clear()
@@ -55,7 +55,7 @@ def test_one_tile_of_keys(mask: dict, head_dim: int, lengths: tuple[int, int, in
         assert stage_id in ((ONE_TILE_IN_PARTS,) if queries == 1000 else (ONE_TILE, ONE_TILE_IN_PARTS))
     q, k, v, do = random_inputs(shape)
     assert verdicts(q, k, v, do, **mask) == []
-    assert verdicts(q, k, v, do, random_dlse(q), 0.1, **mask) == []
+    assert verdicts_with_lse(q, k, v, do, 0.1, **mask) == []
     o, lse = attention(q, k, v, **mask, return_lse=True)
     first = attention_backward(do, q, k, v, o, lse, **mask)
     for _ in range(20):
