@@ -117,8 +117,21 @@ def bytes_us(problem: Problem, parts: Parts, sums: int) -> float:
     return us
 
 
-def waited(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> float:
-    """The time until the last addition, in µs."""
+class Visit(NamedTuple):
+    """A step: of which of the tiles that are simulated, for which query head of its group, from when, until
+    when it computes, and until when it waits; in µs."""
+
+    tile: int
+    head: int
+    start: float
+    done: float
+    end: float
+
+
+def waited(
+    problem: Problem, parts: Parts, sums: int, sms: int = SMS, visits: list[Visit] | None = None
+) -> float:
+    """The time until the last addition, in µs; its steps are added to `visits`."""
     step, link = STEP[tile_dim(problem)][problem.causal], LINK[tile_dim(problem)]
     group = problem.heads // problem.kv_heads // parts.heads
     tiles, ctas = schedule(problem, parts, sums, sms)
@@ -130,7 +143,7 @@ def waited(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> float:
     chains = sums // 2 if queries or heads > 1 else sums
     passed: dict[tuple[int, int, int, int], float] = {}  # when a sum's turn is the next one's
     free, end = [0.0] * ctas, 0.0
-    for tile in tiles:
+    for number, tile in enumerate(tiles):
         time = free[0] + TILE
         for nth in range(group):
             g = (tile.first_head + nth) % group
@@ -142,7 +155,9 @@ def waited(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> float:
                 time += step
                 own = max(time, passed.get((tile.head, g, q, at), 0.0))
                 passed[tile.head, g, q, at] = own + link
-                time = max(time, own - AHEAD)
+                start, done, time = time - step, time, max(time, own - AHEAD)
+                if visits is not None:
+                    visits.append(Visit(number, g, start, done, time))
         heapq.heapreplace(free, time)
         end = max(end, time)
     return end + link

@@ -7,7 +7,7 @@ what it would write. The bytes follow from the sources alone.
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.draw import decoding, memory, orders, tiles, timelines
+from harness.draw import decoding, memory, orders, tiles, timelines, waits
 from harness.draw.canvas import Canvas
 from hopper_attention.cache import write_atomically
 
@@ -22,6 +22,7 @@ DRAWINGS: dict[str, Callable[[], Canvas]] = {
     "decode": orders.decode,
     "decode_time": decoding.time,
     "causal_order": orders.causal,
+    "waits": waits.waits,
 }
 
 

@@ -266,8 +266,8 @@ class SummedTiles(Tiles):
     @cute.jit
     def spread_of(self, tiles, seqlen_q, seqlen_kv):
         """(heads, queries, chains): with how many different heads of their group tiles of keys begin, 1 or
-        all, or whether with different queries, and how many chains of turns there are: if they begin apart of
-        two sums each, one for who has not come to the end."""
+        all; whether with different queries; and how many chains of turns there are. If they begin apart a
+        chain has two sums, one for who has not been at the end yet."""
         heads, queries, chains = Int32(1), cutlass.Boolean(False), self.sums
         # Where most of them begin together, and are about as long
         apart = (tiles <= ROUNDS_APART * self.sms) & (self.sums % 2 == 0)
@@ -323,8 +323,8 @@ class SummedTiles(Tiles):
         return head
 
     def is_rotated(self, seqlen_q, seqlen_kv):
-        """Whether each tile of keys begins with other queries: where there is a sum for those before them,
-        and what CTAs read at different places stays in L2."""
+        """Whether tiles of keys begin with different queries however many there are: where there is a sum for
+        who comes around to them, and what CTAs read at different places stays in L2."""
         fits = (seqlen_q * (self.column_bytes + 4) * self.head_dim <= ROTATED_BYTES) & (seqlen_kv <= 2**23)
         return (self.sums == 2) & fits
 
