@@ -56,7 +56,7 @@ def is_simulated(problem: Problem) -> bool:
     columns = tile_dim(problem)
     if problem.policies or problem.top_left or columns > 128:
         return False
-    tiles = math.ceil(problem.seqlen_kv / TILE_KV[columns])
+    tiles = _key_blocks(problem)
     steps = problem.batch * problem.heads * tiles * math.ceil(problem.seqlen_q / TILE_Q[columns])
     return tiles > 1 and 0 < steps <= SHORT
 
@@ -67,7 +67,7 @@ def parts_of(problem: Problem, sms: int = SMS) -> Parts:
     if is_simulated(problem):
         return fastest(problem, tuple(division.divisions(problem, sms)), sms)[0]
     columns, most = tile_dim(problem), ROUNDS_APART * sms
-    key_blocks = math.ceil(problem.seqlen_kv / TILE_KV[columns])
+    key_blocks = _key_blocks(problem)
     tiles = key_blocks * problem.batch * problem.kv_heads
     if key_blocks > 1 and columns <= 128 and not problem.top_left and _are_alike(problem):
         if tiles <= most and problem.heads > problem.kv_heads:
@@ -82,8 +82,7 @@ def parts_of(problem: Problem, sms: int = SMS) -> Parts:
 @functools.lru_cache(maxsize=4096)
 def fastest(problem: Problem, ways: tuple[Parts, ...], sms: int = SMS) -> tuple[Parts, int]:
     """In which of these ways to divide it, and with how many sums of dQ, a pass is expected to take least."""
-    tiles = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
-    tried = [(parts, sums) for parts in ways for sums in SUMS if sums <= tiles]
+    tried = [(parts, sums) for parts in ways for sums in SUMS if sums <= _key_blocks(problem)]
     best, least = tried[0], math.inf
     for bound, choice in sorted((least_us(problem, *x, sms), x) for x in tried):
         if bound >= least:  # and so are those of all others
@@ -100,7 +99,7 @@ def pass_us(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> float:
 
 def least_us(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> float:
     """The same if nobody waited and each SM had as many steps."""
-    step, group = STEP[tile_dim(problem)][problem.causal], problem.heads // problem.kv_heads // parts.heads
+    step, group = STEP[tile_dim(problem)][problem.causal], _group(problem, parts)
     seen = _key_blocks_seen(problem)
     mean = problem.batch * problem.heads * sum(seen) / sms
     longest = group * math.ceil(sum(x > 0 for x in seen) / parts.queries)
@@ -118,14 +117,13 @@ def bytes_us(problem: Problem, parts: Parts, sums: int) -> float:
 
 
 class Visit(NamedTuple):
-    """A step: of which of the tiles that are simulated, for which query head of its group, from when, until
-    when it computes, and until when it waits; in µs."""
+    """A step: of which of the tiles that are simulated, for which query head of its group, from when and
+    until when it computes, in µs."""
 
     tile: int
     head: int
     start: float
     done: float
-    end: float
 
 
 def waited(
@@ -133,14 +131,14 @@ def waited(
 ) -> float:
     """The time until the last addition, in µs; its steps are added to `visits`."""
     step, link = STEP[tile_dim(problem)][problem.causal], LINK[tile_dim(problem)]
-    group = problem.heads // problem.kv_heads // parts.heads
+    group = _group(problem, parts)
     tiles, ctas = schedule(problem, parts, sums, sms)
     if len(tiles) <= ctas:  # all begin at once: each head is as another one
         alike: dict[bool, int] = {}
         tiles = [x for x in tiles if alike.setdefault(x.mirrored, x.head) == x.head]
-    seen, late = _key_blocks_seen(problem), _late_turns(problem, parts, sums, sms)
-    heads, queries = _begin_apart(problem, parts, sums, sms)
-    chains = sums // 2 if queries or heads > 1 else sums
+    heads, queries, chains = _spread(problem, parts, sums, sms)
+    seen = _key_blocks_seen(problem)
+    late = [_late_turns(problem, seen, g, heads, queries) for g in range(group)]
     passed: dict[tuple[int, int, int, int], float] = {}  # when a sum's turn is the next one's
     free, end = [0.0] * ctas, 0.0
     for number, tile in enumerate(tiles):
@@ -152,12 +150,12 @@ def waited(
                 at = (turn - late[g][q]) % chains
                 if turn < late[g][q]:
                     at = chains + turn % chains
-                time += step
-                own = max(time, passed.get((tile.head, g, q, at), 0.0))
+                done = time + step
+                own = max(done, passed.get((tile.head, g, q, at), 0.0))
                 passed[tile.head, g, q, at] = own + link
-                start, done, time = time - step, time, max(time, own - AHEAD)
                 if visits is not None:
-                    visits.append(Visit(number, g, start, done, time))
+                    visits.append(Visit(number, g, time, done))
+                time = max(done, own - AHEAD)
         heapq.heapreplace(free, time)
         end = max(end, time)
     return end + link
@@ -168,12 +166,11 @@ def schedule(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> tuple
     CTAs."""
     columns = tile_dim(problem)
     tile_q, tile_kv = TILE_Q[columns], TILE_KV[columns]
-    key_blocks, q_tiles = math.ceil(problem.seqlen_kv / tile_kv), math.ceil(problem.seqlen_q / tile_q)
+    key_blocks, q_tiles = _key_blocks(problem), math.ceil(problem.seqlen_q / tile_q)
     blocks, all_heads = key_blocks * parts.queries, problem.batch * problem.kv_heads * parts.heads
     waves, ctas = tile_q == 64 and not problem.causal, sms
     if problem.causal:
-        group = problem.heads // problem.kv_heads // parts.heads
-        head_bytes = problem.seqlen_q * COLUMN_BYTES[columns] * columns * group
+        head_bytes = problem.seqlen_q * COLUMN_BYTES[columns] * columns * _group(problem, parts)
         section = max(tile_q // 64, 2 * SECTION_BYTES // head_bytes)
         section = max(1, min(all_heads // 2, section))
     else:
@@ -188,7 +185,7 @@ def schedule(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> tuple
     keys = problem.seqlen_kv if parts == UNDIVIDED else blocks * tile_kv  # parts of queries count as keys
     may_mirror = problem.causal and keys <= 2 * problem.seqlen_q
     all_mirrored = problem.seqlen_q * COLUMN_BYTES[columns] * columns > L2_BYTES
-    heads, queries = _begin_apart(problem, parts, sums, sms)
+    heads, queries, _ = _spread(problem, parts, sums, sms)
     seen_by_all = _seen_by_all(problem)
     fetched = lambda block, tiles: tiles - 1 - block if problem.causal else block
     found, offset = [], problem.seqlen_kv - problem.seqlen_q
@@ -214,16 +211,17 @@ def schedule(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> tuple
     return found, min(len(found), ctas)
 
 
-def _begin_apart(problem: Problem, parts: Parts, sums: int, sms: int) -> tuple[int, bool]:
-    """`dq_sums.SummedTiles.spread_of`: with how many different heads of their group tiles of keys begin, and
-    whether with different queries."""
-    columns, group = tile_dim(problem), problem.heads // problem.kv_heads // parts.heads
-    tiles = math.ceil(problem.seqlen_kv / TILE_KV[columns]) * problem.batch * problem.kv_heads * parts.count
+def _spread(problem: Problem, parts: Parts, sums: int, sms: int) -> tuple[int, bool, int]:
+    """`dq_sums.SummedTiles.spread_of`: with how many different heads of their group tiles of keys begin,
+    whether with different queries, and how many chains of turns there are."""
+    columns, group = tile_dim(problem), _group(problem, parts)
+    tiles = _key_blocks(problem) * problem.batch * problem.kv_heads * parts.count
     apart = _are_alike(problem) and tiles <= ROUNDS_APART * sms and sums % 2 == 0
     small = problem.seqlen_q * (COLUMN_BYTES[columns] + 4) * columns <= ROTATED_BYTES
     in_waves = not problem.causal and TILE_Q[columns] == 64 and sums == 2 and small
     queries = parts == UNDIVIDED and (in_waves or (apart and group == 1))
-    return group if apart and not queries else 1, queries
+    heads = group if apart and not queries else 1
+    return heads, queries, sums // 2 if queries or heads > 1 else sums
 
 
 def _are_alike(problem: Problem) -> bool:
@@ -231,25 +229,28 @@ def _are_alike(problem: Problem) -> bool:
     return not problem.causal or problem.seqlen_kv > 2 * problem.seqlen_q
 
 
-def _late_turns(problem: Problem, parts: Parts, sums: int, sms: int) -> list[list[int]]:
-    """`dq_sums.SummedTiles.late_turns`, by query head of a group and tile of queries."""
-    seen, group = _key_blocks_seen(problem), problem.heads // problem.kv_heads // parts.heads
-    heads, queries = _begin_apart(problem, parts, sums, sms)
-    if queries:
-        tiles = _seen_by_all(problem)
-        behind = [[begin_behind(q, tiles, len(seen)) for q in range(len(seen))]] * group
-    else:
-        tiles = math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
-        behind = [[begin_behind(g, tiles, heads)] * len(seen) for g in range(group)]
-    return [[max(0, x + turns - tiles) for x, turns in zip(of_head, seen)] for of_head in behind]
+def _late_turns(problem: Problem, seen: list[int], g: int, heads: int, queries: bool) -> list[int]:
+    """`dq_sums.SummedTiles.late_turns` of each tile of queries of a group's g-th head."""
+    tiles = _seen_by_all(problem) if queries else _key_blocks(problem)
+    at = lambda q: (q, tiles, len(seen)) if queries else (g, tiles, heads)
+    return [max(0, begin_behind(*at(q)) + turns - tiles) for q, turns in enumerate(seen)]
 
 
 def _seen_by_all(problem: Problem) -> int:
     """How many tiles of keys all queries see; they are the first."""
-    tile_kv = TILE_KV[tile_dim(problem)]
     if not problem.causal:
-        return math.ceil(problem.seqlen_kv / tile_kv)
-    return max(0, problem.seqlen_kv - problem.seqlen_q + 1) // tile_kv
+        return _key_blocks(problem)
+    return max(0, problem.seqlen_kv - problem.seqlen_q + 1) // TILE_KV[tile_dim(problem)]
+
+
+def _group(problem: Problem, parts: Parts) -> int:
+    """How many query heads a tile of keys, or a part of one, has."""
+    return problem.heads // problem.kv_heads // parts.heads
+
+
+def _key_blocks(problem: Problem) -> int:
+    """How many tiles of keys a head has."""
+    return math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
 
 
 def _key_blocks_seen(problem: Problem) -> list[int]:

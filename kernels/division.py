@@ -135,7 +135,7 @@ STEP_Q = {64: 128, 96: 64, 128: 64, 192: 64, 256: 64}  # queries of a step on a 
 # What `parts_of` reckons with, in steps of bwd4's main loop: a tile of queries on a tile of keys. Fitted to
 # the measured times of notes/bwd4_parts.md, "How to divide".
 TILE_STEPS = {64: 1.75, 96: 3.0, 128: 3.0, 192: 3.0, 256: 3.0}  # of a tile of keys beside its steps
-HEAD_STEPS = 0.175  # of each of its query heads beside that one's: its first product has none beside it
+HEAD_STEPS = 0.175  # of each of its query heads beside its steps: no other product is beside the first
 ADDING_STEPS = 0.5  # of adding parts, beside their bytes
 LAUNCH_STEPS = 1.3  # more, of one tile of keys: nothing else is rounded, and it is a launch of its own
 BYTES_PER_STEP = 11e6  # of parts

@@ -45,14 +45,12 @@ def verdicts(q, k, v, do, dlse=None, softmax_scale=None, deterministic=False, **
 
 
 def verdicts_with_lse(q, k, v, do, softmax_scale=None, **mask) -> list[str]:
-    """`verdicts` of gradients that come through the LSE too, of the best of three draws: of a hundred draws a
-    few fail the rule for rows by their yardstick's luck, whatever computes them (notes/bwd4_parts.md, "It was
-    the yardstick's luck")."""
-    found = []
+    """`verdicts` of gradients that come through the LSE too, of three draws if need be: of a hundred a few
+    fail the rule for rows by their yardstick's luck, whatever computes them (notes/bwd4_parts.md, "It was the
+    yardstick's luck")."""
     for seed in range(3):
         generator = torch.Generator(q.device).manual_seed(seed)
         dlse = torch.randn(q.shape[:3], device=q.device, generator=generator)
-        found.append(verdicts(q, k, v, do, dlse, softmax_scale, **mask))
-        if not found[-1]:
+        if not (found := verdicts(q, k, v, do, dlse, softmax_scale, **mask)):
             break
-    return min(found, key=len)
+    return found

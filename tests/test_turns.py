@@ -81,14 +81,12 @@ def test_every_visit_has_a_turn_in_the_order_tiles_are_fetched(
     that nobody waits for one who has not begun, and the last one leaves the counter at zero: a gap would have
     a CTA wait forever. The postprocess reads the sums that were written, and no other. Each tile of keys is
     fetched once, and visits each tile of queries that it should once."""
-    for heads in HEADS:
+    head_parts, of_parts = parts or (1, 1)
+    for heads in (x for x in HEADS if x[2] % head_parts == 0):
+        group = heads[2] // head_parts
         for lengths in LENGTHS:
             kernel = kernel_of(head_dim, causal, parts, top_left)
-            turns, fetched = defaultdict(list), defaultdict(set)
-            (head_parts, of_parts), visits = parts or (1, 1), defaultdict(list)
-            if heads[2] % head_parts:
-                continue
-            group = heads[2] // head_parts
+            turns, fetched, visits = defaultdict(list), defaultdict(set), defaultdict(list)
             for place, (first, _, _, last) in tiles_of(kernel, heads, lengths, parts, sums):
                 assert (kernel.sums, kernel.group) == (sums, group)
                 kv_block, part = place[0], place[3] if kernel.divides else 0
@@ -108,7 +106,7 @@ def test_every_visit_has_a_turn_in_the_order_tiles_are_fetched(
             for (_, kv_block), visited in visits.items():
                 first, _, _, last = map(int, kernel.q_tiles(kv_block, *lengths))
                 assert sorted(visited) == list(range(first, last))
-            assert len(fetched) == heads[0] * heads[1] * (parts or (1, 1))[0]
+            assert len(fetched) == heads[0] * heads[1] * head_parts
             for found in turns.values():
                 assert found == [(turn, turn == len(found) - 1) for turn in range(len(found))]
             for g, q_tile in itertools.product(range(group), range(math.ceil(lengths[0] / kernel.tile_q))):
@@ -259,19 +257,18 @@ def test_tiles_of_few_queries_begin_with_different_heads(causal: bool) -> None:
     """Those that are fetched first with the last head: then whoever comes to a head later was fetched later.
     Not where they begin one after the other anyway, or with one sum for who comes before and after."""
     lengths = 512, 2048  # 16 tiles of keys
-    for sums, tiles, changes, begins in (
-        (8, 16, {}, [3] * 4 + [2] * 4 + [1] * 4 + [0] * 4),
-        (3, 16, {}, [0] * 16),
-        (8, 265, {}, [0] * 16),
-        (8, 16, {"group": 1}, [0] * 16),
+    kernel = kernel_of(128, causal, None)
+    for sums, tiles, group, begins in (
+        (8, 16, 4, [3] * 4 + [2] * 4 + [1] * 4 + [0] * 4),
+        (3, 16, 4, [0] * 16),
+        (8, 265, 4, [0] * 16),
+        (8, 16, 1, [0] * 16),
     ):
-        kernel, group = kernel_of(128, causal, None), changes.get("group", 4)
         count_sums(kernel, sums, lengths, group, tiles=tiles)
         fetched = range(15, -1, -1) if causal else range(16)
         assert [int(kernel.head_at(0, group, (block,), lengths[1])) for block in fetched] == begins
-    count_sums(
-        kernel, 8, (1024, 2048), 4, tiles=16
-    )  # under a mask as long as that they differ, and are mirrored
+    # Under a mask tiles of so many queries are of unequal length, and heads are mirrored.
+    count_sums(kernel, 8, (1024, 2048), 4, tiles=16)
     assert int(kernel.head_at(0, 4, (15 if causal else 0,), 2048)) == (0 if causal else 3)
 
 
@@ -300,7 +297,7 @@ def test_tiles_of_few_queries_begin_with_different_ones(causal: bool, head_dim: 
         fetched = [(block, 0, 0, 0) for block in (range(27, -1, -1) if causal else range(32))]
         begins = [int(kernel.q_tile_at(0, 0, last, place, *lengths)) for place in fetched]
         assert begins == sorted(begins, reverse=True)
-        assert set(begins) == set(range(last)) if spread else {0}
+        assert set(begins) == (set(range(last)) if spread else {0})
         if causal:
             own = [int(kernel.q_tile_at(3, 3, last, (block, 0, 0, 0), *lengths)) for block in range(28, 32)]
             assert own == [3] * 4

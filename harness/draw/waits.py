@@ -28,12 +28,9 @@ def busy(visits: list[turns.Visit]) -> list[tuple[float, float]]:
 
 def waits() -> Canvas:
     """The tiles of keys of one part of the queries, in the order in which they are fetched."""
-    steps: dict[int, list[turns.Visit]] = {}
-    ends = {}
-    for sums, _ in PANELS:
-        steps[sums] = []
-        ends[sums] = turns.waited(FEW_QUERIES, PARTS, sums, visits=steps[sums])
-    tiles = sorted({visit.tile for visit in steps[8]})[:: PARTS.queries]
+    steps: dict[int, list[turns.Visit]] = {sums: [] for sums, _ in PANELS}
+    ends = {sums: turns.waited(FEW_QUERIES, PARTS, sums, visits=steps[sums]) for sums in steps}
+    tiles = range(0, len(turns.schedule(FEW_QUERIES, PARTS, 1)[0]), PARTS.queries)
     bottom = TOP + ROW * len(tiles)
     picture = Canvas(
         bottom + 66,

@@ -141,7 +141,7 @@ class Preprocess:
             self.reduce(*inputs, None, None, 0, head, head, block, seqlen, exceeds)
 
     def rows_of(self, start, place, mO, mDO, mLSE, mStats, mDLSE):
-        """The same of a packed sequence that begins at row `start`, its scratch at the place-th tile."""
+        """Inputs and scratch of a packed sequence alone: from row `start`, and from the place-th tile on."""
         mO, mDO = [cute.domain_offset((0, 0, start, 0), mX) for mX in (mO, mDO)]
         mLSE = cute.domain_offset((0, 0, start), mLSE)
         if mDLSE is not None:
