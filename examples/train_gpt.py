@@ -75,13 +75,13 @@ ATTENTION: dict[str, Attention] = {
     "cudnn": of_backend(SDPBackend.CUDNN_ATTENTION),
     "fa2": of_backend(SDPBackend.FLASH_ATTENTION),
 }
-PEERS = "fa3", "fa4"
+PEERS = "fa3", "fa4", "fp32"  # of this repository
 
 
 def attention_of(name: str) -> Attention:
     if name in ATTENTION:
         return ATTENTION[name]
-    from harness import trained_peers  # of this repository: whoever copies the example has none
+    from harness import trained_peers  # whoever copies the example has none
 
     return trained_peers.attention(name)
 
@@ -206,6 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", choices=CONFIGS, default="small")
     parser.add_argument("--seqlen", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the text that is taken")
     parser.add_argument(
         "--attention", nargs="+", choices=[*ATTENTION, *PEERS], default=["hopper_attention", "sdpa"],
         help="take turns; one named twice shows by how much two of its own runs differ",
@@ -222,13 +223,14 @@ def main(arguments: list[str] | None = None) -> None:
     how = f"{args.compile} compiled" if args.compile else "eager"
     calls = [attention_of(name) for name in args.attention]
     rows = json.loads(args.save.read_text()) if args.save and args.save.exists() else []
-    for name, found in zip(args.attention, train(args.model, args.seqlen, calls, args.steps, args.compile)):
+    trained = train(args.model, args.seqlen, calls, args.steps, args.compile, args.seed)
+    for name, found in zip(args.attention, trained):
         print(
             f"{name:18} {args.model}, seqlen {args.seqlen}, {how}: {found['tokens_per_s']:,.0f} tokens/s, "
             f"{found['tflops']:.0f} TFLOP/s, last loss {found['losses'][-1]:.4f}",
             flush=True,
         )
-        what = {"model": args.model, "seqlen": args.seqlen, "how": how, "attention": name}
+        what = {"model": args.model, "seqlen": args.seqlen, "how": how, "seed": args.seed, "attention": name}
         where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         rows.append(what | where | found)
     if args.save:

@@ -3,6 +3,7 @@
 host.json       `python -m harness.host`: what a call costs the host
 models_*.json   `python bench.py k6 bwd4 --suite models --save`: what models ask, forward and backward
 training.json   `examples/train_gpt.py --save`: a GPT trained with one attention or another
+losses.json     the same, of several seeds, and with attention in fp32, beside which rates are not compared
 logits.json     `python -m harness.logits --save`: Hugging Face models, beside SDPA
 accuracy.json   `python -m harness.accuracy --save`: how far FP8 is from float64
 quantizing.json `python -m harness.quantizing --save`: the kernels that quantise, beside a copy
@@ -17,9 +18,8 @@ from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
-from harness import choices, context_tables, plots, suite
+from harness import choices, context_tables, plots, suite, training
 from harness.decoding_tables import decode_table
 from harness.host import BOTH, FORWARD, OURS, PLAIN
 from harness.markdown import NOTHING, table
@@ -32,10 +32,6 @@ from hopper_attention.launch import DETERMINISTIC
 from hopper_attention.launch import FORWARD as FORWARD_STAGE
 
 Rows = list[dict[str, Any]]
-HOPPER, SDPA = "hopper_attention", "sdpa"
-TRAINED_WITH = {HOPPER: HOPPER, SDPA: "SDPA"} | {x: PEER_LABELS[x] for x in ("cudnn", "fa2", "fa3", "fa4")}
-HOW = {"eager": "eager", "model compiled": "torch.compile", "blocks compiled": "torch.compile, by layer"}
-HOW |= {"graphs compiled": "torch.compile, CUDA graphs"}
 
 
 def load(folder: Path, name: str, zeros: bool = False) -> Rows:
@@ -61,7 +57,7 @@ def load_rows(path: Path, zeros: bool = False) -> Rows:
 
 def _numbers(row: Mapping[str, Any]) -> Iterable[float]:
     for name, value in row.items():
-        if name == "errors":  # why a peer has none
+        if name in ("errors", "seed"):  # why a peer has none; and a name
             continue
         yield from _numbers_in(value)
 
@@ -217,102 +213,6 @@ def plot_models(folder: Path, path: Path | str) -> None:
         plots.save(figure, path)
 
 
-# ---- training ---------------------------------------------------------------------------------------------
-
-
-def runs(rows: Rows) -> dict[tuple[str, int, str], Rows]:
-    """Rows that took turns, by model, length and how."""
-    found: dict[tuple[str, int, str], Rows] = {}
-    for row in rows:
-        found.setdefault((row["model"], row["seqlen"], row["how"]), []).append(row)
-    return found
-
-
-def by_attention(rows: Rows) -> dict[str, Rows]:
-    """Rows that took turns, by whose attention they had."""
-    found: dict[str, Rows] = {}
-    for row in rows:
-        found.setdefault(row["attention"], []).append(row)
-    return found
-
-
-def training_table(rows: Rows) -> str:
-    """Tokens a second with ours, and as multiples of what the others reach."""
-    if not rows:
-        return NOTHING
-    lines = []
-    for (model, seqlen, how), together in runs(rows).items():
-        by_name = by_attention(together)
-        ours = by_name[HOPPER][0]
-        best = {name: max(x["tokens_per_s"] for x in found) for name, found in by_name.items()}
-        cells = [
-            f"{ours['tokens_per_s'] / best[x]:.3f}" if x in best else "" for x in TRAINED_WITH if x != HOPPER
-        ]
-        rate = f"**{ours['tokens_per_s']:,.0f}**"
-        lines.append([f"{model}, {seqlen}", HOW[how], rate, f"{ours['tflops']:.0f}", *cells])
-    others = [f"× {label}" for name, label in TRAINED_WITH.items() if name != HOPPER]
-    return table(["model, seqlen", "how", "tokens/s", "TFLOP/s", *others], lines, "llrr" + "r" * len(others))
-
-
-def losses_table(rows: Rows) -> str:
-    """The largest difference between a loss of a run and that step's of the first run with SDPA: of all runs
-    with an attention, SDPA's others among them."""
-    if not rows:
-        return NOTHING
-    lines = []
-    for (model, seqlen, how), together in runs(rows).items():
-        by_name = by_attention(together)
-        first, *by_name[SDPA] = by_name[SDPA]
-        steps = [f"{len(first['losses'])}", f"{first['losses'][-1]:.4f}"]
-        apart = [
-            [
-                abs(x - y)
-                for row in by_name.get(name, ())
-                for x, y in zip(row["losses"], first["losses"], strict=True)
-            ]
-            for name in TRAINED_WITH
-        ]
-        cells = [f"{max(xs):.4f}" if xs else "" for xs in apart]
-        lines.append([f"{model}, {seqlen}", HOW[how], *steps, *cells])
-    return table(
-        ["model, seqlen", "how", "steps", "last loss", *TRAINED_WITH.values()],
-        lines,
-        "llrr" + "r" * len(TRAINED_WITH),
-    )
-
-
-def plot_training(rows: Rows, path: Path | str) -> None:
-    """Draw tokens a second as multiples of plain SDPA's, a group of bars for each run."""
-    groups = runs(rows)
-    colours = {HOPPER: plots.STAGE_COLOUR, SDPA: plots.OTHER_COLOUR} | plots.PEER_COLOURS
-    with plots.style():
-        figure = Figure(figsize=(11, 4.2))
-        axes = figure.subplots()
-        width = 0.86 / len(TRAINED_WITH)
-        for at, together in enumerate(groups.values()):
-            best: dict[str, float] = {}
-            for row in together:
-                best[row["attention"]] = max(best.get(row["attention"], 0.0), row["tokens_per_s"])
-            for i, name in enumerate(TRAINED_WITH):
-                if name in best:
-                    x, height = at + (i - (len(TRAINED_WITH) - 1) / 2) * width, best[name] / best[SDPA]
-                    axes.bar(x, height, width * 0.92, color=colours[name])
-                    weight = "bold" if name == HOPPER else "normal"
-                    text = {"ha": "center", "va": "bottom", "fontsize": 7, "fontweight": weight}
-                    axes.text(x, height + 0.006, f"{height:.2f}", rotation=90, **text)
-        lines = [(f"{model}, {n // 1024}k", *HOW[how].split(", ")) for model, n, how in groups]
-        names = ["\n".join(line) for line in lines]
-        axes.set_xticks(range(len(groups)), names, fontsize=8)
-        axes.set_ylim(0, 1.25)
-        axes.set_ylabel("tokens/s, × plain SDPA")
-        handles = [Patch(color=colours[name], label=label) for name, label in TRAINED_WITH.items()]
-        figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.05, 0.93), ncols=len(TRAINED_WITH))
-        gpu = " and ".join(dict.fromkeys(row["gpu"] for row in rows))
-        plots.heading(figure, "Training a GPT with one attention or another", f"{gpu}, bf16, causal")
-        figure.subplots_adjust(left=0.06, right=0.99, top=0.82, bottom=0.18)
-        plots.save(figure, path)
-
-
 # ---- Hugging Face ------------------------------------------------------------------------------------------
 
 
@@ -399,8 +299,9 @@ def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
         "models-fwd": models_table(load(folder, "models_fwd"), "fwd"),
         "few-fwd": models_table(load(folder, "few_fwd"), "fwd"),
         "models-bwd": models_table(load(folder, "models_bwd"), "bwd"),
-        "training": training_table(load(folder, "training")),
-        "losses": losses_table(load(folder.parent / LOSSES_ON, "training")),
+        "training": training.training_table(load(folder, "training")),
+        "losses": training.losses_table(load(folder.parent / LOSSES_ON, "training")),
+        "losses-apart": training.apart_table(load(folder, "losses")),
         "logits": logits_table(load(folder, "logits")),
         "quantizing": quantizing_table(load(folder, "quantizing")),
         "decode": decode_table(load_rows(folder / "decode" / "bench.json", zeros=True)),
@@ -414,7 +315,7 @@ def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
 def figures(folder: Path) -> dict[str, Callable[[Path], None]]:
     found: dict[str, Callable[[Path], None]] = {}
     if rows := load(folder, "training"):
-        found["training.png"] = partial(plot_training, rows)
+        found["training.png"] = partial(training.plot_training, rows)
     if load(folder, "models_fwd") and load(folder, "models_bwd"):
         found["models.png"] = partial(plot_models, folder)
         of = {x: load(folder, f"models_{x}") + load(folder, f"sweep_{x}") for x in ("fwd", "bwd")}

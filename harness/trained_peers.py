@@ -1,11 +1,13 @@
-"""FlashAttention-3 and -4 with gradients, as a model calls them: (batch, heads, seqlen, head_dim), causal.
+"""FlashAttention-3 and -4 with gradients, as a model calls them: (batch, heads, seqlen, head_dim), causal. And
+attention in fp32, to hold all of them against.
 
-Neither is an operator that `torch.compile` leaves in its graph: it would break the graph around each call,
-which costs more than compiling gains. So in a compiled model each is wrapped in one; eagerly it is called as
-its own front end calls it.
+None of them is an operator that `torch.compile` leaves in its graph: it would break the graph around each
+call, which costs more than compiling gains. So in a compiled model each is wrapped in one; eagerly it is
+called as its own front end calls it.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,6 +17,7 @@ from torch import Tensor
 from harness import fa3
 
 Tensors = tuple[Tensor, ...]
+FP32_ROWS = 4096  # queries whose scores are there at a time: 1 GiB or less in fp32 of up to 64k keys
 
 
 class Passes(NamedTuple):
@@ -25,21 +28,26 @@ class Passes(NamedTuple):
     eager: Callable[..., Tensor]  # of q, k, v: o, differentiable
 
 
-def _fa3() -> Passes:
-    forward, backward = fa3.passes(causal=True)
+def _differentiable(forward_pass: Callable[..., Tensors], backward_pass: Callable[..., Tensors]):
+    """`Passes.eager` of both passes."""
 
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v):
-            o, lse = forward(q, k, v)
+            o, lse = forward_pass(q, k, v)
             ctx.save_for_backward(q, k, v, o, lse)
             return o
 
         @staticmethod
         def backward(ctx, do):
-            return backward(do, *ctx.saved_tensors)
+            return backward_pass(do, *ctx.saved_tensors)
 
-    return Passes(forward, backward, Attention.apply)
+    return Attention.apply
+
+
+def _fa3() -> Passes:
+    passes = fa3.passes(causal=True)
+    return Passes(*passes, _differentiable(*passes))
 
 
 def _fa4() -> Passes:
@@ -58,7 +66,43 @@ def _fa4() -> Passes:
     return Passes(forward, backward, eager)
 
 
-PASSES: dict[str, Callable[[], Passes]] = {"fa3": _fa3, "fa4": _fa4}
+def _fp32() -> Passes:
+    """Attention in fp32: of 16 bits are only inputs and results. One head and some of its queries at a time,
+    whose probabilities the backward pass makes anew."""
+
+    def blocks(q, k):
+        """(batch, head), queries, keys up to the last that they see, and the probabilities of both."""
+        scale = q.shape[-1] ** -0.5
+        for at in itertools.product(range(q.shape[0]), range(q.shape[2])):
+            for start in range(0, q.shape[1], FP32_ROWS):
+                rows, keys = slice(start, start + FP32_ROWS), slice(min(start + FP32_ROWS, q.shape[1]))
+                scores = scale * q[at[0], rows, at[1]].float() @ k[at[0], keys, at[1]].float().T
+                hidden = torch.ones_like(scores, dtype=torch.bool).triu_(start + 1)
+                yield at, rows, keys, torch.softmax(scores.masked_fill_(hidden, -torch.inf), -1)
+
+    def forward(q, k, v):
+        o = torch.empty_like(v)
+        for (b, h), rows, keys, p in blocks(q, k):
+            o[b, rows, h] = (p @ v[b, keys, h].float()).to(o.dtype)
+        return o, q.new_zeros(
+            q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32
+        )  # nobody asks for the LSE
+
+    def backward(do, q, k, v, o, lse):
+        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+        for (b, h), rows, keys, p in blocks(q, k):
+            of_rows, of_keys = (b, rows, h), (b, keys, h)
+            dv[of_keys] += p.T @ do[of_rows].float()
+            dp = do[of_rows].float() @ v[of_keys].float().T
+            ds = q.shape[-1] ** -0.5 * p * (dp - (p * dp).sum(-1, keepdim=True))
+            dq[of_rows] = ds @ k[of_keys].float()
+            dk[of_keys] += ds.T @ q[of_rows].float()
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    return Passes(forward, backward, _differentiable(forward, backward))
+
+
+PASSES: dict[str, Callable[[], Passes]] = {"fa3": _fa3, "fa4": _fa4, "fp32": _fp32}
 
 
 def _operator(name: str, passes: Passes) -> Callable[..., Tensors]:
@@ -94,8 +138,8 @@ def _operator(name: str, passes: Passes) -> Callable[..., Tensors]:
 
 @functools.cache
 def attention(name: str) -> Callable[..., Tensor]:
-    """A call of "fa3" or "fa4". Raises ImportError where the peer is not installed, or has no backward
-    pass."""
+    """A call of "fa3", "fa4" or "fp32". Raises ImportError where the peer is not installed, or has no
+    backward pass."""
     passes = PASSES[name]()
     operator = _operator(name, passes)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import host, library, logits, policy_suite, results, row_files, suite, suites
+from harness import host, library, logits, policy_suite, results, row_files, suite, suites, training
 from harness.command import Usage
 from harness.host import BOTH, FORWARD, OURS, PLAIN
 from harness.policy_suite import PACKED, WINDOW
@@ -198,11 +198,11 @@ def test_the_longest_of_few_key_heads_is_shortened() -> None:
 
 
 def test_tables_and_figure_of_what_is_committed(tmp_path: Path) -> None:
-    training = ("training", library.training_table), ("training", library.losses_table)
-    for name, table in (("host", library.host_table), *training):
+    tables = {"training": training.training_table, "losses": training.apart_table, "host": library.host_table}
+    for name, table in (*tables.items(), ("training", training.losses_table)):
         rows = library.load(FOLDER, name)
         assert table(rows).count("\n") >= 3
-    library.plot_training(library.load(FOLDER, "training"), tmp_path / "training.png")
+    training.plot_training(library.load(FOLDER, "training"), tmp_path / "training.png")
     assert (tmp_path / "training.png").stat().st_size > 10_000
 
 
@@ -214,8 +214,32 @@ def test_losses_are_held_against_sdpas_first_run() -> None:
         "fa2": [[5.0, 2.5], [4, 3]],
     }
     rows = [run | {"attention": name, "losses": x} for name, found in losses.items() for x in found]
-    (line,) = library.losses_table(rows).splitlines()[2:]
+    (line,) = training.losses_table(rows).splitlines()[2:]
     assert line == "| small, 1024 | eager | 2 | 3.0000 | 0.2500 | 0.5000 |  | 1.0000 |  |  |"
+
+
+def test_losses_of_several_seeds() -> None:
+    """From SDPA's, of which cuDNN is one, and from fp32's, where a seed has it: no run from itself."""
+    run = {"model": "1.3B", "seqlen": 8192, "how": "eager"}
+    losses = {
+        (0, "sdpa"): [[5.0, 3.0], [5.0, 3.25]],
+        (0, "cudnn"): [[5.0, 3.0]],
+        (0, "hopper_attention"): [[5.0, 3.5]],
+        (0, "fp32"): [[5.0, 3.75]],
+        (1, "sdpa"): [[4.0, 2.0]],
+        (1, "hopper_attention"): [[4.25, 2.0]],
+    }
+    rows = [
+        run | {"seed": seed, "attention": name, "losses": x}
+        for (seed, name), found in losses.items()
+        for x in found
+    ]
+    from_sdpa, from_fp32 = (line.split(" | ") for line in training.apart_table(rows).splitlines()[2:])
+    # ours: (0.5 + 0.25 + 0.5)/3 of seed 0, 0.25 of seed 1; SDPA's: 0.25, 0, 0.25, of seed 0 alone
+    assert from_sdpa[1:5] == ["SDPA", "2", "0.33333, 0.50000", "0.16667, 0.25000"]
+    assert from_sdpa[-1] == "0.66667, 0.75000 |"
+    assert from_fp32[1:5] == ["in fp32", "1", "0.25000, 0.25000", "0.66667, 0.75000"]
+    assert from_fp32[-1] == " |"
 
 
 def test_without_files_nothing_is_said(tmp_path: Path) -> None:

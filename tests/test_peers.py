@@ -197,6 +197,7 @@ def trained_on(name: str, given: Given, monkeypatch: pytest.MonkeyPatch) -> Call
     )
     sys.modules["flash_attn.cute"].interface = interface
     monkeypatch.setattr(fa3, "builds", lambda: {"a": Build(given, SimulatedGpu(monkeypatch))})
+    monkeypatch.setattr(trained_peers, "FP32_ROWS", 16)
     trained_peers.attention.cache_clear()
     return trained_peers.attention(name)
 
