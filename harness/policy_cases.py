@@ -205,6 +205,20 @@ def scores_about_the_cap(stage_id, args):
                 yield from checked(stage_id, given, f"scores up to {ahead} caps")
 
 
+@case(direction="fwd", policy="window")
+def scores_far_in_some_tiles(stage_id, args):
+    """Of keys that a consumer sees first, of others alone, and of no more than one: what its first tile is
+    decides how the others are computed."""
+    for head_dim in HEAD_DIMS:
+        for dtype in ("bfloat16", "float16"):
+            for far in (slice(64), slice(256, None), slice(300, 301)):
+                fields = {"batch": 1, "softcap": 50.0, "seqlen_q": 300, "seqlen_kv": 700, "dtype": dtype}
+                given = random_given(plain_of(stage_id, head_dim, **fields))
+                given.q *= 2.0
+                given.k[:, :, far] *= 20.0
+                yield from checked(stage_id, given, f"far scores of keys {far.start} to {far.stop}")
+
+
 # ---- NaN that some rows do not see -------------------------------------------------------------------------
 
 Run = Callable[[Given], dict[str, torch.Tensor]]  # a kernel's outputs

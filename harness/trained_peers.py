@@ -1,5 +1,5 @@
-"""FlashAttention-3 and -4 with gradients, as a model calls them: (batch, heads, seqlen, head_dim), causal. And
-attention in fp32, to hold all of them against.
+"""FlashAttention-3 and -4 with gradients, as a model calls them: (batch, heads, seqlen, head_dim), causal.
+And attention in fp32, to hold all of them against.
 
 None of them is an operator that `torch.compile` leaves in its graph: it would break the graph around each
 call, which costs more than compiling gains. So in a compiled model each is wrapped in one; eagerly it is
@@ -81,12 +81,11 @@ def _fp32() -> Passes:
                 yield at, rows, keys, torch.softmax(scores.masked_fill_(hidden, -torch.inf), -1)
 
     def forward(q, k, v):
-        o = torch.empty_like(v)
+        batch, seqlen, heads, _ = q.shape
+        o, lse = torch.empty_like(v), q.new_zeros((batch, heads, seqlen), dtype=torch.float32)
         for (b, h), rows, keys, p in blocks(q, k):
             o[b, rows, h] = (p @ v[b, keys, h].float()).to(o.dtype)
-        return o, q.new_zeros(
-            q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32
-        )  # nobody asks for the LSE
+        return o, lse  # zeros: the backward pass makes its own
 
     def backward(do, q, k, v, o, lse):
         dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))

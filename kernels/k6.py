@@ -42,7 +42,7 @@ from .device.masks import Mask, mask_of
 from .device.packed import DENSE
 from .device.piece_sums import SummingPieces
 from .device.products import Products, Rows, attention_mmas, multiply_pv, multiply_qk
-from .device.query_tiles import ROWS, Config, work_on_query_tiles
+from .device.query_tiles import ROWS, Config, KeyTile, work_on_query_tiles
 from .device.rings import CONSUMER, OwnStages, await_next, leave_hidden, skip, tma_rings
 from .device.rows import OWN_ROWS, sum_of_row, with_sink
 from .device.shared_tiles import packed_tiles
@@ -77,6 +77,7 @@ class Barrier(IntEnum):
     Q_READ = 1
     LEFT = 5
     PARTS = 9
+    FAR = 10
 
 
 class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
@@ -93,21 +94,21 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
     Barrier.Q_READ + c, C      consumer c's threads, 128, done with Q    the same, where O takes Q's place
     Barrier.LEFT + c, C        the same, done with their first piece     the warp behind the producer (slices)
     Barrier.PARTS              all consumers, done with K and V          the same, before pieces are there
+    Barrier.FAR + c, C         consumer c's threads, 128, each tile      the same (soft caps)
     """
 
     def __init__(
         self, head_dim: int, mask: Mask, dtype: str, config: Config | None = None, sms: int = SMS,
-        share: float = SHARE, exact: bool = False, has: tuple[str, ...] = (), cap: str = "polynomial",
+        share: float = SHARE, exact: bool = False, has: tuple[str, ...] = (),
         value_dim: int | None = None, sliced: bool = False,
     ):  # fmt: skip
         """`share` 0 leaves GROWTH alone to decide; `exact` follows the maximum in every tile, as an eager
-        softmax does. `has` names what a launch is given: `calls.given_names`; `cap` is SoftCap's way.
-        `sliced`: k6_slices."""
+        softmax does. `has` names what a launch is given: `calls.given_names`. `sliced`: k6_slices."""
         assert share >= 0.0, "a share of a sum"
         self.share, self.growth = (0.0, 0.0) if exact else (share, GROWTH)
         self.value_dim = value_dim or head_dim  # columns of V and O
         config = config or CONFIGS[head_dim]
-        self.has, self.cap_way, self.cap = has, cap, None
+        self.has, self.cap = has, None
         self.has_policies = bool({*has} - {"scale"})
         batch = SlicedKeys(config.tile_kv) if sliced else DENSE
         batch = packed_tiles(config.consumers) if "sequences" in has else batch
@@ -126,16 +127,6 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
 
     def section_bytes(self, seqlen_kv):  # the same heads up to 2048 or 4096 keys, then 8 or 16 MiB
         return cutlass.min(seqlen_kv, 4096 if self.head_dim == 256 and not self.has_policies else 2048) * 4096
-
-    def tile_bytes(self, q_and_o: int) -> int:
-        q = (q_and_o * self.head_dim if q_and_o < 3 else 2 * self.head_dim + self.value_dim) * self.tile_q
-        return (q + self.stages * self.tile_kv * (self.head_dim + self.value_dim)) * 2
-
-    @property
-    def smem_bytes(self) -> int:
-        barriers = 2 * (self.q_stages * self.consumers + 2 * self.stages + 1)
-        words = math.ceil(self.message / 4) + (math.ceil(self.consumers / 4) if self.sliced else 0)
-        return self.tile_bytes(self.q_and_o) + 16 * words + barriers * 8
 
     @cute.jit
     def __call__(self, mQ, mK, mV, mO, mLSE, *rest):
@@ -263,6 +254,7 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
                 lengths, (_, first, edge) = self.batch.lengths(place, extents), begin
                 limits = first, first_row, *lengths
                 if const_expr(self.cap is not None):
+                    far = self.cap.is_far_to_any(S, Barrier.FAR + consumer)
                     self.cap.exponents(S, [0.0, 0.0])  # relative to nothing yet: scores
                 if const_expr(self.mask.hides_first):
                     self.hide(S, -Float32.inf, *rows.limits, first_row, first, *lengths, both_edges=True)
@@ -273,7 +265,7 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
                 if const_expr(self.mask.hides_first):
                     # Tiles before whose end a row may have seen no key: one or two with the first.
                     for block in range(first + 1, edge, unroll=1):
-                        self.step(x, rows, room, block, limits, q_get, k_get, v_get, masked=True, edge=True)
+                        self.step(x, rows, room, block, limits, q_get, k_get, v_get, KeyTile.EDGE)
                         k_get.advance()
                         v_get.advance()
                 if const_expr(self.share > 0.0):
@@ -288,13 +280,21 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
                         q_ring.consumer_release(q_get.other)
 
                 # 3. main loop: the tiles that are seen whole, those with hidden keys, those all hidden
-                for block in range(edge, visible, unroll=1):
-                    self.step(x, rows, room, block, limits, q_get, k_get, v_get, masked=False)
+                asked = visible
+                if const_expr(self.cap is not None):
+                    asked -= far * (visible - edge)  # all or none: those that are asked whether they are far
+                for block in range(edge, asked, unroll=1):
+                    self.step(x, rows, room, block, limits, q_get, k_get, v_get, KeyTile.WHOLE)
                     # V's next stage is K's of now: 2 instructions less than to advance it, below 20 more.
                     v_get = k_get.clone()
                     k_get.advance()
+                if const_expr(self.cap is not None):
+                    for block in range(asked, visible, unroll=1):
+                        self.step(x, rows, room, block, limits, q_get, k_get, v_get, KeyTile.FAR)
+                        v_get = k_get.clone()
+                        k_get.advance()
                 for block in range(cutlass.max(edge, visible), own_blocks, unroll=1):
-                    self.step(x, rows, room, block, limits, q_get, k_get, v_get, masked=True)
+                    self.step(x, rows, room, block, limits, q_get, k_get, v_get, KeyTile.HIDES)
                     k_get.advance()
                     v_get.advance()
                 hidden, past_the_end = kv_blocks - own_blocks, first_row >= lengths[0]
@@ -367,10 +367,9 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
                             self.make_part(place, sQuads, mLSE, extents[0], warp_idx)
                         announced, place = self.hear(tile_ring, tile_get, sTile, consumer)
 
-    def step(self, x, rows, room, kv_block, limits, q_get, k_get, v_get, masked: bool, edge: bool = False):
+    def step(self, x, rows, room, kv_block, limits, q_get, k_get, v_get, tile: KeyTile):
         """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one, part by part: while a
-        part is subtracted and asked for its growth, the part before it is exponentiated. Before the end of an
-        `edge` tile a row may have seen no key."""
+        part is subtracted and asked for its growth, the part before it is exponentiated."""
         first, first_row, *lengths = limits
         x.k_ring.consumer_wait(k_get)
         multiply_qk(x, q_get, k_get)
@@ -379,15 +378,18 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
         warpgroup.wait_group(1)
         x.k_ring.consumer_release(k_get)
         # Capped scores are subtracted before they are hidden: all of them, or a part would miss a growth.
-        parts = [rows.S] if edge or (masked and self.cap is not None) else rows.parts
-        if masked:
+        hides, edge = tile in (KeyTile.HIDES, KeyTile.EDGE), tile == KeyTile.EDGE
+        parts = [rows.S] if edge or (hides and self.cap is not None) else rows.parts
+        if hides:
             if self.cap is not None:
                 self.cap.exponents(rows.S, rows.max)
             self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *lengths, both_edges=edge)
         for p, part in enumerate(parts):
             if self.cap is None:
                 subtract(part, rows.max, self.scale_log2)
-            elif not masked:
+            elif tile == KeyTile.FAR:
+                self.cap.far_together(part, rows.max)
+            elif tile == KeyTile.WHOLE:
                 self.cap.exponents(part, rows.max)
             if p > 0:
                 exponentiate(parts[p - 1], rows.sum)

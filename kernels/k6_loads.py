@@ -1,5 +1,7 @@
 """The warp of k6 that loads: queries, and the keys and values that they see."""
 
+import math
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, pipeline, range_constexpr
@@ -26,6 +28,16 @@ class LoadingQueries(PackedTiles):
     def plain(self) -> bool:
         """Whether a CTA has a tile, and begins at its first key."""
         return not (self.packed or self.mask.hides_first)
+
+    def tile_bytes(self, q_and_o: int) -> int:
+        q = (q_and_o * self.head_dim if q_and_o < 3 else 2 * self.head_dim + self.value_dim) * self.tile_q
+        return (q + self.stages * self.tile_kv * (self.head_dim + self.value_dim)) * 2
+
+    @property
+    def smem_bytes(self) -> int:
+        barriers = 2 * (self.q_stages * self.consumers + 2 * self.stages + 1)
+        words = math.ceil(self.message / 4) + (math.ceil(self.consumers / 4) if self.sliced else 0)
+        return self.tile_bytes(self.q_and_o) + 16 * words + barriers * 8
 
     @property
     def nowhere(self) -> list[int]:

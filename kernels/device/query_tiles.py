@@ -4,6 +4,7 @@ tiles of keys that are seen. The counterpart for tiles of keys is `key_tiles.Til
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
@@ -37,6 +38,13 @@ class Config:
         return shape + f", {self.ctas} CTAs an SM" * (self.ctas > 1)
 
 
+class KeyTile(IntEnum):
+    """What a consumer knows of a tile of keys before it multiplies. Before the end of an EDGE tile a row may
+    have seen none; a FAR one hides none, and is taken for far from zero (`SoftCap`)."""
+
+    WHOLE, FAR, HIDES, EDGE = range(4)
+
+
 class QueryTiles:
     """Tiles of `tile_q` queries, 64 a consumer, for each those of `tile_kv` keys that they see."""
 
@@ -61,7 +69,7 @@ class QueryTiles:
         if window is not None:
             self.mask = Window(*window)
         if cap is not None:
-            self.cap, self.scale_log2 = SoftCap(cap, self.cap_way), 1.0
+            self.cap, self.scale_log2 = SoftCap(cap), 1.0
 
     def section_bytes(self, seqlen_kv):
         """Of K and V of the heads that are worked on together under a mask, and stay in L2."""

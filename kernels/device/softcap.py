@@ -3,91 +3,90 @@
 tanh.approx.f32 is one MUFU more for each score, wrong by up to 2⁻¹¹ of it; O hardly shows it, but the LSE,
 from which a backward pass makes P anew, has to be right to 10⁻⁵. So a warp looks how large its tile's largest
 score is. Within a third of the cap a polynomial takes three instructions of the FMA pipe for each, which
-products in flight do not slow down, and is right to 3·10⁻⁶; up to the cap itself one of degree 11 takes six;
-beyond that it is tanh y = 1 − 2/(1 + e^2y), two MUFU, right to about 2⁻²² of the cap.
+products in flight do not slow down, and is right to 3·10⁻⁶; beyond that it is tanh y = 1 − 2/(1 + e^2y), two
+MUFU, right to about 2⁻²² of the cap.
+
+Behind the answer lies a branch, before which P·V has to end. A consumer whose first tile of keys was far does
+not ask again of those that hide no key: it takes them for far, and four scores of a row share a reciprocal,
+
+    r = 1/(abcd),   1/a = (r·cd)·b,   1/b = (r·cd)·a,   1/c = (r·ab)·d,   1/d = (r·ab)·c.
+
+That is right to about 2⁻²⁰ of the cap, which the LSE of a row of few keys would show: the first tile, and
+those with hidden keys, are computed score by score.
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, range_constexpr
+from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import dsl_user_op
 
 from .arithmetic import largest_positive
-from .constants import LOG2_E
+from .constants import LOG2_E, WARPGROUP
 
-# tanh y ≈ y·(c₀ + c₁y² + c₂y⁴ + …), up to |y| as named, with the least largest relative error
-NEAR = 0.35  # 2.9·10⁻⁶
+# tanh y ≈ y·(c₀ + c₁y² + c₂y⁴) up to |y| = NEAR, with the least largest relative error, 2.9·10⁻⁶
+NEAR = 0.35
 OF_NEAR = (0.99999714, -0.33290955, 0.12395031)
-MIDDLE = 1.0  # 6·10⁻⁷
-OF_MIDDLE = (0.99999941, -0.33329042, 0.13281433, -0.05160564, 0.01674308, -0.00306705)
+TOGETHER = 4  # scores of a reciprocal
+LARGEST = 30.0  # of 2y·log₂ e: four factors are below 2¹²¹, and from there on tanh y is 1 in fp32
 
 
 @cute.jit
 def cap_numbers(scale: Float32, cap: Float32) -> tuple[Float32, ...]:
     """What a launch computes once, on the host, of the scale and the cap of its scores."""
-    inner, outer = scale / cap, cap * LOG2_E
-    square = inner * inner
-    # Beyond these the last of `factors` has no place in fp32, and what is not near counts as far.
-    fits = (square > 2.0**-22) & (square < 2.0**22)
-    middle = MIDDLE * MIDDLE / square if fits else Float32(0.0)
-    numbers = 2.0 * LOG2_E * inner, outer, NEAR * NEAR / square, middle
-    return scale, cap, *numbers, *factors(OF_MIDDLE, inner, outer)
+    inner = scale / cap
+    return scale, cap, 2.0 * LOG2_E * inner, cap * LOG2_E, NEAR * NEAR / (inner * inner)
 
 
-def factors(coefficients: tuple[float, ...], inner: Float32, outer: Float32) -> list[Float32]:
-    """Of the powers of a product q·k, where y = inner·q·k, and outer makes a score of tanh y, in powers of
-    two."""
-    found, power = [], inner * outer
-    for c in coefficients:
-        found.append(power * c)
-        power = power * (inner * inner)
-    return found
+@dsl_user_op
+def any_of_warpgroup(here: Boolean, barrier: Int32, *, loc: object = None, ip: object = None) -> Boolean:
+    """Whether `here` holds for a thread of a warpgroup, all of which meet at a named barrier."""
+    here, barrier, threads = (x.ir_value(loc=loc, ip=ip) for x in (here, barrier, Int32(WARPGROUP)))
+    rest = {"thread_count": threads, "aligned": True, "loc": loc, "ip": ip}
+    return Boolean(nvvm.barrier_cta_red(here, barrier, nvvm.BarrierReduxKind.OR, **rest))
 
 
 class SoftCap:
-    """What scores are capped with, of `cap_numbers`: a product q·k becomes a score in powers of two. `way` is
-    "polynomial", or one of what it was measured against: "exp2", which it falls back to, and "approx"."""
+    """What scores are capped with, of `cap_numbers`: a product q·k becomes a score in powers of two."""
 
-    def __init__(self, numbers: tuple[Float32, ...], way: str = "polynomial"):
-        assert way in ("polynomial", "exp2", "approx")
-        scale, cap, self.double_log2, self.outer, self.near, self.middle, *self.of_middle = numbers
-        # Behind a division they stay in registers; as operands they would be loaded anew in each step, which
+    def __init__(self, numbers: tuple[Float32, ...]):
+        scale, cap, self.double_log2, self.outer, self.near = numbers
+        # Behind a division these stay in registers; as operands they would be loaded anew in each step, which
         # waits for that.
-        self.of_near = factors(OF_NEAR, scale / cap, cap * LOG2_E)
-        self.way = way
+        inner, power, self.of_near = scale / cap, scale / cap * (cap * LOG2_E), []
+        for c in OF_NEAR:  # factors of the powers of a product
+            self.of_near.append(power * c)
+            power = power * (inner * inner)
+
+    def is_far(self, S: cute.Tensor) -> Boolean:
+        """Whether one of this thread's products is beyond what the polynomial is for."""
+        # Of squares the largest as an integer is the largest, and NaN is larger than all. Asked is not what
+        # is larger, which NaN is not: of a hidden key or of one row, it would send far scores of all others
+        # that its thread holds to a polynomial that is not for them.
+        return ~(largest_positive([S[i] * S[i] for i in range(cute.size(S))]) <= self.near)
+
+    def is_far_to_any(self, S: cute.Tensor, barrier: Int32) -> Int32:
+        """1 if it is so of any thread of the warpgroup, else 0. Through a shuffle: the compiler does not know
+        that a barrier tells all the same, and would hold all that depends on it in registers, descriptors of
+        products too (a fifth of the speed)."""
+        far = any_of_warpgroup(self.is_far(S), Int32(barrier))
+        return cute.arch.make_warp_uniform(Int32(far))
 
     @cute.jit
     def exponents(self, S: cute.Tensor, row_max):
         """Products S (row, key) become scores in powers of two, less row_max[row]."""
-        if const_expr(self.way == "approx"):
-            for r in range_constexpr(cute.size(S, mode=[0])):
-                tanh = cute.math.tanh(S[r, None].load() * (self.double_log2 / (2.0 * LOG2_E)), fastmath=True)
-                S[r, None].store(tanh * self.outer - row_max[r])
-        elif const_expr(self.way == "exp2"):
+        # A vote: the branch must be uniform in the warp (notes/k6.md, "A branch must be uniform").
+        if cute.arch.vote_any_sync(self.is_far(S)):
+            warpgroup.wait_group(0)  # or ptxas serialises: S is read in a branch, and P·V in flight
             self.far(S, row_max)
         else:
-            # Of squares the largest as an integer is the largest, and NaN is larger than all.
-            largest = largest_positive([S[i] * S[i] for i in range(cute.size(S))])
-            # A vote: the branch must be uniform in the warp (notes/k6.md, "A branch must be uniform"). Asked
-            # is not what is larger, which NaN is not: of a hidden key or of one row, it would send far scores
-            # of all others that its thread holds to a polynomial that is not for them.
-            if cute.arch.vote_any_sync(~(largest <= self.near)):
-                if cute.arch.vote_any_sync(~(largest <= self.middle)):
-                    warpgroup.wait_group(0)  # or ptxas serialises: S is read in a branch, and P·V in flight
-                    self.far(S, row_max)
-                else:
-                    self.polynomial(S, row_max, self.of_middle)
-            else:
-                self.polynomial(S, row_max, self.of_near)
-
-    def polynomial(self, S: cute.Tensor, row_max, factors) -> None:
-        """The same of scores that the factors are for."""
-        for r in range(cute.size(S, mode=[0])):
-            for c in range(cute.size(S, mode=[1])):
-                square = S[r, c] * S[r, c]
-                value = factors[-1]
-                for factor in factors[-2::-1]:
-                    value = value * square + factor
-                S[r, c] = S[r, c] * value - row_max[r]
+            for r in range_constexpr(cute.size(S, mode=[0])):
+                for c in range_constexpr(cute.size(S, mode=[1])):
+                    square = S[r, c] * S[r, c]
+                    value = self.of_near[-1]
+                    for factor in self.of_near[-2::-1]:
+                        value = value * square + factor
+                    S[r, c] = S[r, c] * value - row_max[r]
 
     def far(self, S: cute.Tensor, row_max) -> None:
         """The same, however large the scores are."""
@@ -97,3 +96,18 @@ class SoftCap:
             S[r, None].store(power + 1.0)
             for c in range(cute.size(S, mode=[1])):
                 S[r, c] = largest - 2.0 * self.outer * cute.arch.rcp_approx(S[r, c])
+
+    def far_together(self, S: cute.Tensor, row_max) -> None:
+        """As `far`, four scores at a time. One of NaN spoils the others, which are of its row."""
+        for r in range(cute.size(S, mode=[0])):
+            largest = self.outer - row_max[r]
+            for at in range(0, cute.size(S, mode=[1]), TOGETHER):
+                doubled = [S[r, at + i] * self.double_log2 for i in range(TOGETHER)]
+                # min.NaN: the other one would make a cap of NaN.
+                bounded = [cute.arch.fmin(x, LARGEST, nan=True) for x in doubled]
+                a, b, c, d = [cute.math.exp2(x, fastmath=True) + 1.0 for x in bounded]
+                ab, cd = a * b, c * d
+                shared = cute.arch.rcp_approx(ab * cd) * (-2.0 * self.outer)
+                of_ab, of_cd = shared * cd, shared * ab
+                for i, x in enumerate((of_ab * b, of_ab * a, of_cd * d, of_cd * c)):
+                    S[r, at + i] = x + largest
