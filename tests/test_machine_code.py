@@ -23,6 +23,7 @@ from harness.machine_code import cubin_of, main_loop
 from harness.sweep import HEAD_DIMS
 from hopper_attention.kernels import k6, ladder
 from hopper_attention.kernels.contract import DTYPES
+from hopper_attention.kernels.device.softcap import TOGETHER
 from hopper_attention.launch import compile_stage
 
 CUDA_CORES = ("k1", "fa1", "k2", "bwd1", "bwd2")  # what these compute with; tensor cores and TMA come later
@@ -190,6 +191,19 @@ def test_a_cap_counts_nan_as_far() -> None:
     compiled = compile_stage("k6", problem_at("k6", 128, True).with_(softcap=50.0))
     (code,) = machine_code.disassemble(cubin_of(compiled))
     assert code.count(r"FSETP\.GTU\.AND") == 3
+
+
+def test_far_scores_have_a_loop_of_their_own() -> None:
+    """Four to a reciprocal, no vote but whether a maximum has grown, and descriptors in uniform registers
+    though what a barrier was told decides between the loops."""
+    compiled = compile_stage("k6", problem_at("k6", 128, True).with_(softcap=50.0))
+    (code,) = machine_code.disassemble(cubin_of(compiled))
+    steps = [code.usual(loop) for loop in innermost_with_products(code)]
+    count = lambda loop, opcode: sum(i.opcode.startswith(opcode) for i in loop)
+    scores = k6.CONFIGS[128].tile_kv // 2
+    near, far, hides = [(count(x, "MUFU.EX2"), count(x, "MUFU.RCP"), count(x, "VOTE.")) for x in steps]
+    assert (near, far, hides) == ((scores, 0, 2), (2 * scores, scores // TOGETHER, 1), (scores, 0, 2))
+    assert not any(count(loop, "R2UR") for loop in steps)
 
 
 # Backward
