@@ -89,22 +89,21 @@ def apart_table(rows: Rows) -> str:
     columns = {x: label for x, label in TRAINED_WITH.items() if x != "cudnn"} | {FP32: "in fp32"}
     lines = []
     for (model, seqlen, how), together in runs(rows).items():
-        seeds: dict[int, dict[str, Rows]] = {}
-        for row in together:
-            name = SDPA if row["attention"] == "cudnn" else row["attention"]
-            seeds.setdefault(row["seed"], {}).setdefault(name, []).append(row)
+        named = [row | {"attention": SDPA} if row["attention"] == "cudnn" else row for row in together]
+        of_seed = lambda seed, named=named: [row for row in named if row["seed"] == seed]
+        seeds = [by_attention(of_seed(seed)) for seed in dict.fromkeys(row["seed"] for row in named)]
         for origin in (SDPA, FP32):
             cells = []
             for name in columns:
                 found = [
                     [furthest(x, y) for x, y in product(by_name[name], by_name[origin]) if x is not y]
-                    for by_name in seeds.values()
+                    for by_name in seeds
                     if name in by_name and origin in by_name
                 ]
                 found = [pairs for pairs in found if pairs]
                 most = max(map(max, found), default=0.0)
                 cells.append(f"{mean(map(mean, found)):.5f}, {most:.5f}" if found else "")
-            count = sum(origin in by_name for by_name in seeds.values())
+            count = sum(origin in by_name for by_name in seeds)
             lines.append([f"{model}, {seqlen}, {HOW[how]}", columns[origin], f"{count}", *cells])
     return table(["model, seqlen", "from", "seeds", *columns.values()], lines, "llr" + "r" * len(columns))
 

@@ -279,7 +279,7 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
                         await_stores()
                         q_ring.consumer_release(q_get.other)
 
-                # 3. main loop: the tiles that are seen whole, those with hidden keys, those all hidden
+                # 3. main loop: tiles seen whole, near or far (soft caps), those with hidden keys, all hidden
                 asked = visible
                 if const_expr(self.cap is not None):
                     asked -= far * (visible - edge)  # all or none: those that are asked whether they are far

@@ -30,11 +30,13 @@ class LoadingQueries(PackedTiles):
         return not (self.packed or self.mask.hides_first)
 
     def tile_bytes(self, q_and_o: int) -> int:
+        """Of shared memory, with so many tiles of Q and O, and the rings of K and V."""
         q = (q_and_o * self.head_dim if q_and_o < 3 else 2 * self.head_dim + self.value_dim) * self.tile_q
         return (q + self.stages * self.tile_kv * (self.head_dim + self.value_dim)) * 2
 
     @property
     def smem_bytes(self) -> int:
+        """All of the kernel's shared memory."""
         barriers = 2 * (self.q_stages * self.consumers + 2 * self.stages + 1)
         words = math.ceil(self.message / 4) + (math.ceil(self.consumers / 4) if self.sliced else 0)
         return self.tile_bytes(self.q_and_o) + 16 * words + barriers * 8
