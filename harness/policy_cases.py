@@ -8,29 +8,22 @@ sequences alone, 5. A stage's record says which, and of how many problems each h
 """
 
 import math
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from harness import reference
-from harness.inputs import hopper_gpu
 from harness.policies import Given, random_given, starts_of
-from harness.reference import Rounding
-from harness.registry import CASES, case, same
+from harness.registry import case, same
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import CANONICAL, WITH_POLICIES, compile_stage, compiled_for
 
 HEAD_DIMS = (64, 128, 256)
-FAR = -1e3  # scores of keys that are seen, so far below zero that nothing of e^score is left
 EDGES = (63, 64, 65, 127, 128, 129)  # of windows, about the ends of tiles
 MANY = 10**5  # sequences
-SPOILT = slice(200, 208)  # queries, or keys: of S's rows 8 to 15 of a warp's 16, or columns of every lane
-BLOCK = 128  # queries, or keys: where these end, all tiles of backward kernels do
 
 
 def plain_of(stage_id: str, head_dim: int = 64, **fields: object) -> Problem:
@@ -162,151 +155,6 @@ def edges_of_windows(stage_id, args):
             for extents in ({"seqlen_q": 512, "seqlen_kv": 512}, {"seqlen_q": 257, "seqlen_kv": 601}):
                 problem = plain_of(stage_id, head_dim, batch=1, window=(left, right), **extents)
                 yield from checked(stage_id, random_given(problem))
-
-
-def shift_scores(given: Given, by: float) -> None:
-    """q·k becomes `by` and some noise. Each column has the same part in it, and the noise of the second half
-    is that of the first with the other sign, so that shift times noise cancels. (If one column made it all,
-    a row of dK would be one large number, whose rounding the rule for rows takes for that of head_dim.)"""
-    head_dim = given.problem.head_dim
-    half, of_queries = head_dim // 2, -2.0
-    for x, own in ((given.q, of_queries), (given.k, by / head_dim / of_queries)):
-        x[..., half:] = -x[..., :half]
-        x.copy_(x.float() * head_dim**-0.25 + own)
-
-
-@case(policy="window")
-def far_below_zero(stage_id, args):
-    """Scores at which e^s is nothing: a maximum that stays at 0 while a row has seen no key loses them all;
-    and sinks far above and below everything."""
-    for head_dim in HEAD_DIMS:
-        for fields in ({"window": (70, 0)}, {"window": (3, 3)}, {"window": (100, 0), "sink": True}):
-            problem = plain_of(stage_id, head_dim, batch=1, seqlen_q=400, seqlen_kv=400, **fields)
-            given = random_given(problem, scale=1.0, sink=torch.full((4,), FAR, device="cuda"))
-            given.sink = given.sink if problem.sink else None
-            shift_scores(given, FAR)
-            yield from checked(stage_id, given, "scores far below zero")
-        for sink in (-math.inf, -300.0, -30.0, 30.0, 300.0):
-            problem = plain_of(stage_id, head_dim, batch=1, causal=True, sink=True)
-            yield from checked(
-                stage_id, random_given(problem, sink=torch.full((4,), sink, device="cuda")), f"sink {sink}"
-            )
-
-
-@case(policy="window")
-def scores_about_the_cap(stage_id, args):
-    """From far within the cap to far beyond it: tanh is computed in several ways. And of caps large and
-    small, whose powers must have their place in fp32."""
-    for head_dim in HEAD_DIMS:
-        for cap in (1e-5, 3.0, 50.0, 300.0):
-            for ahead in (0.2, 1.0, 5.0):  # of the cap, the largest of some thousand scores
-                given = random_given(plain_of(stage_id, head_dim, batch=1, causal=True, softcap=cap))
-                given.q *= ahead * cap / 4
-                yield from checked(stage_id, given, f"scores up to {ahead} caps")
-
-
-@case(direction="fwd", policy="window")
-def scores_far_in_some_tiles(stage_id, args):
-    """Of keys that a consumer sees first, of others alone, and of no more than one: what its first tile is
-    decides how the others are computed."""
-    for head_dim in HEAD_DIMS:
-        for dtype in ("bfloat16", "float16"):
-            for far in (slice(64), slice(256, None), slice(300, 301)):
-                fields = {"batch": 1, "softcap": 50.0, "seqlen_q": 300, "seqlen_kv": 700, "dtype": dtype}
-                given = random_given(plain_of(stage_id, head_dim, **fields))
-                given.q *= 2.0
-                given.k[:, :, far] *= 20.0
-                yield from checked(stage_id, given, f"far scores of keys {far.start} to {far.stop}")
-
-
-# ---- NaN that some rows do not see -------------------------------------------------------------------------
-
-Run = Callable[[Given], dict[str, torch.Tensor]]  # a kernel's outputs
-
-
-def visible(problem: Problem) -> torch.Tensor:
-    """(query, key): whether the one sees the other, in a dense problem."""
-    queries, keys = torch.arange(problem.seqlen_q)[:, None], torch.arange(problem.seqlen_kv)
-    ahead = keys - queries - (0 if problem.top_left else problem.seqlen_kv - problem.seqlen_q)
-    left, right = problem.window or (-1, 0 if problem.causal else -1)
-    return ((ahead >= -left) | (left < 0)) & ((ahead <= right) | (right < 0))
-
-
-def reached(problem: Problem, spoilt: str) -> dict[str, torch.Tensor]:
-    """By output, which rows NaN in the rows SPOILT of q or k may reach: those that see it. Of gradients, all
-    of a tile in which it is: zeros of a hidden pair are multiplied by it there."""
-    seen = visible(problem)
-    rows, keys = (torch.zeros(n, dtype=torch.bool) for n in seen.shape)
-    if spoilt == "q":
-        rows[SPOILT] = True
-    else:
-        keys[SPOILT] = True
-        rows = seen[:, keys].any(1)
-    if problem.direction != "bwd":
-        return {"o": rows, "lse": rows}
-    whole = lambda x: torch.cat([block.any().expand(len(block)) for block in x.split(BLOCK)])
-    of_queries = whole(rows | seen[:, whole(keys)].any(1))
-    of_keys = whole(keys | seen[whole(rows)].any(0))
-    return {"dq": of_queries, "dk": of_keys, "dv": of_keys}
-
-
-def with_spoilt(given: Given, name: str, value: float) -> Given:
-    """The same with `value` in the rows SPOILT of q or k; of gradients, what the forward pass then saved."""
-    x = getattr(given, name).clone()
-    x[:, :, SPOILT] = value
-    other = replace(given, **{name: x})
-    if given.problem.direction == "bwd":
-        rows = reached(given.problem.with_(direction="fwd"), name)["o"]
-        other.saved = tuple(x.clone() for x in given.saved)
-        for x in other.saved:
-            x[:, :, rows] = math.nan
-    return other
-
-
-def spread_of_nan(given: Given, run: Run, rounding: Rounding) -> Iterator[str]:
-    """What is wrong with rows that do not see a NaN, or with those that do if it does not show there."""
-    plain = run(given)
-    for name, value in (("k", math.nan), ("k", math.inf), ("q", math.nan)):
-        found, mixed = run(with_spoilt(given, name, value)), {}
-        for output, rows in reached(given.problem, name).items():
-            rows = rows.to(found[output].device)
-            if given.problem.direction != "bwd" and not found[output][:, :, rows].isnan().all():
-                yield f"{value} in {name}: {output} of rows that see it is not NaN"
-            mixed[output] = found[output].clone()
-            mixed[output][:, :, rows] = plain[output][:, :, rows]
-        for failure in given.judge(mixed, rounding, poisoned=False):
-            yield f"{value} in {name}, which these rows do not see: {failure}"
-
-
-HIDING = (  # kernels of `alone` in which some rows do not see all keys, and plain ones
-    {"causal": True, "softcap": 3.0},
-    {"window": (40, 0), "softcap": 3.0, "dtype": "float16"},
-    {"causal": True},
-    {"window": (40, 0)},
-)
-
-
-def far_scores(stage_id: str, head_dim: int, size: float, device: str = "cuda") -> Iterator[Given]:
-    """Problems with some rows that do not see the keys SPOILT, and scores up to about `size`."""
-    for fields in HIDING:
-        extents = {"batch": 1, "seqlen_q": 515, "seqlen_kv": 515}
-        given = random_given(plain_of(stage_id, head_dim, **fields, **extents), device=device)
-        given.q *= size / 4  # deviations that the largest of some thousand is away
-        yield given
-
-
-@case(policy="window")
-def nan_that_some_rows_do_not_see(stage_id, args):
-    """Beside far scores: by what way a warp computes, and whether it rescales, must not be chosen by a
-    comparison that is false of NaN. Scores about the cap, and far beyond it."""
-    stage, module = ladder.load(stage_id)
-    run = lambda given: given.run(stage_id).outputs
-    for head_dim in HEAD_DIMS:
-        for size in (3.0, 15.0) if stage.direction != "bwd" else (15.0,):
-            for given in far_scores(stage_id, head_dim, size):
-                rounding = reference.rounding_of(stage, module, given.problem, **stage.options)
-                for failure in spread_of_nan(given, run, rounding):
-                    yield f"{given.problem}, scores up to {size}: {failure}"
 
 
 # ---- packed sequences --------------------------------------------------------------------------------------
@@ -445,27 +293,3 @@ def a_graph_of_other_lengths(stage_id, args):
         rounding = reference.rounding_of(stage, module, other.problem, **stage.options)
         for failure in other.judge(t.outputs, rounding):
             yield f"{other.problem}, replayed: {failure}"
-
-
-def main(stage_ids: list[str], only: str = "") -> int:
-    """Run these cases alone, those whose name contains `only`."""
-    failed = 0
-    for stage_id in stage_ids:
-        for name, (_, function, policy) in CASES.items():
-            if policy in policies_of(stage_id) and only in name:
-                begin = time.perf_counter()
-                try:
-                    failures = list(function(stage_id, None))
-                except Exception as error:  # the others still run
-                    failures = [f"{type(error).__name__}: {error}"]
-                failed += bool(failures)
-                seconds = time.perf_counter() - begin
-                print(f"{stage_id}: {name}: {len(failures)} failures in {seconds:.1f} s")
-                print(*(f"    {failure}" for failure in failures[:8]), sep="\n", flush=True)
-    return failed
-
-
-if __name__ == "__main__":
-    assert hopper_gpu(), "no Hopper GPU here"
-    names = [x for x in sys.argv[1:] if x in ladder.CHECKED]
-    sys.exit(main(names, " ".join(x for x in sys.argv[1:] if x not in ladder.CHECKED)))

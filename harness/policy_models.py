@@ -12,7 +12,7 @@ import torch
 from harness.models import Array
 from harness.policies import Given
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.kernels.device.softcap import NEAR, OF_NEAR
+from hopper_attention.kernels.device.softcap import LARGEST, NEAR, OF_NEAR, TOGETHER
 
 ROWS = 64  # of a warpgroup, which decides for all of them which tiles of keys it takes
 WARP_ROWS, LANES = 16, 4  # of a warp, which decides how scores are capped; that share a row
@@ -140,6 +140,21 @@ def capped_by_votes(s: Array, cap: float, wrong: str | None = None) -> Array:
         if not (largest > NEAR**2).any() if wrong == NAN_IS_NEAR else (largest <= NEAR**2).all():
             found[warp : warp + WARP_ROWS] = near[warp : warp + WARP_ROWS]
     return found
+
+
+def capped_together(s: Array, cap: float) -> Array:
+    """Scores (…, TOGETHER) in fp32, each four with one reciprocal, as tiles taken for far are computed."""
+    f = np.float32
+    with np.errstate(over="ignore", invalid="ignore"):
+        powers = np.exp2(s.astype(f) * f(2 / (cap * np.log(2))) - f(LARGEST))
+        # A sum that saturates makes 0 of NaN.
+        factors = np.clip(np.nan_to_num(powers + f(2.0**-LARGEST), nan=0.0), f(0), f(1))
+        a, b, c, d = (factors[..., i] for i in range(TOGETHER))
+        ab, cd = a * b, c * d
+        shared = np.divide(f(1), ab * cd, where=ab * cd > 0, out=np.full_like(ab, np.inf))
+        shared *= f(-2.0 * 2.0**-LARGEST * cap)
+        of_ab, of_cd = shared * cd, shared * ab
+        return np.stack((of_ab * b, of_ab * a, of_cd * d, of_cd * c), -1) + f(cap)
 
 
 def masked(
@@ -281,7 +296,7 @@ def applies(wrong: str, problem: Problem) -> bool:
         bounds = problem.window or (-1, 0 if problem.causal else -1)
         return bounds[side] >= 0
     if wrong == NAN_IS_NEAR:
-        return False  # inputs have no NaN here: `policy_cases.spread_of_nan`
+        return False  # inputs have no NaN here: `score_cases.spread_of_nan`
     if "cap" in wrong:
         hides = problem.window is not None or problem.causal
         return bool(problem.softcap) and (hides or wrong != "cap after the mask")

@@ -22,9 +22,10 @@ def sources_of(file: str) -> list[Path]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.level:
                 folder = path.parents[node.level - 1]
-                # `from .a import b` names a file, `from . import a` one for each name
-                modules = [node.module] if node.module else [x.name for x in node.names]
-                waiting += [folder.joinpath(*module.split(".")).with_suffix(".py") for module in modules]
+                # `from .a import b` names a file a.py, or, of a folder a, one for each name
+                named = folder.joinpath(*(node.module or "").split("."))
+                modules = [named / x.name for x in node.names] if named.is_dir() else [named]
+                waiting += [module.with_suffix(".py") for module in modules]
     return sorted(found)
 
 

@@ -31,12 +31,12 @@ from cutlass.memory import SmemAllocator
 from .calls import forward_scratch, given_names, refuse_forward, run_forward
 from .calls_slices import NOWHERE
 from .contract import Compiled, LazyMaximum, Problem, Scratch, Stage, Tensors, Work
+from .device import lazy
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
 from .device.forward_shapes import CONFIGS, VARIANTS, config_of, variants_for  # noqa: F401  for ablations
 from .device.given import fake_given, fake_list, take_apart
 from .device.key_slices import SlicedKeys, Slices, fake_slices
-from .device.lazy import exponentiate, first_room, first_softmax, follow_maximum, raise_maximum, subtract
 from .device.limits import has_own_kernel, tile_dims
 from .device.masks import Mask, mask_of
 from .device.packed import DENSE
@@ -49,6 +49,7 @@ from .device.shared_tiles import packed_tiles
 from .device.stores import WARPS, WarpStores, await_stores
 from .device.tile_order import message_ring
 from .device.tma import allocate_tiles, load_atom, store_atom
+from .device.unfollowed import add_rounding
 from .device.wgmma import exchanged, round_fragment
 from .k6_loads import END, FIRST, FOLLOWS, LoadingQueries
 from .k6_stores import StoringQueries
@@ -106,9 +107,8 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
         softmax does. `has` names what a launch is given: `calls.given_names`. `sliced`: k6_slices."""
         assert share >= 0.0, "a share of a sum"
         self.share, self.growth = (0.0, 0.0) if exact else (share, GROWTH)
-        self.value_dim = value_dim or head_dim  # columns of V and O
-        config = config or CONFIGS[head_dim]
-        self.has, self.cap = has, None
+        self.value_dim, config = value_dim or head_dim, config or CONFIGS[head_dim]  # columns of V and O
+        self.has, self.follows_far = has, exact or dtype != "bfloat16" or "softcap" not in has
         self.has_policies = bool({*has} - {"scale"})
         batch = SlicedKeys(config.tile_kv) if sliced else DENSE
         batch = packed_tiles(config.consumers) if "sequences" in has else batch
@@ -226,7 +226,7 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
             tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
             x = Products(mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring)
             rows = Rows(x, self.config.parts, thread)
-            S, O, row_max, row_sum = rows.S, rows.O, rows.max, rows.sum
+            S, O, row_max, row_sum, excess = rows.S, rows.O, rows.max, rows.sum, rows.excess
             room = cute.make_rmem_tensor(cute.make_layout(OWN_ROWS), Float32)  # (row): see `first_room`
             room.fill(self.growth)
             o_stores = WarpStores(mma_pv, sO, store_O, mO, thread, warp_idx, consumer_warps)
@@ -253,26 +253,24 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
                 row_sum.fill(0.0)
                 lengths, (_, first, edge) = self.batch.lengths(place, extents), begin
                 limits = first, first_row, *lengths
-                if const_expr(self.cap is not None):
-                    far = self.cap.is_far_to_any(S, Barrier.FAR + consumer)
-                    self.cap.exponents(S, [0.0, 0.0])  # relative to nothing yet: scores
+                far, least = (0, None) if self.cap is None else self.cap.first_tile(S, Barrier.FAR + consumer)
                 if const_expr(self.mask.hides_first):
                     self.hide(S, -Float32.inf, *rows.limits, first_row, first, *lengths, both_edges=True)
                 elif visible == 0:
                     self.hide(S, -Float32.inf, *rows.limits, first_row, 0, *lengths)
-                first_softmax(S, row_max, row_sum, self.scale_log2)
+                lazy.first_softmax(S, row_max, row_sum, self.scale_log2, least)
                 round_fragment(x.rS, x.rP, self.dtype)
                 if const_expr(self.mask.hides_first):
                     # Tiles before whose end a row may have seen no key: one or two with the first.
                     for block in range(first + 1, edge, unroll=1):
-                        self.step(x, rows, room, block, limits, q_get, k_get, v_get, KeyTile.EDGE)
+                        self.step(x, rows, room, block, limits, q_get, k_get, v_get, KeyTile.EDGE, least)
                         k_get.advance()
                         v_get.advance()
                 if const_expr(self.share > 0.0):
                     for r in range_constexpr(OWN_ROWS):
                         total = sum_of_row(row_sum[r])
                         part = self.part_seen(self.share, own_blocks - first, lengths[1])
-                        room[r] = first_room(total, part, self.growth)
+                        room[r] = lazy.first_room(total, part, self.growth)
                 if const_expr(self.o_over_q and self.q_stages == 2):
                     # Leave the place of the Q before, when this warp's part of O has been read from there.
                     if announced == FOLLOWS:
@@ -280,9 +278,8 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
                         q_ring.consumer_release(q_get.other)
 
                 # 3. main loop: tiles seen whole, near or far (soft caps), those with hidden keys, all hidden
-                asked = visible
-                if const_expr(self.cap is not None):
-                    asked -= far * (visible - edge)  # all or none: those that are asked whether they are far
+                excess.fill(0.0)  # between the loops it would cost the second one uniform registers
+                asked = visible if self.cap is None else visible - far * (visible - edge)  # all or none
                 for block in range(edge, asked, unroll=1):
                     self.step(x, rows, room, block, limits, q_get, k_get, v_get, KeyTile.WHOLE)
                     # V's next stage is K's of now: 2 instructions less than to advance it, below 20 more.
@@ -321,7 +318,8 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
                     total, factor = sum_of_row(row_sum[r]), 1.0
                     if const_expr(mSink is not None):
                         total, row_max[r], factor = with_sink(total, row_max[r], mSink[place[1]])
-                    inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total) * factor
+                    rounded = total if self.cap is None else total + sum_of_row(excess[r, 0]) * factor
+                    inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(rounded) * factor
                     lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
                 announced, place = self.hear(tile_ring, tile_get, sTile, consumer)
                 tile_get.advance()
@@ -367,7 +365,7 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
                             self.make_part(place, sQuads, mLSE, extents[0], warp_idx)
                         announced, place = self.hear(tile_ring, tile_get, sTile, consumer)
 
-    def step(self, x, rows, room, kv_block, limits, q_get, k_get, v_get, tile: KeyTile):
+    def step(self, x, rows, room, kv_block, limits, q_get, k_get, v_get, tile: KeyTile, least=None):
         """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one, part by part: while a
         part is subtracted and asked for its growth, the part before it is exponentiated."""
         first, first_row, *lengths = limits
@@ -377,8 +375,10 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
         multiply_pv(x, v_get, kv_block - first)
         warpgroup.wait_group(1)
         x.k_ring.consumer_release(k_get)
-        # Capped scores are subtracted before they are hidden: all of them, or a part would miss a growth.
         hides, edge = tile in (KeyTile.HIDES, KeyTile.EDGE), tile == KeyTile.EDGE
+        counts_rounding = not self.follows_far and tile in (KeyTile.FAR, KeyTile.HIDES)
+        sums = rows.sum_of_tile() if counts_rounding else rows.sum
+        # Capped scores are subtracted before they are hidden: all of them, or a part would miss a growth.
         parts = [rows.S] if edge or (hides and self.cap is not None) else rows.parts
         if hides:
             if self.cap is not None:
@@ -386,20 +386,22 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
             self.hide(rows.S, -Float32.inf, *rows.limits, first_row, kv_block, *lengths, both_edges=edge)
         for p, part in enumerate(parts):
             if self.cap is None:
-                subtract(part, rows.max, self.scale_log2)
+                lazy.subtract(part, rows.max, self.scale_log2)
             elif tile == KeyTile.FAR:
                 self.cap.far_together(part, rows.max)
             elif tile == KeyTile.WHOLE:
                 self.cap.exponents(part, rows.max)
             if p > 0:
-                exponentiate(parts[p - 1], rows.sum)
+                lazy.exponentiate(parts[p - 1], sums)
             if edge:
-                follow_maximum(part, rows.O, rows.max, rows.sum)
-            else:
-                raise_maximum(part, [*parts[:p], rows.O], rows.max, rows.sum, room, self.share > 0.0)
+                lazy.follow_maximum(part, rows.O, rows.max, rows.sum, least)
+            elif tile != KeyTile.FAR or self.follows_far:
+                lazy.raise_maximum(part, parts[:p], rows.relative, rows.max, rows.sum, room, self.share > 0.0)
         warpgroup.wait_group(0)
         x.v_ring.consumer_release(v_get)
-        exponentiate(parts[-1], rows.sum)
+        lazy.exponentiate(parts[-1], sums)
+        if counts_rounding:
+            add_rounding(rows.S, sums, rows.sum, rows.excess)
         round_fragment(x.rS, x.rP, self.dtype)
 
 
@@ -421,8 +423,7 @@ def kernel_for(
     """`of`: the class."""
     (columns, of_values), config = tile_dims(problem), config or config_of(problem)
     kind = columns, mask_of(problem), problem.dtype, config
-    names = given_names(problem)
-    return of(*kind, value_dim=of_values, has=names, **options)
+    return of(*kind, value_dim=of_values, has=given_names(problem), **options)
 
 
 def work(problem: Problem, **options: object) -> list[Work]:

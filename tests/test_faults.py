@@ -14,6 +14,7 @@ from harness import (
     policy_cases,
     reference,
     registry,
+    score_cases,
 )
 from harness.inputs import random_inputs
 from hopper_attention.kernels.contract import Problem
@@ -86,7 +87,11 @@ POLICIES = {  # for stages that take them
     "sequences in another order",
     "a graph of other lengths",
 }
-FORWARD_POLICIES = POLICIES | {"scores far in some tiles"}
+FORWARD_POLICIES = POLICIES | {
+    "scores far in some tiles",
+    "scores at ends of the cap",
+    "equal keys far from zero",
+}
 FORWARD = BOTH | {
     "needle",
     "constant values",
@@ -127,7 +132,7 @@ def test_every_case_is_registered() -> None:
 
     written = {
         function
-        for module in (cases, call_cases, head_dims, policy_cases)
+        for module in (cases, call_cases, head_dims, policy_cases, score_cases)
         for function in vars(module).values()
         if is_case(function, module)
     }

@@ -194,16 +194,18 @@ def test_a_cap_counts_nan_as_far() -> None:
 
 
 def test_far_scores_have_a_loop_of_their_own() -> None:
-    """Four to a reciprocal, no vote but whether a maximum has grown, and descriptors in uniform registers
-    though what a barrier was told decides between the loops."""
+    """Four to a reciprocal, sums that saturate instead of minima, no vote, and descriptors in uniform
+    registers though what a barrier was told decides between the loops."""
     compiled = compile_stage("k6", problem_at("k6", 128, True).with_(softcap=50.0))
     (code,) = machine_code.disassemble(cubin_of(compiled))
     steps = [code.usual(loop) for loop in innermost_with_products(code)]
     count = lambda loop, opcode: sum(i.opcode.startswith(opcode) for i in loop)
     scores = k6.CONFIGS[128].tile_kv // 2
     near, far, hides = [(count(x, "MUFU.EX2"), count(x, "MUFU.RCP"), count(x, "VOTE.")) for x in steps]
-    assert (near, far, hides) == ((scores, 0, 2), (2 * scores, scores // TOGETHER, 1), (scores, 0, 2))
-    assert not any(count(loop, "R2UR") for loop in steps)
+    assert (near, far, hides) == ((scores, 0, 2), (2 * scores, scores // TOGETHER, 0), (scores, 0, 2))
+    assert count(steps[1], "FADD.FTZ.SAT") == scores
+    assert not any(count(loop, "FMNMX") + count(loop, "R2UR") for loop in steps[:2])
+    assert not count(steps[2], "R2UR")
 
 
 # Backward

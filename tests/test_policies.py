@@ -5,12 +5,14 @@ import functools
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from harness import judging, policy_cases, policy_models, reference
+from harness import judging, policy_models, reference, score_cases
 from harness.policies import Given, random_given
 from hopper_attention.kernels.contract import LazyMaximum, Problem
+from hopper_attention.kernels.device import softcap
 
 PLAIN = Problem(2, 4, 2, 37, 53, 64, False, direction="bwd", lse_grad=True, scaled=True)
 PACKED = PLAIN.with_(
@@ -151,15 +153,44 @@ def test_far_scores_show_a_maximum_that_stays_at_zero() -> None:
     assert given.judge(policy_models.outputs(given, "keep the maximum at 0"), False)
 
 
+@pytest.mark.parametrize("cap", [1e-3, 1.0, 50.0, 300.0])
+def test_four_scores_share_a_reciprocal(cap: float) -> None:
+    """Right to 2⁻²⁰ of the cap, however far apart the four are; NaN stays in its row, whose four they are."""
+    sizes = 10.0 ** np.arange(-2, 3)[:, None, None]
+    random = np.random.default_rng(0).standard_normal((20000, 4)) * sizes
+    mixed = np.array(list(itertools.product((-1e4, -1.0, 0.0, 1.0, 1e4), repeat=4)))
+    s = cap * np.concatenate((random.reshape(-1, 4), mixed))
+    found = policy_models.capped_together(s, cap)
+    assert np.abs(found - policy_models.capped_exactly(s, cap)).max() < 2.0**-20 * cap
+    infinite = policy_models.capped_together(np.array([[np.inf, 0, -np.inf, np.inf]]), cap)
+    assert np.allclose(infinite, [[cap, 0, -cap, cap]], atol=2.0**-20 * cap)
+    for place in range(4):
+        one = np.zeros((1, 4))
+        one[0, place] = np.nan
+        assert np.isnan(policy_models.capped_together(one, cap)).any()
+
+
+def test_exponents_that_are_not_followed_stay_in_fp32() -> None:
+    """Of the largest cap for which that is done, wherever the first tile's maximum lies: a sum of 2³¹
+    values of 2³⁰ is finite, and what a key adds is no denormal number, but beside a term of 1."""
+    assert softcap.TOGETHER * softcap.LARGEST < 126  # nor is the product of four
+    assert softcap.ABOVE + 31 + 30 < 127
+    cap_log2 = (softcap.ABOVE + softcap.BELOW) / 2
+    for first in np.linspace(-cap_log2, cap_log2, 100):
+        relative_to = first + math.ceil(max(cap_log2 - softcap.ABOVE - first, 0.0))  # `unfollowed.raised`
+        assert cap_log2 - relative_to <= softcap.ABOVE
+        assert relative_to == first or -cap_log2 - relative_to >= -softcap.BELOW - 1 > -126
+
+
 @pytest.mark.parametrize("stage_id", ["k6", "bwd4"])
 @pytest.mark.parametrize("size", [3.0, 15.0])
 def test_nan_that_some_rows_do_not_see(size: float, stage_id: str) -> None:
     """They are right, whatever the scores; not where a vote takes NaN for a score near zero."""
-    for given in policy_cases.far_scores(stage_id, 64, size, device="cpu"):
+    for given in score_cases.far_scores(stage_id, 64, size, device="cpu"):
         votes = given.problem.softcap and stage_id == "k6"  # gradients are not made by votes
         for wrong in (None, policy_models.NAN_IS_NEAR)[: 1 + bool(votes)]:
             run = functools.partial(policy_models.outputs, wrong=wrong)
-            spread = {x.partition(",")[0] for x in policy_cases.spread_of_nan(given, run, False)}
+            spread = {x.partition(",")[0] for x in score_cases.spread_of_nan(given, run, False)}
             assert spread == ({"nan in k", "inf in k", "nan in q"} if wrong else set())
 
 

@@ -7,6 +7,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .arithmetic import largest_positive
 from .rows import OWN_ROWS, finite, largest_of_row, sum_of_row
+from .unfollowed import raised
 
 
 def subtract(S, row_max, scale_log2) -> None:
@@ -23,13 +24,15 @@ def exponentiate(S, row_sum) -> None:
         row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
 
 
-def first_softmax(S, row_max, row_sum, scale_log2) -> None:
-    """S of a row's first keys becomes P; row_max is scaled, in powers of two."""
+def first_softmax(S, row_max, row_sum, scale_log2, least=None) -> None:
+    """S of a row's first keys becomes P; row_max is scaled, in powers of two, and `raised` to `least`."""
     for r in range(OWN_ROWS):
         tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
         # Not finite of a row that sees none of these keys, and so, but where keys before a first one are
         # hidden too (`follow_maximum`), of one that sees no key.
         row_max[r] = finite(largest_of_row(Float32(tile_max))) * scale_log2
+        if least is not None:
+            row_max[r] = raised(row_max[r], least)
     subtract(S, row_max, scale_log2)
     exponentiate(S, row_sum)
 
@@ -42,12 +45,12 @@ def first_room(total, part, growth):
 
 
 @cute.jit
-def raise_maximum(part, relative, row_max, row_sum, room, narrows: cutlass.Constexpr):
+def raise_maximum(part, before, relative, row_max, row_sum, room, narrows: cutlass.Constexpr):
     """Where an exponent of `part` is larger than its row has `room` for, raise the row's maximum by it, and
-    rescale what is relative to it: the part, P of the parts before and O (in `relative`), and the sum. The
-    maximum is subtracted already: the largest positive exponent is the growth. −∞ of hidden scores needs no
-    care. Where `narrows`, a row whose maximum has risen has no room from then on."""
-    beside = len(relative) > 1  # the exponentials of the part before
+    rescale what is relative to it: the part, P of the parts `before`, the sum, and (row, …) in `relative`, O
+    at least. The maximum is subtracted already: the largest positive exponent is the growth. −∞ of hidden
+    scores needs no care. Where `narrows`, a row whose maximum has risen has no room from then on."""
+    beside = len(before) > 0  # the exponentials of the part before
     if const_expr(beside):
         total = row_sum[0] + row_sum[1]
     # Each thread asks its own keys; the four of a row put theirs together only in the branch.
@@ -72,13 +75,13 @@ def raise_maximum(part, relative, row_max, row_sum, room, narrows: cutlass.Const
             # The exponents keep the rounding of their size before: 2⁻²⁴ of the growth.
             part[r, None].store(part[r, None].load() - growth)
             factor = cute.math.exp2(-growth, fastmath=True)
-            for values in relative:
+            for values in (*before, *relative):
                 values[r, None].store(values[r, None].load() * factor)
             row_sum[r] *= factor
 
 
 @cute.jit
-def follow_maximum(S, O, row_max, row_sum):
+def follow_maximum(S, O, row_max, row_sum, least):
     """As `raise_maximum` without room, for tiles before the end of which a row may have seen no key. Such a
     row's maximum is 0, of no score, and perhaps so far above all of its scores that none of them would be
     left; it becomes the first one's, up or down."""
@@ -86,8 +89,10 @@ def follow_maximum(S, O, row_max, row_sum):
     for r in range_constexpr(OWN_ROWS):
         tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
         ahead = largest_of_row(Float32(tile_max))
-        least = 0.0 if sum_of_row(row_sum[r]) > 0.0 else -Float32.inf
-        new_max = row_max[r] + finite(cute.arch.fmax(ahead, least))
+        behind = 0.0 if sum_of_row(row_sum[r]) > 0.0 else -Float32.inf
+        new_max = row_max[r] + finite(cute.arch.fmax(ahead, behind))
+        if const_expr(least is not None):
+            new_max = raised(new_max, least)
         growth[r] = new_max - row_max[r]  # as rounded: what the keys to come are relative to
         row_max[r] = new_max
         S[r, None].store(S[r, None].load() - growth[r])

@@ -51,11 +51,19 @@ class Rows:
         self.S, self.O = by_row(x.rS), by_row(x.rO)  # (row, key) and (row, column of head_dim)
         self.parts = [by_row(part) for part in in_parts(x.rS, parts)]  # (row, key) each, of S left to right
         self.max, self.sum = [cute.make_rmem_tensor(cute.make_layout(OWN_ROWS), Float32) for _ in range(2)]
+        self.excess = cute.make_rmem_tensor(cute.make_layout((OWN_ROWS, 1)), Float32)  # `add_rounding`
+        self.relative = [self.O, self.excess]  # to a row's maximum
         tile_kv = 2 * cute.size(x.rS)  # 64·tile_kv scores of 128 threads
         where_S, first_S = coordinates(x.mma_qk, ROWS, tile_kv, thread)  # (row, key) → its place in the tile
         self.where_S = where_S
         self.limits = where_S, first_S
         self.lengths = lengths  # (seqlen_q, seqlen_kv) where they are the same for all tiles
+
+    def sum_of_tile(self) -> cute.Tensor:
+        """A sum (row) that begins anew."""
+        total = cute.make_rmem_tensor(self.sum.layout, Float32)
+        total.fill(0.0)
+        return total
 
 
 def multiply_qk(x: Products, q_get, k_get) -> None:
