@@ -146,8 +146,8 @@ def capped_together(s: Array, cap: float) -> Array:
     """Scores (…, TOGETHER) in fp32, each four with one reciprocal, as tiles taken for far are computed."""
     f = np.float32
     with np.errstate(over="ignore", invalid="ignore"):
-        powers = np.exp2(s.astype(f) * f(2 / (cap * np.log(2))) - f(LARGEST))
-        # A sum that saturates makes 0 of NaN.
+        powers = np.exp2(s.astype(f) * f(2 / (cap * np.log(2)))) * f(2.0**-LARGEST)
+        # An operation that saturates makes 0 of NaN.
         factors = np.clip(np.nan_to_num(powers + f(2.0**-LARGEST), nan=0.0), f(0), f(1))
         a, b, c, d = (factors[..., i] for i in range(TOGETHER))
         ab, cd = a * b, c * d

@@ -91,6 +91,34 @@ def scores_at_ends_of_the_cap(stage_id, args):
 
 
 @case(direction="fwd", policy="window")
+def keys_behind_those_at_the_lower_end(stage_id, args):
+    """Of rows whose first tile is at one end of the cap the largest terms are in the next one, or in a later
+    one, and below what the first one's maximum was raised to."""
+    for head_dim in HEAD_DIMS:
+        for fields in ({"window": (200, 0)}, {"causal": True}, {"window": (200, 0), "dtype": "float16"}):
+            fields = {"batch": 1, "softcap": 50.0, "seqlen_q": 300, "seqlen_kv": 700} | fields
+            for keys, level, noise in ((slice(256, None), -10.0, 12.0), (slice(None, None, 97), -25.0, 1.0)):
+                given = random_given(plain_of(stage_id, head_dim, **fields), scale=1.0)
+                shift_scores(given, -150.0)
+                own = lambda by: by / head_dim / -2.0  # what `shift_scores` adds to keys
+                given.k[:, :, keys] = (given.k[:, :, keys].float() - own(-150.0)) * noise + own(level)
+                yield from checked(stage_id, given, f"keys {keys.start} to {keys.stop} at {level}")
+
+
+@case(direction="fwd", policy="window")
+def an_lse_about_zero(stage_id, args):
+    """Of equal scores far from zero, as many as bring the LSE back to it: it must be right to 10⁻⁵."""
+    for head_dim in HEAD_DIMS:
+        for level in (-7.0, -6.5, -6.0, -5.5):  # 636 keys: −6.46 is 0
+            fields = {"batch": 1, "softcap": 50.0, "seqlen_q": 300, "seqlen_kv": 700}
+            given = random_given(plain_of(stage_id, head_dim, **fields), scale=1.0)
+            given.q.fill_(1.0)
+            given.k.fill_(level / head_dim)
+            given.k[:, :, :64] = -20.0 / head_dim
+            yield from checked(stage_id, given, f"{level}")
+
+
+@case(direction="fwd", policy="window")
 def equal_keys_far_from_zero(stage_id, args):
     """Many terms of a row are the largest and equal, and none is of its first tile: what rounds one of them
     rounds all."""

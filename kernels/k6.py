@@ -225,7 +225,7 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
             k_get, v_get = [pipeline.make_pipeline_state(CONSUMER, self.stages) for _ in range(2)]
             tile_get = pipeline.make_pipeline_state(CONSUMER, 1)
             x = Products(mma_qk, mma_pv, sQ, sK, sVt, k_ring, v_ring)
-            rows = Rows(x, self.config.parts, thread)
+            rows = Rows(x, self.config.parts, thread, has_excess=not self.follows_far)
             S, O, row_max, row_sum, excess = rows.S, rows.O, rows.max, rows.sum, rows.excess
             room = cute.make_rmem_tensor(cute.make_layout(OWN_ROWS), Float32)  # (row): see `first_room`
             room.fill(self.growth)
@@ -318,7 +318,7 @@ class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
                     total, factor = sum_of_row(row_sum[r]), 1.0
                     if const_expr(mSink is not None):
                         total, row_max[r], factor = with_sink(total, row_max[r], mSink[place[1]])
-                    rounded = total if self.cap is None else total + sum_of_row(excess[r, 0]) * factor
+                    rounded = total if self.follows_far else total + sum_of_row(excess[r, 0]) * factor
                     inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(rounded) * factor
                     lse[r] = (row_max[r] + cute.math.log2(total, fastmath=True)) * LN_2
                 announced, place = self.hear(tile_ring, tile_get, sTile, consumer)

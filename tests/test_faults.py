@@ -91,6 +91,8 @@ FORWARD_POLICIES = POLICIES | {
     "scores far in some tiles",
     "scores at ends of the cap",
     "equal keys far from zero",
+    "keys behind those at the lower end",
+    "an lse about zero",
 }
 FORWARD = BOTH | {
     "needle",

@@ -203,7 +203,7 @@ def test_far_scores_have_a_loop_of_their_own() -> None:
     scores = k6.CONFIGS[128].tile_kv // 2
     near, far, hides = [(count(x, "MUFU.EX2"), count(x, "MUFU.RCP"), count(x, "VOTE.")) for x in steps]
     assert (near, far, hides) == ((scores, 0, 2), (2 * scores, scores // TOGETHER, 0), (scores, 0, 2))
-    assert count(steps[1], "FADD.FTZ.SAT") == scores
+    assert count(steps[1], "FFMA.FTZ.SAT") == scores
     assert not any(count(loop, "FMNMX") + count(loop, "R2UR") for loop in steps[:2])
     assert not count(steps[2], "R2UR")
 

@@ -84,15 +84,19 @@ def raise_maximum(part, before, relative, row_max, row_sum, room, narrows: cutla
 def follow_maximum(S, O, row_max, row_sum, least):
     """As `raise_maximum` without room, for tiles before the end of which a row may have seen no key. Such a
     row's maximum is 0, of no score, and perhaps so far above all of its scores that none of them would be
-    left; it becomes the first one's, up or down."""
+    left; it becomes the first one's, up or down, `raised` to `least`."""
     growth = [None, None]
     for r in range_constexpr(OWN_ROWS):
         tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
         ahead = largest_of_row(Float32(tile_max))
-        behind = 0.0 if sum_of_row(row_sum[r]) > 0.0 else -Float32.inf
+        seen = sum_of_row(row_sum[r]) > 0.0
+        behind = 0.0 if seen else -Float32.inf
+        if const_expr(least is not None):
+            behind = -Float32.inf if least > -Float32.inf else behind
         new_max = row_max[r] + finite(cute.arch.fmax(ahead, behind))
         if const_expr(least is not None):
-            new_max = raised(new_max, least)
+            # Of a row whose maximum was raised, this tile's largest term is to be exact too.
+            new_max = raised(new_max, row_max[r] if seen & (least > -Float32.inf) else least)
         growth[r] = new_max - row_max[r]  # as rounded: what the keys to come are relative to
         row_max[r] = new_max
         S[r, None].store(S[r, None].load() - growth[r])

@@ -47,12 +47,12 @@ class Rows:
     """The accumulators of `Products` by row, as the softmax takes them: of this thread's two rows the columns
     it holds. The same hazard."""
 
-    def __init__(self, x: Products, parts: int, thread, *lengths):
+    def __init__(self, x: Products, parts: int, thread, *lengths, has_excess: bool = False):
         self.S, self.O = by_row(x.rS), by_row(x.rO)  # (row, key) and (row, column of head_dim)
         self.parts = [by_row(part) for part in in_parts(x.rS, parts)]  # (row, key) each, of S left to right
         self.max, self.sum = [cute.make_rmem_tensor(cute.make_layout(OWN_ROWS), Float32) for _ in range(2)]
         self.excess = cute.make_rmem_tensor(cute.make_layout((OWN_ROWS, 1)), Float32)  # `add_rounding`
-        self.relative = [self.O, self.excess]  # to a row's maximum
+        self.relative = [self.O, self.excess] if has_excess else [self.O]  # to a row's maximum
         tile_kv = 2 * cute.size(x.rS)  # 64·tile_kv scores of 128 threads
         where_S, first_S = coordinates(x.mma_qk, ROWS, tile_kv, thread)  # (row, key) → its place in the tile
         self.where_S = where_S

@@ -12,12 +12,13 @@ reciprocal,
 
     r = 1/(abcd),   1/a = (r·cd)·b,   1/b = (r·cd)·a,   1/c = (r·ab)·d,   1/d = (r·ab)·c,
 
-where a is (1 + e^2y)/2³⁰, but at most 1, as a sum that saturates has it: their product stays in fp32. That is
-right to about 2⁻²⁰ of the cap, which the LSE of a row of few keys would show: the first tile, and those with
-hidden keys, are computed score by score.
+where a is (1 + e^2y)/2³⁰, but at most 1, as an FFMA that saturates has it: their product stays in fp32. That
+is right to about 2⁻²¹ of the cap, which the LSE of a row of few keys would show: the first tile, and those
+with hidden keys, are computed score by score.
 
-Nor does it follow its rows' maxima there, if P is bf16 and the cap leaves all exponents their place in it:
-they are relative to the first tile's maximum, `raised` to no less than the cap less ABOVE (unfollowed.py).
+Nor does it follow its rows' maxima there, if P is bf16 and has a place for all exponents of the cap: they are
+relative to the first tile's maximum, `raised` to no less than the cap less ABOVE (unfollowed.py). Of larger
+caps no tile is taken for far.
 """
 
 import cutlass.cute as cute
@@ -35,9 +36,9 @@ OF_NEAR = (0.99999714, -0.33290955, 0.12395031)
 FIRST = 0.85  # of that: from where a first tile is far. Later ones reach somewhat further, and must not ask
 TOGETHER = 4  # scores of a reciprocal
 LARGEST = 30  # of 2y·log₂ e: four factors are 2⁻¹²⁰ or more, and from there on tanh y is 1 in fp32
-# How far exponents in powers of two may reach where maxima are not followed: above 0 sums of P·V have to find
-# room, and below it what P·V adds must not be denormal.
-ABOVE, BELOW = 40.0, 110.0
+# How far exponents in powers of two may reach where maxima are not followed. Sums of P·V have room for values
+# of 2⁷⁶ over the number of keys, and values from 2⁻²⁴ on add no denormal numbers.
+ABOVE, BELOW = 50.0, 100.0
 
 
 @cute.jit
@@ -55,15 +56,15 @@ def any_of_warpgroup(here: Boolean, barrier: Int32, *, loc: object = None, ip: o
     return Boolean(nvvm.barrier_cta_red(here, barrier, nvvm.BarrierReduxKind.OR, **rest))
 
 
-def saturated_sum(a: Float32, b: Float32) -> Float32:
-    """a + b, but at most 1, of positive numbers: one instruction. NaN gives 0."""
-    ptx = "add.sat.ftz.f32 {$w0}, {$r0}, {$r1};"
-    return cute.arch.inline_ptx(ptx, write_only_types=[Float32], read_only_args=[a, Float32(b)])
+def shrunk_up_to_1(a: Float32, by: float) -> Float32:
+    """(1 + a)·by, but at most 1, of a ≥ 0: one instruction. NaN gives 0."""
+    ptx = "fma.rn.sat.ftz.f32 {$w0}, {$r0}, {$r1}, {$r1};"
+    return cute.arch.inline_ptx(ptx, write_only_types=[Float32], read_only_args=[a, Float32(by)])
 
 
 class SoftCap:
-    """What scores are capped with, of `cap_numbers`: a product q·k becomes a score in powers of two. Who asks
-    `follows` maxima of far tiles too."""
+    """What scores are capped with, of `cap_numbers`: a product q·k becomes a score in powers of two.
+    `follows`: maxima are followed in tiles taken for far too, of any cap."""
 
     def __init__(self, numbers: tuple[Float32, ...], follows: bool):
         self.follows = follows
@@ -86,7 +87,7 @@ class SoftCap:
     def first_tile(self, S: cute.Tensor, barrier: Int32):
         """Products S of a tile of queries' first keys become scores in powers of two. Returns 1 if all of the
         warpgroup are to take the tiles that follow for far, else 0; and what exponents are relative to at
-        least, or None where maxima are followed there too."""
+        least: None where maxima are followed in any case, −∞ where they are this time."""
         far, least = self.is_far(S, FIRST), None
         if const_expr(not self.follows):
             far = far & (2.0 * self.outer <= ABOVE + BELOW)
@@ -129,8 +130,8 @@ class SoftCap:
         for r in range(cute.size(S, mode=[0])):
             largest = self.outer - row_max[r]
             for at in range(0, cute.size(S, mode=[1]), TOGETHER):
-                powers = [S[r, at + i] * self.double_log2 - LARGEST for i in range(TOGETHER)]
-                a, b, c, d = [saturated_sum(cute.math.exp2(x, fastmath=True), least) for x in powers]
+                doubled = [S[r, at + i] * self.double_log2 for i in range(TOGETHER)]
+                a, b, c, d = [shrunk_up_to_1(cute.math.exp2(x, fastmath=True), least) for x in doubled]
                 ab, cd = a * b, c * d
                 shared = cute.arch.rcp_approx(ab * cd) * (-2.0 * least * self.outer)
                 of_ab, of_cd = shared * cd, shared * ab

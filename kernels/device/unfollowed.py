@@ -1,8 +1,8 @@
 """What rows' exponents are relative to where their maxima are not followed: tiles far from zero, under a soft
 cap, of which bf16 holds all exponents (softcap.py).
 
-A row's largest term is rounded then, as an eager softmax's, which is 1, is not; and so are all terms that
-equal it. O = P·V / sum P has that error whole if the sum does not share it.
+An eager softmax's largest term is 1, and exact in bf16; here it is rounded, and all terms that equal it are
+rounded as it is. O = P·V / sum P shows that error whole unless the sum shares it.
 """
 
 import cutlass.cute as cute
@@ -12,7 +12,9 @@ from .arithmetic import largest_positive
 from .rows import OWN_ROWS
 from .wgmma import round_fragment
 
-ONE_TWICE = 0x7F000000  # the bits of 1, twice: less those of x > 0 they are those of 1/x, or an eighth more
+ONE_TWICE = (
+    0x7F000000  # the bits of 1, twice: less those of x > 0 they are those of 1/x, up to an eighth more
+)
 
 
 def raised(maximum: Float32, least: Float32) -> Float32:
@@ -21,10 +23,10 @@ def raised(maximum: Float32, least: Float32) -> Float32:
 
 
 def add_rounding(P, tile_sum, row_sum, excess) -> None:
-    """A tile's sums join the rows', and what rounding P to bf16 makes them more joins `excess` (row, 1).
+    """Add a tile's sums to the rows', and what rounding P to bf16 adds to them to `excess` (row, 1).
 
-    That is the error of each thread's largest term, as if the others had the same for their size. Of a row of
-    few terms they are small; of one of many equal ones they have it; of many others errors cancel.
+    Taken is that a thread's terms are all rounded, for their size, as its largest is. Where that is not so
+    the others are small, or many different ones, whose errors cancel.
     """
     of_rows = cute.make_layout(OWN_ROWS)
     largest, bits = cute.make_rmem_tensor(of_rows, Float32), cute.make_rmem_tensor(of_rows, Int32)
