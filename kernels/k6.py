@@ -34,6 +34,7 @@ from .contract import Compiled, LazyMaximum, Problem, Scratch, Stage, Tensors, W
 from .device import lazy
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa
 from .device.constants import LN_2, LOG2_E, SMEM_MAX, SMS, WARP, WARPGROUP
+from .device.far_scores import CappedQueries, add_rounding
 from .device.forward_shapes import CONFIGS, VARIANTS, config_of, variants_for  # noqa: F401  for ablations
 from .device.given import fake_given, fake_list, take_apart
 from .device.key_slices import SlicedKeys, Slices, fake_slices
@@ -49,7 +50,6 @@ from .device.shared_tiles import packed_tiles
 from .device.stores import WARPS, WarpStores, await_stores
 from .device.tile_order import message_ring
 from .device.tma import allocate_tiles, load_atom, store_atom
-from .device.unfollowed import add_rounding
 from .device.wgmma import exchanged, round_fragment
 from .k6_loads import END, FIRST, FOLLOWS, LoadingQueries
 from .k6_stores import StoringQueries
@@ -81,7 +81,7 @@ class Barrier(IntEnum):
     FAR = 10
 
 
-class FlashAttentionForward(LoadingQueries, SummingPieces, StoringQueries):
+class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, StoringQueries):
     """The CTA: C = `consumers` warpgroups, then a warpgroup of which one warp, the producer, loads.
 
     barrier, how often         who arrives, how many                     who waits

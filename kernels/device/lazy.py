@@ -6,8 +6,8 @@ from cutlass import Float32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from .arithmetic import largest_positive
+from .far_scores import raised
 from .rows import OWN_ROWS, finite, largest_of_row, sum_of_row
-from .unfollowed import raised
 
 
 def subtract(S, row_max, scale_log2) -> None:

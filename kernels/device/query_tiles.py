@@ -48,9 +48,6 @@ class KeyTile(IntEnum):
 class QueryTiles:
     """Tiles of `tile_q` queries, 64 a consumer, for each those of `tile_kv` keys that they see."""
 
-    cap: SoftCap | None = None
-    follows_far = True  # rows' maxima, of a cap's far tiles too
-
     def __init__(self, head_dim: int, mask: Mask, tile_q: int, tile_kv: int, batch: Batch = DENSE):
         self.head_dim, self.mask, self.tile_q, self.tile_kv = head_dim, mask, tile_q, tile_kv
         self.batch, self.packed = batch, isinstance(batch, Packed)
@@ -72,7 +69,7 @@ class QueryTiles:
         if window is not None:
             self.mask = Window(*window)
         if cap is not None:
-            self.cap, self.scale_log2 = SoftCap(cap, self.follows_far), 1.0
+            self.cap, self.scale_log2 = SoftCap(cap), 1.0
 
     def section_bytes(self, seqlen_kv):
         """Of K and V of the heads that are worked on together under a mask, and stay in L2."""

@@ -6,23 +6,12 @@ smaller than its scores. So a warp looks how large its tile's largest score is. 
 polynomial takes three instructions of the FMA pipe for each, which products in flight do not slow down, and
 is right to 3·10⁻⁶; beyond that it is tanh y = 1 − 2/(1 + e^2y), two MUFU, right to about 2⁻²² of the cap.
 
-Behind the answer lies a branch, before which P·V has to end. A consumer whose first tile of keys was far, or
-nearly, does not ask again of those that hide no key: it takes them for far, and four scores of a row share a
-reciprocal,
-
-    r = 1/(abcd),   1/a = (r·cd)·b,   1/b = (r·cd)·a,   1/c = (r·ab)·d,   1/d = (r·ab)·c,
-
-where a is (1 + e^2y)/2³⁰, but at most 1, as an FFMA that saturates has it: their product stays in fp32. That
-is right to about 2⁻²¹ of the cap, which the LSE of a row of few keys would show: the first tile, and those
-with hidden keys, are computed score by score.
-
-Nor does it follow its rows' maxima there, if P is bf16 and has a place for all exponents of the cap: they are
-relative to the first tile's maximum, `raised` to no less than the cap less ABOVE (unfollowed.py). Of larger
-caps no tile is taken for far.
+Behind the answer lies a branch, before which P·V has to end: k6 takes tiles behind a far one for far without
+asking, and has its own way to compute them (far_scores.py).
 """
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, range_constexpr
 from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
@@ -33,12 +22,8 @@ from .constants import LOG2_E, WARPGROUP
 # tanh y ≈ y·(c₀ + c₁y² + c₂y⁴) up to |y| = NEAR, with the least largest relative error, 2.9·10⁻⁶
 NEAR = 0.35
 OF_NEAR = (0.99999714, -0.33290955, 0.12395031)
-FIRST = 0.85  # of that: from where a first tile is far. Later ones reach somewhat further, and must not ask
 TOGETHER = 4  # scores of a reciprocal
-LARGEST = 30  # of 2y·log₂ e: four factors are 2⁻¹²⁰ or more, and from there on tanh y is 1 in fp32
-# How far exponents in powers of two may reach where maxima are not followed. Sums of P·V have room for values
-# of 2⁷⁶ over the number of keys, and values from 2⁻²⁴ on add no denormal numbers.
-ABOVE, BELOW = 50.0, 100.0
+LARGEST = 30.0  # of 2y·log₂ e: four factors are below 2¹²¹, and from there on tanh y is 1 in fp32
 
 
 @cute.jit
@@ -56,18 +41,10 @@ def any_of_warpgroup(here: Boolean, barrier: Int32, *, loc: object = None, ip: o
     return Boolean(nvvm.barrier_cta_red(here, barrier, nvvm.BarrierReduxKind.OR, **rest))
 
 
-def shrunk_up_to_1(a: Float32, by: float) -> Float32:
-    """(1 + a)·by, but at most 1, of a ≥ 0: one instruction. NaN gives 0."""
-    ptx = "fma.rn.sat.ftz.f32 {$w0}, {$r0}, {$r1}, {$r1};"
-    return cute.arch.inline_ptx(ptx, write_only_types=[Float32], read_only_args=[a, Float32(by)])
-
-
 class SoftCap:
-    """What scores are capped with, of `cap_numbers`: a product q·k becomes a score in powers of two.
-    `follows`: maxima are followed in tiles taken for far too, of any cap."""
+    """What scores are capped with, of `cap_numbers`: a product q·k becomes a score in powers of two."""
 
-    def __init__(self, numbers: tuple[Float32, ...], follows: bool):
-        self.follows = follows
+    def __init__(self, numbers: tuple[Float32, ...]):
         scale, cap, self.double_log2, self.outer, self.near = numbers
         # Behind a division these stay in registers; as operands they would be loaded anew in each step, which
         # waits for that.
@@ -76,28 +53,19 @@ class SoftCap:
             self.of_near.append(power * c)
             power = power * (inner * inner)
 
-    def is_far(self, S: cute.Tensor, share: float = 1.0) -> Boolean:
-        """Whether one of this thread's products is beyond what the polynomial is for, or this share of it."""
+    def is_far(self, S: cute.Tensor) -> Boolean:
+        """Whether one of this thread's products is beyond what the polynomial is for."""
         # Of squares the largest as an integer is the largest, and NaN is larger than all. Asked is not what
         # is larger, which NaN is not: of a hidden key or of one row, it would send far scores of all others
         # that its thread holds to a polynomial that is not for them.
-        return ~(largest_positive([S[i] * S[i] for i in range(cute.size(S))]) <= self.near * share**2)
+        return ~(largest_positive([S[i] * S[i] for i in range(cute.size(S))]) <= self.near)
 
-    @cute.jit
-    def first_tile(self, S: cute.Tensor, barrier: Int32):
-        """Products S of a tile of queries' first keys become scores in powers of two. Returns 1 if all of the
-        warpgroup are to take the tiles that follow for far, else 0; and what exponents are relative to at
-        least: None where maxima are followed in any case, −∞ where they are this time."""
-        far, least = self.is_far(S, FIRST), None
-        if const_expr(not self.follows):
-            far = far & (2.0 * self.outer <= ABOVE + BELOW)
-        # Through a shuffle: the compiler does not know that a barrier tells all the same, and would hold all
-        # that depends on it in registers, descriptors of products too (a fifth of the speed).
-        far = cute.arch.make_warp_uniform(Int32(any_of_warpgroup(far, Int32(barrier))))
-        if const_expr(not self.follows):
-            least = self.outer - ABOVE if far == 1 else -Float32.inf
-        self.exponents(S, [0.0, 0.0])
-        return far, least
+    def is_far_to_any(self, S: cute.Tensor, barrier: Int32) -> Int32:
+        """1 if it is so of any thread of the warpgroup, else 0. Through a shuffle: the compiler does not know
+        that a barrier tells all the same, and would hold all that depends on it in registers, descriptors of
+        products too (a fifth of the speed)."""
+        far = any_of_warpgroup(self.is_far(S), Int32(barrier))
+        return cute.arch.make_warp_uniform(Int32(far))
 
     @cute.jit
     def exponents(self, S: cute.Tensor, row_max):
@@ -125,15 +93,17 @@ class SoftCap:
                 S[r, c] = largest - 2.0 * self.outer * cute.arch.rcp_approx(S[r, c])
 
     def far_together(self, S: cute.Tensor, row_max) -> None:
-        """As `far`, four scores at a time. One of NaN is a factor of 0: it spoils the others, of its row."""
-        least = 2.0**-LARGEST
+        """As `far`, four scores to a reciprocal, 1/a = bcd/(abcd). One of NaN spoils the others, which are of
+        its row. (k6 overrides this.)"""
         for r in range(cute.size(S, mode=[0])):
             largest = self.outer - row_max[r]
             for at in range(0, cute.size(S, mode=[1]), TOGETHER):
                 doubled = [S[r, at + i] * self.double_log2 for i in range(TOGETHER)]
-                a, b, c, d = [shrunk_up_to_1(cute.math.exp2(x, fastmath=True), least) for x in doubled]
+                # min.NaN: the other one would make a cap of NaN.
+                bounded = [cute.arch.fmin(x, LARGEST, nan=True) for x in doubled]
+                a, b, c, d = [cute.math.exp2(x, fastmath=True) + 1.0 for x in bounded]
                 ab, cd = a * b, c * d
-                shared = cute.arch.rcp_approx(ab * cd) * (-2.0 * least * self.outer)
+                shared = cute.arch.rcp_approx(ab * cd) * (-2.0 * self.outer)
                 of_ab, of_cd = shared * cd, shared * ab
                 for i, x in enumerate((of_ab * b, of_ab * a, of_cd * d, of_cd * c)):
                     S[r, at + i] = x + largest
