@@ -18,6 +18,7 @@ from hopper_attention.kernels.contract import Problem
 FAR = -1e3  # scores of keys that are seen, so far below zero that nothing of e^score is left
 SPOILT = slice(200, 208)  # queries, or keys: of S's rows 8 to 15 of a warp's 16, or columns of every lane
 BLOCK = 128  # queries, or keys: where these end, all tiles of backward kernels do
+OF_QUERIES = -2.0  # what `shift_scores` adds to each column of a query
 
 
 def shift_scores(given: Given, by: float) -> None:
@@ -25,10 +26,15 @@ def shift_scores(given: Given, by: float) -> None:
     is that of the first with the other sign, so that shift times noise cancels. (If one column made it all,
     a row of dK would be one large number, whose rounding the rule for rows takes for that of head_dim.)"""
     head_dim = given.problem.head_dim
-    half, of_queries = head_dim // 2, -2.0
-    for x, own in ((given.q, of_queries), (given.k, by / head_dim / of_queries)):
+    half = head_dim // 2
+    for x, own in ((given.q, OF_QUERIES), (given.k, of_keys(by, head_dim))):
         x[..., half:] = -x[..., :half]
         x.copy_(x.float() * head_dim**-0.25 + own)
+
+
+def of_keys(by: float, head_dim: int) -> float:
+    """What `shift_scores` adds to each column of a key, so that q·k becomes `by`."""
+    return by / head_dim / OF_QUERIES
 
 
 @case(policy="window")
@@ -100,8 +106,8 @@ def keys_behind_those_at_the_lower_end(stage_id, args):
             for keys, level, noise in ((slice(256, None), -10.0, 12.0), (slice(None, None, 97), -25.0, 1.0)):
                 given = random_given(plain_of(stage_id, head_dim, **fields), scale=1.0)
                 shift_scores(given, -150.0)
-                own = lambda by: by / head_dim / -2.0  # what `shift_scores` adds to keys
-                given.k[:, :, keys] = (given.k[:, :, keys].float() - own(-150.0)) * noise + own(level)
+                alone = given.k[:, :, keys].float() - of_keys(-150.0, head_dim)
+                given.k[:, :, keys] = alone * noise + of_keys(level, head_dim)
                 yield from checked(stage_id, given, f"keys {keys.start} to {keys.stop} at {level}")
 
 

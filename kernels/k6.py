@@ -277,7 +277,7 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
                         await_stores()
                         q_ring.consumer_release(q_get.other)
 
-                # 3. main loop: tiles seen whole, near or far (soft caps), those with hidden keys, all hidden
+                # 3. main loop: tiles seen whole (all asked whether far, or none: caps), with hidden keys
                 excess.fill(0.0)  # between the loops it would cost the second one uniform registers
                 asked = visible if self.cap is None else visible - far * (visible - edge)  # all or none
                 for block in range(edge, asked, unroll=1):

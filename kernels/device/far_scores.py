@@ -37,7 +37,8 @@ ONE_TWICE = (
 
 
 class FarScores(SoftCap):
-    """`follows`: maxima are followed in tiles taken for far too, of any cap."""
+    """`SoftCap`, and what a consumer does of tiles that it takes for far. `follows`: it follows maxima there
+    too, under any cap."""
 
     def __init__(self, numbers: tuple[Float32, ...], follows: bool):
         self.follows = follows
