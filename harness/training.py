@@ -1,7 +1,6 @@
 """A GPT trained with one attention or another (`examples/train_gpt.py --save`): tables of its rates and
 losses, and a figure."""
 
-from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -27,6 +26,19 @@ def runs(rows: Rows) -> dict[tuple[str, int, str], Rows]:
     for row in rows:
         found.setdefault((row["model"], row["seqlen"], row["how"]), []).append(row)
     return found
+
+
+def runs_of_steps(rows: Rows) -> dict[tuple[str, int, str, int], Rows]:
+    """The same, by their steps too."""
+    found: dict[tuple[str, int, str, int], Rows] = {}
+    for how, together in runs(rows).items():
+        for row in together:
+            found.setdefault((*how, len(row["losses"])), []).append(row)
+    return found
+
+
+def seeds_of(rows: Rows) -> list[int]:
+    return list(dict.fromkeys(row["seed"] for row in rows))
 
 
 def by_attention(rows: Rows) -> dict[str, Rows]:
@@ -80,32 +92,44 @@ def furthest(row: dict[str, Any], other: dict[str, Any]) -> float:
     return max(abs(x - y) for x, y in zip(row["losses"], other["losses"], strict=True))
 
 
+def pairs_apart(by_name: dict[str, Rows], name: str, origin: str) -> list[list[float]]:
+    """How far the losses of a run with one attention lie from those of a run with another, step by step, for
+    each two runs of a seed."""
+    found = []
+    for i, x in enumerate(by_name.get(name, ())):
+        for y in by_name.get(origin, ())[i + 1 if name == origin else 0 :]:
+            found.append([abs(a - b) for a, b in zip(x["losses"], y["losses"], strict=True)])
+    return found
+
+
+def of_backends(rows: Rows) -> dict[str, Rows]:
+    """`by_attention`, but cuDNN's runs are SDPA's, which takes cuDNN here."""
+    return by_attention([row | {"attention": SDPA} if row["attention"] == "cudnn" else row for row in rows])
+
+
 def apart_table(rows: Rows) -> str:
-    """How far losses lie from those of SDPA's runs and of attention in fp32: `furthest` of two runs of a
-    seed, in the mean over the pairs of a seed and then over seeds, and the largest of all. SDPA takes cuDNN
-    here, so that is a run of it too."""
+    """How far losses lie from those of SDPA's runs and of attention in fp32: the largest difference between
+    two runs of a seed, in the mean over its pairs of runs and then over seeds, and the largest of all."""
     if not rows:
         return NOTHING
     columns = {x: label for x, label in TRAINED_WITH.items() if x != "cudnn"} | {FP32: "in fp32"}
     lines = []
-    for (model, seqlen, how), together in runs(rows).items():
-        named = [row | {"attention": SDPA} if row["attention"] == "cudnn" else row for row in together]
-        of_seed = lambda seed, named=named: [row for row in named if row["seed"] == seed]
-        seeds = [by_attention(of_seed(seed)) for seed in dict.fromkeys(row["seed"] for row in named)]
+    for (model, seqlen, how, steps), together in runs_of_steps(rows).items():
+        seeds = [of_backends([row for row in together if row["seed"] == x]) for x in seeds_of(together)]
         for origin in (SDPA, FP32):
+            if not any(origin in by_name for by_name in seeds):
+                continue
             cells = []
             for name in columns:
-                found = [
-                    [furthest(x, y) for x, y in product(by_name[name], by_name[origin]) if x is not y]
-                    for by_name in seeds
-                    if name in by_name and origin in by_name
-                ]
+                found = [[max(x) for x in pairs_apart(by_name, name, origin)] for by_name in seeds]
                 found = [pairs for pairs in found if pairs]
                 most = max(map(max, found), default=0.0)
                 cells.append(f"{mean(map(mean, found)):.5f}, {most:.5f}" if found else "")
             count = sum(origin in by_name for by_name in seeds)
-            lines.append([f"{model}, {seqlen}, {HOW[how]}", columns[origin], f"{count}", *cells])
-    return table(["model, seqlen", "from", "seeds", *columns.values()], lines, "llr" + "r" * len(columns))
+            lines.append([f"{model}, {seqlen}, {HOW[how]}", f"{steps}", columns[origin], f"{count}", *cells])
+    return table(
+        ["model, seqlen", "steps", "from", "seeds", *columns.values()], lines, "lrlr" + "r" * len(columns)
+    )
 
 
 def plot_training(rows: Rows, path: Path | str) -> None:
@@ -137,4 +161,41 @@ def plot_training(rows: Rows, path: Path | str) -> None:
         gpu = " and ".join(dict.fromkeys(row["gpu"] for row in rows))
         plots.heading(figure, "Training a GPT with one attention or another", f"{gpu}, bf16, causal")
         figure.subplots_adjust(left=0.06, right=0.99, top=0.82, bottom=0.18)
+        plots.save(figure, path)
+
+
+LONG, WINDOW = 60, 10  # steps: a curve has as many or more, of whose differences this many are averaged
+
+
+def plot_losses(rows: Rows, path: Path | str) -> None:
+    """Draw the losses of long runs, a column for each model and length, and below by how much two runs of a
+    seed differ: with SDPA both, and with another attention and SDPA. Raises ValueError if none is long."""
+    groups = {key: of_backends(x) for key, x in runs_of_steps(rows).items() if key[-1] >= LONG}
+    if not groups:
+        raise ValueError(f"no run of {LONG} steps or more")
+    colours = {HOPPER: plots.STAGE_COLOUR, SDPA: plots.INK} | plots.PEER_COLOURS
+    drawn = [x for x in TRAINED_WITH if x != "cudnn"]
+    with plots.style():
+        figure = Figure(figsize=(11, 5.2))
+        axes = figure.subplots(2, len(groups), sharex="col", sharey="row", squeeze=False)
+        for (above, below), ((model, seqlen, how, _), by_name) in zip(axes.T, groups.items(), strict=True):
+            above.set_title(f"{model}, {seqlen // 1024}k, {HOW[how]}", fontsize=9, loc="left")
+            for name in (x for x in reversed(drawn) if x in by_name):
+                for row in by_name[name]:
+                    above.plot(row["losses"], color=colours[name], linewidth=0.8)
+                if pairs := pairs_apart(by_name, name, SDPA):
+                    step = [mean(x) for x in zip(*pairs, strict=True)]
+                    curve = [mean(step[at : at + WINDOW]) for at in range(len(step) - WINDOW + 1)]
+                    steps = range(WINDOW // 2, WINDOW // 2 + len(curve))
+                    below.plot(steps, curve, color=colours[name], linewidth=2 if name == HOPPER else 1.3)
+            above.set_ylim(top=min(6.0, above.get_ylim()[1]))
+            below.set_yscale("log")
+            below.set_xlabel("step")
+        axes[0, 0].set_ylabel("loss")
+        axes[1, 0].set_ylabel("difference from SDPA's runs")
+        handles = [Patch(color=colours[x], label=TRAINED_WITH[x]) for x in drawn]
+        figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.05, 0.94), ncols=len(drawn))
+        gpu = " and ".join(dict.fromkeys(row["gpu"] for row in rows))
+        plots.heading(figure, "Losses with one attention or another", f"{gpu}, bf16, causal")
+        figure.subplots_adjust(left=0.07, right=0.99, top=0.81, bottom=0.09, wspace=0.06, hspace=0.12)
         plots.save(figure, path)

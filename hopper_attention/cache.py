@@ -1,9 +1,9 @@
 """Compiled kernels on disk: what names an entry, who may write it, and how two processes share it.
 
-Standard library only. What is loaded from here runs in the caller's process, so a folder is used only if its
-owner is the user and nobody else can write it; there is no fallback to a shared place. An entry is the host
-code with its cubin, as a shared library or as an object, that cubin by itself, and a description, each
-written whole or not at all.
+Standard library only. What is loaded from here runs in the caller's process, so a folder and its files are
+used only if their owner is the user and nobody else can write them; there is no fallback to a shared place.
+An entry is the host code with its cubin, as a shared library or as an object, that cubin by itself, and a
+description, each written whole or not at all.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 VARIABLE = "HOPPER_ATTENTION_CACHE"  # names the folder; empty: no cache
+OWN = 0o600  # of a file: whatever the umask, nobody else writes what is run from here
 COMPILER = "nvidia-cutlass-dsl"  # and its libraries, nvidia-cutlass-dsl-libs-…
 KERNELS = Path(__file__).resolve().parent / "kernels"
 
@@ -50,8 +51,13 @@ def folder() -> Path | None:
 
 def is_private(path: Path) -> bool:
     """Whether `path` is a folder of the user's own, not a link, that nobody else can write."""
+    return stat.S_ISDIR(path.lstat().st_mode) and _is_own(path)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether `path` is the user's own, not a link, and nobody else can write it."""
     found = path.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    return not stat.S_ISLNK(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 @functools.cache  # 50 ms, of which a first call has few
@@ -102,16 +108,17 @@ def alone(key: str) -> Iterator[None]:
 
 
 def load(key: str) -> Entry | None:
-    """The entry of this name; None for one that is not there or not whole."""
+    """The entry of this name; None for one that is not there, not whole, or that others can write."""
     if (path := folder()) is None:
         return None
     try:
-        description = json.loads((path / f"{key}.json").read_text())
+        description = dict(json.loads((path / f"{key}.json").read_text()))
         cubin, file = (path / f"{key}.cubin").read_bytes(), path / f"{key}{description.pop('suffix')}"
         digests = {"cubin": _sha256(cubin), "file": _sha256(file.read_bytes())}
-    except (OSError, ValueError, KeyError):
+        own = all(_is_own(x) for x in (path / f"{key}.json", path / f"{key}.cubin", file))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return Entry(file, cubin, description) if description.pop("sha256", None) == digests else None
+    return Entry(file, cubin, description) if own and description.pop("sha256", None) == digests else None
 
 
 def store(key: str, host_code: Path, cubin: bytes, **description: Any) -> None:
@@ -126,16 +133,17 @@ def store(key: str, host_code: Path, cubin: bytes, **description: Any) -> None:
     text = json.dumps(description, sort_keys=True).encode()
     with contextlib.suppress(OSError):  # a full disk costs the next process a compile, and this one nothing
         for suffix, content in ((host_code.suffix, machine_code), (".cubin", cubin), (".json", text)):
-            write_atomically(path / f"{key}{suffix}", content)
+            write_atomically(path / f"{key}{suffix}", content, OWN)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file in one step, creating its folder: a reader finds the old content or the new."""
+def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Replace a file in one step, creating its folder: a reader finds the old content or the new. `mode` is
+    what the umask leaves it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, since os.replace may not leave a file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=functools.partial(os.open, mode=mode)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -4,8 +4,9 @@
 import torch
 
 from . import lengths, ops, ops_policies, policies
-from .checks import E4M3, check_tensor, check_window, name_of
+from .checks import E4M3, check_like, check_tensor, check_window, name_of
 from .fp8 import Descale, attention_fp8, descale_of
+from .kernels.device.limits import UNBOUNDED
 from .pages import rows_of_pages
 
 Window = tuple[int | None, int | None]
@@ -148,18 +149,21 @@ def flash_attn_func(
     return_lse: bool = False,
     dropout_p: float = 0.0,
     return_attn_probs: bool = False,
+    **others: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` in FlashAttention's layout: q, k, v and the result are (batch, seqlen, heads, head_dim).
 
-    Takes by name what FlashAttention-2, -3 and -4 have; by position they would mean different things. With
-    `return_lse`, or `return_attn_probs` as FlashAttention-3 calls it, also the LSE, fp32 (batch, heads,
-    seqlen). A causal mask is aligned at the bottom right. `pack_gqa`, a hint, changes nothing.
+    Takes by name what FlashAttention-2, -3 and -4 have (`others`, where it asks for nothing); by position
+    they would mean different things. With `return_lse`, or `return_attn_probs` as FlashAttention-3 calls it,
+    also the LSE, fp32 (batch, heads, seqlen). A causal mask is aligned at the bottom right. `pack_gqa`, a
+    hint, changes nothing.
 
     e4m3 tensors go to `attention_fp8`, with the descales, as in FlashAttention-3: fp32 (batch, kv_heads), or
     one number, or None for 1; the result is bf16.
 
-    Raises NotImplementedError, with the argument's name, for chunks, qv, splits, margins and dropout, and of
-    e4m3 tensors for windows, soft caps and sinks; ValueError for a descale beside 16-bit tensors.
+    Raises NotImplementedError, with the argument's name, for chunks, qv, splits, margins, dropout and
+    `others`, and of e4m3 tensors for windows, soft caps and sinks; ValueError for a descale beside 16-bit
+    tensors.
     """
     refuse_by_name(
         "flash_attn_func",
@@ -168,6 +172,7 @@ def flash_attn_func(
         ("num_splits", num_splits, num_splits not in (0, 1)),
         ("sm_margin", sm_margin, sm_margin != 0),
         ("dropout_p", dropout_p, dropout_p != 0.0),
+        *asked_of(others, "flash_attn_func"),
     )
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
@@ -207,6 +212,25 @@ def refuse_by_name(call: str, *arguments: tuple[str, object, bool]) -> None:
             raise NotImplementedError(f"{call} does not take {name} = {given!r}")
 
 
+OTHERS = {  # what FlashAttention-2's, -3's and -4's calls have beside, all of which is refused
+    "alibi_slopes", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars",
+    "block_sparse_tensors", "block_sparse_tensors_bwd", "gather_kv_indices", "gather_bwd_recompute_p",
+    "gather_bwd_token_chunk", "q_descale", "k_descale", "v_descale", "min_seqlen_k", "seqlen_k_per_split",
+    "scheduler_metadata", "disable_scheduler_metadata", "qv", "attention_chunk", "sm_margin",
+    "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens",
+}  # fmt: skip
+
+
+def asked_of(others: dict[str, object], call: str) -> list[tuple[str, object, bool]]:
+    """`OTHERS` as `refuse_by_name` takes them: None, False and 0 ask for nothing. Raises TypeError for a name
+    that no call has."""
+    if unknown := [name for name in others if name not in OTHERS]:
+        raise TypeError(f"{call}() got an unexpected keyword argument {unknown[0]!r}")
+    shown = lambda x: "a tensor" if isinstance(x, torch.Tensor) else x
+    asks = lambda x: isinstance(x, torch.Tensor) or x not in (None, False, 0)
+    return [(name, shown(x), asks(x)) for name, x in others.items()]
+
+
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -234,6 +258,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     dropout_p: float = 0.0,
     return_attn_probs: bool = False,
+    **others: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` of each of n sequences packed behind one another, without padding: q (total queries, heads,
     head_dim), k and v (total keys, kv heads, head_dim); the result is like q, and the LSE fp32 (heads, total
@@ -259,7 +284,7 @@ def flash_attn_varlen_func(
     holds keys and is no page reads another one.
 
     The rest as in `flash_attn_func`. Raises NotImplementedError, with the argument's name, for chunks, qv,
-    splits, margins and dropout, and for `deterministic` where pages require gradients.
+    splits, margins, dropout, descales and `others`, and for `deterministic` where pages require gradients.
     """
     refuse_by_name(
         "flash_attn_varlen_func",
@@ -268,13 +293,12 @@ def flash_attn_varlen_func(
         ("num_splits", num_splits, num_splits not in (0, 1)),
         ("sm_margin", sm_margin, sm_margin != 0),
         ("dropout_p", dropout_p, dropout_p != 0.0),
+        *asked_of(others, "flash_attn_varlen_func"),
     )
     named = ("q", q), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)
     for name, x in named:
         check_tensor(name, x)
-    if block_table is not None and page_table is not None:
-        raise ValueError("block_table and page_table are two names of one argument: give one of them")
-    table = page_table if block_table is None else block_table
+    table = _table_of(block_table, page_table)
     if table is not None:
         learns = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
         # Gradients of a page that several sequences name are added in any order.
@@ -302,26 +326,29 @@ def flash_attn_with_kvcache(
     cache_batch_idx: torch.Tensor | None = None,
     cache_leftpad: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0,
+    pack_gqa: bool | None = None,
     k_descale: float | torch.Tensor | None = None,
     v_descale: float | torch.Tensor | None = None,
     return_softmax_lse: bool = False,
     out: torch.Tensor | None = None,
     batch_invariant: bool = False,
+    **others: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few queries to a cache, on PyTorch's current stream: FlashAttention's call for decoding.
 
     q: (batch, queries, heads, head_dim), bf16 or fp16, head_dim 64, 128 or 256. k_cache, v_cache: (batch,
-    seqlen, kv heads, head_dim), or with `block_table`, int32 (batch, pages of a sequence), (pages, page_size,
-    kv heads, head_dim), pages of 16, 32, 64, 128 or a multiple of 128 keys (of 256 beyond 128, for e4m3 of
-    head_dim 64). They are of q's type, or float8_e4m3fn; then `k_descale` and `v_descale` are what they are
-    to be multiplied by: a number, or fp32 of one element, (kv heads,) or (batch, kv heads).
+    seqlen, kv heads, head_dim), or with `block_table` (or `page_table`), int32 (batch, pages of a sequence),
+    (pages, page_size, kv heads, head_dim), pages of 16, 32, 64, 128 or a multiple of 128 keys (of 256 beyond
+    128, for e4m3 of head_dim 64). They are of q's type, or float8_e4m3fn; then `k_descale` and `v_descale`
+    are what they are to be multiplied by: a number, or fp32 of one element, (kv heads,) or (batch, kv heads).
 
     `cache_seqlens`, int32 (batch,) on the GPU or one number, says how many keys of the cache count; without
     it all do. Hazard: what a tensor holds is read on the GPU alone, and checked on request only
@@ -334,13 +361,14 @@ def flash_attn_with_kvcache(
     window_size (left, right) what lies more than `left` before it; right is −1, or 0 for `causal`.
 
     Returns o like q, or `out`, and with `return_softmax_lse` also the LSE, fp32 (batch, heads, queries): 0
-    and −∞ for a query that sees no key. Keys are split among all SMs in any case: `num_splits` is taken and
-    ignored. With `batch_invariant` a sequence's bits do not depend on the other sequences; they never depend
-    on the run. From some 16 to 64 queries on, by the number of keys, `attention` is faster: it chooses
-    (notes/decode.md).
+    and −∞ for a query that sees no key. Keys are split among all SMs in any case, and heads of a group
+    packed: `num_splits` and `pack_gqa` are taken and ignored. With `batch_invariant` a sequence's bits do not
+    depend on the other sequences; they never depend on the run. From some 16 to 64 queries on, by the number
+    of keys, `attention` is faster: it chooses (notes/decode.md).
+
     There is no gradient. Keys and queries are not rotated: with `rotary_cos`, as with batch indices, padding
-    on the left and slopes, it raises NotImplementedError with the argument's name, as TypeError and
-    ValueError before anything is launched.
+    on the left, slopes and `others` of `flash_attn_func`, it raises NotImplementedError with the argument's
+    name, as TypeError and ValueError before anything is launched.
     """
     refuse_by_name(
         "flash_attn_with_kvcache",
@@ -350,12 +378,17 @@ def flash_attn_with_kvcache(
         ("cache_leftpad", "a tensor", cache_leftpad is not None),
         ("alibi_slopes", "a tensor", alibi_slopes is not None),
         ("softcap", softcap, softcap != 0.0),
+        *asked_of(others, "flash_attn_with_kvcache"),
     )
-    left, right = (-1 if x is None else x for x in window_size)
-    if right not in (-1, 0) or left < -1:
+    causal, (left, right) = mask_of(causal, False, window_size)
+    if right not in (-1, 0):
         raise NotImplementedError(f"flash_attn_with_kvcache does not take window_size = {(left, right)!r}")
+    left = -1 if left >= UNBOUNDED else left
+    block_table = _table_of(block_table, page_table)
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, x)
+    if out is not None:
+        check_like("out", out, "q", q)
     if torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k_cache, v_cache, k, v)
     ):
@@ -376,6 +409,13 @@ def flash_attn_with_kvcache(
     if out is not None:
         o = out.copy_(o)
     return (o, lse) if return_softmax_lse else o
+
+
+def _table_of(block_table: torch.Tensor | None, page_table: torch.Tensor | None) -> torch.Tensor | None:
+    """FlashAttention-2's name of a page table, or -3's. Raises ValueError for both."""
+    if block_table is not None and page_table is not None:
+        raise ValueError("block_table and page_table are two names of one argument: give one of them")
+    return page_table if block_table is None else block_table
 
 
 def _check_number_of_keys(n: int, k_cache: torch.Tensor, k: object, block_table: object) -> None:

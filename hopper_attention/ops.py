@@ -340,14 +340,17 @@ library.impl("backward", differentiable_backward, "Autograd")
 # ---- autocast, vmap, FLOPs --------------------------------------------------------------------------------
 
 
+CAST = torch.float32, torch.bfloat16, torch.float16
+
+
 def autocast_on(device: str, operator: OpOverload) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The operator with q, k and v in autocast's type, as `scaled_dot_product_attention` takes them; float64
-    and whatever else it is given stay."""
+    """The operator with q, k and v in autocast's type, as `scaled_dot_product_attention` takes them, of the
+    types that autocast is about; float64 and whatever else it is given stay."""
 
     def cast(q, k, v, *rest):
         to = torch.get_autocast_dtype(device)
         with torch.amp.autocast(device, enabled=False):
-            return operator(*(x if x.dtype == torch.float64 else x.to(to) for x in (q, k, v)), *rest)
+            return operator(*(x.to(to) if x.dtype in CAST else x for x in (q, k, v)), *rest)
 
     return cast
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -38,11 +39,16 @@ def gpu(device: torch.device | None = None) -> Gpu:
     return Gpu(max(SMS_MIN, sms - margin.get()), known(torch.cuda.get_device_name(device)))
 
 
+def check_margin(sm_margin: int) -> None:
+    """Raises ValueError unless it is a number of SMs that calls can leave free."""
+    if type(sm_margin) is not int or not 0 <= sm_margin <= SMS - SMS_MIN:
+        raise ValueError(f"sm_margin must be a number of SMs, from 0 to {SMS - SMS_MIN}, not {sm_margin!r}")
+
+
 @contextlib.contextmanager
 def leaving(sm_margin: int) -> Iterator[None]:
     """Calls inside, in this thread, leave so many SMs free, for a communicator's kernels."""
-    if type(sm_margin) is not int or not 0 <= sm_margin <= SMS - SMS_MIN:
-        raise ValueError(f"sm_margin must be a number of SMs, from 0 to {SMS - SMS_MIN}, not {sm_margin!r}")
+    check_margin(sm_margin)
     before = margin.set(sm_margin)
     try:
         yield
@@ -65,7 +71,7 @@ def save(name: str, tiles: Tiles) -> Path:
             f"there is no folder of the user's own to keep costs in; name one in {cache.VARIABLE}"
         )
     everything = _read(target) | {name: {"sources": cache.sources(), "tiles": tiles}}
-    cache.write_atomically(target, json.dumps(everything, indent=1).encode())
+    cache.write_atomically(target, json.dumps(everything, indent=1).encode(), cache.OWN)
     known.cache_clear()
     return target
 
@@ -81,9 +87,20 @@ def known(name: str) -> Tiles:
                 int(head_dim): {int(rows): Tile(*tile) for rows, tile in tiles.items()}
                 for head_dim, tiles in kept["tiles"].items()
             }
-            if {d: [*x] for d, x in found.items()} == {d: [*x] for d, x in division.TILES.items()}:
+            if _are_costs(found):
                 return found
     return division.TILES
+
+
+def _are_costs(tiles: Tiles) -> bool:
+    """Whether `tune` can have measured these: the built-in shapes, and times that are finite."""
+    if {d: [*x] for d, x in tiles.items()} != {d: [*x] for d, x in division.TILES.items()}:
+        return False
+    both = [(x, division.TILES[d][rows]) for d, shapes in tiles.items() for rows, x in shapes.items()]
+    shapes = all((x.keys, x.ctas) == (built_in.keys, built_in.ctas) for x, built_in in both)
+    times = [time for x, _ in both for time in x[2:]]
+    finite = all(type(time) in (int, float) and 0 <= time < math.inf for time in times)
+    return shapes and finite and all(min(x.step, x.alone) > 0 for x, _ in both)
 
 
 def forget() -> None:
@@ -97,6 +114,6 @@ def _read(target: Path) -> dict[str, dict]:
     """What is kept; nothing where that is no file of ours."""
     try:
         found = json.loads(target.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -33,7 +33,7 @@ STAGES = (
     Stage(
         "bwd4_parts",
         "the production backward, for few tiles of keys",
-        "what sees a tile of keys divided among CTAs, dK and dV in fp32 parts",
+        "the queries that see a tile of keys divided among CTAs, dK and dV in fp32 parts",
         "bwd4",
         direction="bwd",
         model="flash_attention_2_backward",

@@ -281,8 +281,10 @@ def refused(rank, ranks, how):
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         cu = torch.tensor([0, 64] if rank == 0 else [0, 16, 64], dtype=torch.int32)
         cu = cu.long() if how.endswith("64 bits") else cu
+    options = {"mask": {"causal": False}, "determinism": {"deterministic": True}, "margin": {"sm_margin": -1}}
+    options = options.get(how, {}) if rank == 1 else {}
     try:
-        context_parallel_attention(q, k, v, causal=not (rank == 1 and how == "mask"), cu_seqlens=cu)
+        context_parallel_attention(q, k, v, cu_seqlens=cu, **options)
     except ValueError as error:
         print(f"SAID {error}", flush=True)
     else:

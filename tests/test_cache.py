@@ -67,6 +67,32 @@ def test_what_is_not_whole_is_no_entry(suffix: str, fault: str, own: Path) -> No
     assert cache.load("a") is not None
 
 
+@pytest.mark.parametrize("text", ["null", "3", "[]", '"text"', "[" * 10**5, "{}", '{"suffix": 3}'])
+def test_a_description_of_another_kind_is_no_entry(text: str, own: Path) -> None:
+    keep("a", own)
+    (own / "a.json").write_text(text)
+    assert cache.load("a") is None
+
+
+@pytest.mark.parametrize("suffix", [".o", ".cubin", ".json"])
+def test_a_file_that_others_can_write_is_not_used(suffix: str, own: Path) -> None:
+    """Nor is there one, whatever the umask: who changes code and digest alike would be run."""
+    before = os.umask(0o000)
+    try:
+        keep("a", own)
+    finally:
+        os.umask(before)
+    path = own / f"a{suffix}"
+    assert path.stat().st_mode & 0o777 == cache.OWN and cache.load("a") is not None
+    for mode in (0o620, 0o602):
+        path.chmod(mode)
+        assert cache.load("a") is None
+    path.chmod(0o600)
+    path.rename(own / "elsewhere")
+    path.symlink_to(own / "elsewhere")
+    assert cache.load("a") is None
+
+
 def test_a_write_that_fails_leaves_the_entry_that_was(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep("a", own, machine_code=b"first")
 

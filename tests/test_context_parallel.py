@@ -298,8 +298,10 @@ def test_a_wrong_number_is_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("shape", "ranks must bring parts of one shape, type and mask, not rank 0: q (2, 4, 32, 64)"),
-        ("mask", "ranks must bring parts of one shape, type and mask"),
+        ("shape", "one shape and type with the same options, not rank 0: q (2, 4, 32, 64)"),
+        ("mask", "causal False"),
+        ("determinism", "deterministic True"),
+        ("margin", "on rank 1: sm_margin must be a number of SMs, from 0 to 130, not -1"),
         ("odd", "on rank 1: a rank holds two chunks of one length, and 31 tokens are not that"),
         ("dtype", "on rank 1: q must be bfloat16 or float16, not float32"),
         ("lengths", "on rank 1: q has 32 tokens and k has 30"),

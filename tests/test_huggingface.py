@@ -222,6 +222,99 @@ def test_packed_calls_that_cannot_be_are_refused() -> None:
         huggingface.hopper_attention_forward(torch.nn.Identity(), q, q, q, None, dropout=0.5, **lengths)
 
 
+def test_packed_sequences_of_a_module_that_is_not_causal(
+    taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window reaches to both sides there."""
+    windows = []
+    call = huggingface.flash_attn_varlen_func
+    monkeypatch.setattr(
+        huggingface,
+        "flash_attn_varlen_func",
+        lambda *x, **y: windows.append(y.get("window_size")) or call(*x, **y),
+    )
+    torch.manual_seed(0)
+    config = transformers.ModernBertConfig(
+        hidden_size=256, intermediate_size=256, num_attention_heads=4, num_hidden_layers=3, vocab_size=99,
+        local_attention=8, global_attn_every_n_layers=3, pad_token_id=0, cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    model = transformers.AutoModel.from_config(config, dtype=torch.bfloat16).eval()
+    for name, x in model.named_parameters():
+        if "Wqkv" in name:
+            torch.nn.init.normal_(x, std=0.15)
+    tokens = torch.randint(3, 99, (1, 48), generator=torch.Generator().manual_seed(1))
+    alone = torch.cat([outputs(model, "sdpa", input_ids=x) for x in (tokens[:, :20], tokens[:, 20:])], 1)
+    cu = torch.tensor([0, 20, 48], dtype=torch.int32)
+    together = outputs(
+        model, "hopper_attention", input_ids=tokens,
+        position_ids=torch.cat([torch.arange(20), torch.arange(28)])[None],
+        cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=28, max_length_k=28,
+    )  # fmt: skip
+    assert windows == [None, (4, 4), (4, 4)]
+    assert torch.allclose(together, alone, atol=2**-5 * alone.abs().max().item())
+
+
+# ---- what is handed on beside -----------------------------------------------------------------------------
+
+
+def test_a_learned_bias_is_left_to_sdpa(taken: list[str]) -> None:
+    config = transformers.T5Config(
+        d_model=256, d_kv=64, d_ff=256, num_layers=2, num_heads=4, vocab_size=99, dropout_rate=0.0
+    )
+    torch.manual_seed(0)
+    model = transformers.T5EncoderModel._from_config(config, dtype=torch.bfloat16).eval()
+    for name, x in model.named_parameters():
+        if "relative_attention_bias" in name:
+            torch.nn.init.normal_(x, std=2.0)
+    tokens = torch.randint(1, 99, (2, 33), generator=torch.Generator().manual_seed(1))
+    plain, found = (outputs(model, x, input_ids=tokens) for x in ("sdpa", "hopper_attention"))
+    assert torch.equal(found, plain) and taken == []
+
+
+@pytest.mark.parametrize("queries", [1, 33])
+def test_a_bias_beside_a_window(queries: int, taken: list[str]) -> None:
+    """Without a mask: transformers' "sdpa" gets one, and the bias whole."""
+    q, k, v = (torch.randn(1, 2, n, 64, dtype=torch.bfloat16) for n in (queries, 33, 33))
+    bias = torch.randn(1, 2, queries, 33, dtype=torch.bfloat16)
+    o, _ = huggingface.hopper_attention_forward(
+        torch.nn.Identity(), q, k, v, None, sliding_window=9, position_bias=bias
+    )
+    behind = torch.arange(33 - queries, 33)[:, None] - torch.arange(33)
+    mask = bias.float().masked_fill((behind < 0) | (behind >= 9), -torch.inf)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), mask)
+    torch.testing.assert_close(o.float(), wanted.transpose(1, 2), atol=0.03, rtol=0.03)
+    assert taken == []
+
+
+def test_what_is_unknown_is_not_ignored(taken: list[str]) -> None:
+    """A bias, chosen keys, a number: sdpa's, or with packed sequences refused. Flags and positions are
+    neither."""
+    q = torch.randn(1, 2, 8, 64, dtype=torch.bfloat16)
+    call = lambda **more: huggingface.hopper_attention_forward(torch.nn.Identity(), q, q, q, None, **more)
+    call(output_attentions=False, use_cache=True, position_ids=torch.arange(8)[None], some_bias=None)
+    assert taken == ["k6"]
+    call(block_indices=torch.arange(8))
+    call(attention_chunk=4)
+    assert taken == ["k6"]
+    cu = torch.tensor([0, 8], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="does not take position_bias beside packed sequences"):
+        call(cu_seq_lens_q=cu, cu_seq_lens_k=cu, position_bias=torch.zeros(1, 2, 8, 8))
+    with pytest.raises(NotImplementedError, match="does not take softcap beside a mask, dropout, a bias"):
+        call(softcap=50.0, position_bias=torch.zeros(1, 2, 8, 8))
+
+
+def test_a_graph_takes_no_window_that_the_call_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other head dims than 64, 128 and 256 have no windows: compiled as eager, they are sdpa's."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for head_dim, taken in ((64, True), (96, False)):
+        q = torch.empty(1, 2, 8, head_dim, dtype=torch.bfloat16)
+        options = q, q, q, None, False, False
+        assert huggingface._takes(*options, extras={})
+        assert huggingface._takes(*options, extras={"window_size": (3, 0)}) == taken
+
+
 # ---- generation with a cache of the library's --------------------------------------------------------------
 
 

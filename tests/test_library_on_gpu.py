@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from public_calls import every_head_dim, every_mask, problem, verdicts, verdicts_with_lse
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -231,6 +232,24 @@ def test_a_plain_sdpa_call_runs_our_kernels() -> None:
     assert not any("hopper_attention" in name for name in (*theirs, *kernels_of(step)))
     assert ours
     assert all("hopper_attention" in name for name in ours)
+    for x, y in zip(found, plain):
+        assert torch.allclose(x, y, atol=2**-5 * y.abs().max().item())
+
+
+@pytest.mark.parametrize("head_dim", [128, 100])
+def test_sdpas_mask_at_the_bottom_right(head_dim: int) -> None:
+    """The one way in which SDPA has one, to its flash operator, which it pads 100 columns for."""
+    draw = lambda seqlen: torch.randn(4, 8, seqlen, head_dim, dtype=torch.bfloat16, device="cuda")
+    leaves, do = [draw(n).requires_grad_() for n in (1024, 3000, 3000)], draw(1024)
+
+    def step():
+        o = scaled_dot_product_attention(*leaves, attn_mask=causal_lower_right(1024, 3000))
+        return [o, *torch.autograd.grad(o, leaves, do)]
+
+    plain = step()
+    with enabled():
+        found, ours = step(), kernels_of(step)
+    assert any("hopper_attention" in name for name in ours)
     for x, y in zip(found, plain):
         assert torch.allclose(x, y, atol=2**-5 * y.abs().max().item())
 

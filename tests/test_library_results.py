@@ -236,9 +236,9 @@ def test_losses_of_several_seeds() -> None:
     ]
     from_sdpa, from_fp32 = (line.split(" | ") for line in training.apart_table(rows).splitlines()[2:])
     # ours: (0.5 + 0.25 + 0.5)/3 of seed 0, 0.25 of seed 1; SDPA's: 0.25, 0, 0.25, of seed 0 alone
-    assert from_sdpa[1:5] == ["SDPA", "2", "0.33333, 0.50000", "0.16667, 0.25000"]
+    assert from_sdpa[1:6] == ["2", "SDPA", "2", "0.33333, 0.50000", "0.16667, 0.25000"]
     assert from_sdpa[-1] == "0.66667, 0.75000 |"
-    assert from_fp32[1:5] == ["in fp32", "1", "0.25000, 0.25000", "0.66667, 0.75000"]
+    assert from_fp32[1:6] == ["2", "in fp32", "1", "0.25000, 0.25000", "0.66667, 0.75000"]
     assert from_fp32[-1] == " |"
 
 

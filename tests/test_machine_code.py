@@ -23,7 +23,7 @@ from harness.machine_code import cubin_of, main_loop
 from harness.sweep import HEAD_DIMS
 from hopper_attention.kernels import k6, ladder
 from hopper_attention.kernels.contract import DTYPES
-from hopper_attention.kernels.device.softcap import TOGETHER
+from hopper_attention.kernels.device.far_scores import TOGETHER
 from hopper_attention.launch import compile_stage
 
 CUDA_CORES = ("k1", "fa1", "k2", "bwd1", "bwd2")  # what these compute with; tensor cores and TMA come later

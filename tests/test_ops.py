@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness import reference
-from hopper_attention import attention, attention_backward, ops
+from hopper_attention import attention, attention_backward, flash_attn_func, ops
 
 OPTIONS = {"softmax_scale": None, "causal": False, "top_left": False, "deterministic": False}
 
@@ -399,6 +399,20 @@ def test_autocast() -> None:
         assert compiled.equal(o)
     o.sum().backward()
     assert q.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int64, torch.float64])
+def test_autocast_leaves_other_types_to_be_refused(dtype: torch.dtype) -> None:
+    """By the kernels, which are stood in for here: e4m3 codes would be attended without their scales."""
+    x = torch.zeros(1, 2, 8, 64).to(dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention(x, x, x).dtype == dtype
+
+
+def test_what_other_calls_have_beside_may_ask_for_nothing() -> None:
+    q, k, v = (x.transpose(1, 2) for x in inputs())
+    o = flash_attn_func(q, k, v, alibi_slopes=None, mask_mod=None, gather_bwd_recompute_p=False)
+    assert o.equal(flash_attn_func(q, k, v))
 
 
 def test_vmap_and_functional_gradients() -> None:

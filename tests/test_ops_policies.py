@@ -372,6 +372,9 @@ def test_rows_beside_a_table_are_refused() -> None:
         ({"qv": torch.zeros(1)}, NotImplementedError, "does not take qv = 'a tensor'"),
         ({"dropout_p": 0.5}, NotImplementedError, "does not take dropout_p = 0.5"),
         ({"num_splits": 3}, NotImplementedError, "does not take num_splits = 3"),
+        ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "does not take alibi_slopes = 'a tensor'"),
+        ({"k_descale": torch.ones(1)}, NotImplementedError, "does not take k_descale = 'a tensor'"),
+        ({"max_seqlen": 3}, TypeError, "unexpected keyword argument 'max_seqlen'"),
         ({"window_size": 4}, TypeError, "window_size must be (left, right), not 4"),
         (
             {"window_size": (4.0, 1)},

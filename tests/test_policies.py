@@ -12,7 +12,7 @@ import torch
 from harness import judging, policy_models, reference, score_cases
 from harness.policies import Given, random_given
 from hopper_attention.kernels.contract import LazyMaximum, Problem
-from hopper_attention.kernels.device import far_scores, softcap
+from hopper_attention.kernels.device import far_scores
 
 PLAIN = Problem(2, 4, 2, 37, 53, 64, False, direction="bwd", lse_grad=True, scaled=True)
 PACKED = PLAIN.with_(
@@ -175,7 +175,7 @@ def test_four_scores_share_a_reciprocal(cap: float) -> None:
 def test_exponents_that_are_not_followed_stay_in_fp32() -> None:
     """Of the largest cap for which that is done, wherever the first tile's maximum lies: a sum of 2³¹
     values of 2³⁰ is finite, and a value of 2⁻²⁴ adds no denormal number, but beside a term of 1."""
-    assert softcap.TOGETHER * far_scores.LARGEST < 126  # nor is the product of four
+    assert far_scores.TOGETHER * far_scores.LARGEST < 126  # nor is the product of four
     assert far_scores.ABOVE + 31 + 30 < 127
     cap_log2 = (far_scores.ABOVE + far_scores.BELOW) / 2
     for first in np.linspace(-cap_log2, cap_log2, 100):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from test_ops import run_backward, run_forward
+from torch.nn.attention import bias
 
 import hopper_attention
 from hopper_attention import production
@@ -15,35 +16,36 @@ Called = list[str]
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[Called]:
-    """PyTorch's kernels and ours are the reference's formulas, for CPU tensors; who was called, in order."""
+    """PyTorch's kernels and ours are the reference's formulas, for CPU tensors; who was called, in order.
+    Flash's aligns a causal mask at the bottom right, cuDNN's at the top left."""
     found: Called = []
-    causal_of = lambda q, k, is_causal: {
+    top_left = lambda q, k, is_causal: {
         "causal": is_causal,
         "top_left": is_causal and q.shape[2] != k.shape[2],
     }
 
     def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
         found.append("flash")
-        o, lse = run_forward(q, k, v, scale, **causal_of(q, k, is_causal))
+        o, lse = run_forward(q, k, v, scale, causal=is_causal)
         state = torch.empty(2, dtype=torch.uint64)
         return o, lse, None, None, q.shape[2], k.shape[2], state, state.new_empty(()), q.new_empty(0)
 
     def flash_backward(do, q, k, v, o, lse, a, b, c, d, dropout_p, is_causal, e, f, *, scale=None):
         found.append("flash backward")
-        return run_backward(do, q, k, v, o, lse, None, scale, **causal_of(q, k, is_causal))
+        return run_backward(do, q, k, v, o, lse, None, scale, causal=is_causal)
 
     def cudnn(
         q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
     ):
         found.append("cudnn")
-        o, lse = run_forward(q, k, v, scale, **causal_of(q, k, is_causal))
+        o, lse = run_forward(q, k, v, scale, **top_left(q, k, is_causal))
         seed = torch.empty((), dtype=torch.int64)
         return o, lse.unsqueeze(-1), None, None, q.shape[2], k.shape[2], seed, seed.clone(), None
 
     def cudnn_backward(do, q, k, v, o, lse, e, f, bias, a, b, c, d, dropout_p, is_causal, *, scale=None):
         found.append("cudnn backward")
         assert lse.shape == (*q.shape[:3], 1)
-        return run_backward(do, q, k, v, o, lse.flatten(2), None, scale, **causal_of(q, k, is_causal))
+        return run_backward(do, q, k, v, o, lse.flatten(2), None, scale, **top_left(q, k, is_causal))
 
     library = torch.library.Library("aten", "IMPL")
     for name, call in ((sdpa.FLASH, flash), (sdpa.CUDNN, cudnn)):
@@ -101,8 +103,9 @@ def test_what_is_taken(call, lengths: tuple[int, int], options: dict, called: Ca
     called.clear()
     with hopper_attention.enabled():
         found = both(call, given, **options)
-    assert called == ["k6", "bwd4"]
-    assert all(x.equal(y) for x, y in zip(found, plain))
+    blind = call is flash and "is_causal" in options and lengths[0] > lengths[1]  # rows without a key
+    assert called == (own if blind else ["k6", "bwd4"])
+    assert all(torch.allclose(x, y, rtol=0, atol=0, equal_nan=True) for x, y in zip(found, plain))
     called.clear()
     both(call, given, **options)
     assert called == own == [call.__name__, f"{call.__name__} backward"]
@@ -144,6 +147,29 @@ def test_switched_between_forward_and_backward(call, called: Called) -> None:
     assert all(x.equal(y) for x, y in zip(found, plain[1:]))
 
 
+def test_a_mask_aligned_at_the_bottom_right(called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own way to have one: its flash operator's causal mask."""
+    monkeypatch.setattr(bias, "can_use_flash_attention", lambda parameters: True)
+    q, k, v = inputs(16, 24)
+    k, v = (x.repeat_interleave(2, 1).detach().requires_grad_() for x in (k, v))
+    mask = bias.causal_lower_right(16, 24)
+    sdpa_of = torch.nn.functional.scaled_dot_product_attention
+    with hopper_attention.enabled():
+        assert hopper_attention.explain(q, k, v, mask).forward == "k6_r64"
+        found = both(lambda q, k, v: sdpa_of(q, k, v, attn_mask=mask), [q, k, v])
+    assert called == ["k6", "bwd4"]
+    seen = torch.ones(16, 24, dtype=torch.bool).tril(8)
+    exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    plain = both(lambda q, k, v: sdpa_of(q, k, v, attn_mask=seen), exact)
+    for x, y in zip(found, plain):
+        torch.testing.assert_close(x.float(), y, atol=0.05, rtol=0.05)
+    upper = bias.causal_upper_left(16, 24)
+    assert hopper_attention.explain(q, k, v, upper) == hopper_attention.explain(q, k, v, is_causal=True)
+    with pytest.warns(UserWarning, match="seq_len_q > seq_len_kv"):
+        blind = hopper_attention.explain(k, q, q, bias.causal_lower_right(24, 16))
+    assert "see no key" in blind.forward and "see no key" in blind.backward
+
+
 def test_a_bias_is_left_to_cudnn(called: Called) -> None:
     q, k, v = (x.detach() for x in inputs())
     with hopper_attention.enabled():
@@ -176,6 +202,37 @@ def test_blocks_that_overlap(called: Called) -> None:
     assert called == ["k6", "flash"]
 
 
+def test_who_enables_inside_a_block_keeps_the_kernels(called: Called) -> None:
+    """Until `disable()`, which counts inside a block too."""
+    given = inputs()
+    with hopper_attention.enabled():
+        hopper_attention.enable()
+    flash(*given)
+    hopper_attention.disable()
+    flash(*given)
+    with hopper_attention.enabled():
+        hopper_attention.disable()
+        flash(*given)
+        with hopper_attention.enabled():
+            flash(*given)
+        flash(*given)
+    flash(*given)
+    assert called == ["k6", "flash", "flash", "k6", "k6", "flash"]
+
+
+def test_a_block_that_cannot_be_entered_counts_for_nothing(
+    called: Called, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as without_cuda:
+        without_cuda.setattr(torch.version, "cuda", None)
+        with pytest.raises(RuntimeError, match="built without CUDA"), hopper_attention.enabled():
+            pass
+    with hopper_attention.enabled():
+        pass
+    flash(*inputs())
+    assert called == ["flash"]
+
+
 def test_explanations(called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.detach() for x in inputs())
     explain = hopper_attention.explain
@@ -183,7 +240,9 @@ def test_explanations(called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "enable_gqa is not set" in explain(q, k, v).forward
     assert explain(q, k, v, dropout_p=0.1, enable_gqa=True).backward == "PyTorch's: dropout"
     assert "mask" in explain(q, k, v, attn_mask=torch.ones(16, 16)).forward
-    assert "takes head_dim" in explain(*(x[..., :36] for x in (q, q, q))).forward
+    assert explain(*(x[..., :36] for x in (q, q, q))).forward == "k6_r64"  # SDPA pads them to 40
+    assert "takes head_dim" in explain(*(x.repeat(1, 1, 1, 5) for x in (q, q, q))).forward
+    assert "dimensions" in explain(q, k[0, 0, 0], v).forward
     monkeypatch.setattr(production, "_reasons", {})
     monkeypatch.setattr(sdpa, "slower", lambda p: "slow" if p.direction == "bwd" else None)
     assert explain(q, k, v, enable_gqa=True) == sdpa.Explanation("k6_r64", "PyTorch's: slow")

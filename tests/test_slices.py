@@ -1,6 +1,7 @@
 """k6_slices: which pieces of which tiles CTAs take, and who waits for whom; the kernel's own arithmetic on
 plain integers."""
 
+import functools
 import math
 import random
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ def pieces_of(
 ) -> tuple[object, list[list[tuple[int, ...]]]]:
     """The kernel, and what each slice has, in the order of its producer."""
     kernel = file.kernel_for(problem, rows, sms)
+    kernel.kv_blocks = functools.cache(kernel.kv_blocks)  # asked of each head's tiles anew
     slots = file.workspace(problem, rows, sms)["states"][0][0]
     states = SimpleNamespace(shape=(slots,))
     lengths = problem.seqlen_q, problem.seqlen_kv

@@ -1,6 +1,8 @@
 """Costs of tiles follow from times, are kept for the GPU they are of, and believed only of these kernels."""
 
 import json
+import math
+import os
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,29 @@ def test_what_is_no_file_is_not_believed(text: str) -> None:
     path.write_text(text.replace("GPU", GPU).replace("ours", cache.sources()))
     tuned.known.cache_clear()
     assert tuned.known(GPU) is TILES
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("keys", 0), ("ctas", 0), ("step", 0.0), ("alone", math.nan), ("call", math.inf), ("tile", -1.0),
+     ("step", "1.0"), ("call", None), ("keys", 48), ("tile", True)],
+)  # fmt: skip
+def test_costs_that_cannot_be_are_not_believed(field: str, value: object) -> None:
+    """One number of a file that is otherwise as `tune` writes it."""
+    path = tuned.save(GPU, SLOWER)
+    kept = json.loads(path.read_text())
+    kept[GPU]["tiles"]["64"]["128"][Tile._fields.index(field)] = value
+    path.write_text(json.dumps(kept))
+    tuned.known.cache_clear()
+    assert tuned.known(GPU) is TILES
+
+
+def test_nobody_else_writes_what_is_kept() -> None:
+    before = os.umask(0o002)
+    try:
+        assert tuned.save(GPU, SLOWER).stat().st_mode & 0o777 == cache.OWN
+    finally:
+        os.umask(before)
 
 
 def test_without_a_folder_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

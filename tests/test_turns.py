@@ -216,9 +216,11 @@ def test_packed_tiles_come_in_the_order_of_their_turns(
         if kernel.mirrors:
             mirrored[start].add(place[-1])
         first, _, _, last = map(int, kernel.work_on(place, *own))
-        visited = [int(kernel.q_tile_at(i, first, last, place, *own)) for i in range(first, last)]
-        assert sorted(visited) == list(range(first, last))
-        for q_tile in (x for x in visited if x % 29 == 0 or own[0] < 4096):
+        short = own[0] < 4096  # of the long sequence not everything: it has a thousand tiles of queries
+        if short or tile % 13 == 0:
+            visited = [int(kernel.q_tile_at(i, first, last, place, *own)) for i in range(first, last)]
+            assert sorted(visited) == list(range(first, last))
+        for q_tile in (x for x in range(first, last) if x % 29 == 0 or short):
             at, turn, _ = map(int, kernel.turn_of(kv_block, q_tile, *own, place))
             assert (at, turn) == (0, before.get((start, head, q_tile), -1) + 1)
             before[start, head, q_tile] = turn

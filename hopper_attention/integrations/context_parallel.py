@@ -185,19 +185,24 @@ _agreed: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[object]]" = weakref.W
 
 
 def check_agreement(
-    q, k, v, group: dist.ProcessGroup, softmax_scale, causal: bool, cu_seqlens: torch.Tensor | None = None
-) -> None:
+    q, k, v, group: dist.ProcessGroup, softmax_scale, causal: bool, deterministic: bool, sm_margin: int,
+    cu_seqlens: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Raise ValueError, the same on every rank, unless all ranks bring problems of one kind that the kernels
     take. Ranks ask each other once for each kind. A rank that does not come is an error after the group's
-    timeout."""
+    timeout, and so is one that brings a kind which has been before where others bring a new one."""
     known = _agreed.setdefault(group, set())
     tensors = {"q": q, "k": k, "v": v} | ({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})
-    kind = (*((x.shape, x.dtype, x.device) for x in tensors.values()), softmax_scale, causal)
+    options = {
+        "softmax_scale": softmax_scale, "causal": causal, "deterministic": deterministic,
+        "sm_margin": sm_margin,
+    }  # fmt: skip
+    kind = (*((x.shape, x.dtype, x.device) for x in tensors.values()), *options.values())
     if kind in known:
         return
-    reason = _reason_against(q, k, v, cu_seqlens, softmax_scale, causal)
-    shapes = ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tensors.items())
-    mine = f"{shapes}, softmax_scale {softmax_scale}, causal {causal}", reason
+    reason = _reason_against(q, k, v, cu_seqlens, softmax_scale, causal, sm_margin)
+    shapes = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tensors.items()]
+    mine = ", ".join(shapes + [f"{name} {x}" for name, x in options.items()]), reason
     everyone: list[tuple[str, str | None]] = [mine] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     if refused := [(rank, why) for rank, (_, why) in enumerate(everyone) if why]:
@@ -205,11 +210,13 @@ def check_agreement(
         raise ValueError(f"{NAME}, on rank {rank}: {why}")
     if len({what for what, _ in everyone}) > 1:
         said = "; ".join(f"rank {rank}: {what}" for rank, (what, _) in enumerate(everyone))
-        raise ValueError(f"{NAME}: ranks must bring parts of one shape, type and mask, not {said}")
+        raise ValueError(
+            f"{NAME}: ranks must bring parts of one shape and type with the same options, not {said}"
+        )
     known.add(kind)
 
 
-def _reason_against(q, k, v, cu_seqlens, softmax_scale, causal: bool) -> str | None:
+def _reason_against(q, k, v, cu_seqlens, softmax_scale, causal: bool, sm_margin: int) -> str | None:
     """Why a rank's parts are refused, or None."""
     is_packed = cu_seqlens is not None
     if q.dim() == 3 and not is_packed:
@@ -219,6 +226,7 @@ def _reason_against(q, k, v, cu_seqlens, softmax_scale, causal: bool) -> str | N
         if is_packed:
             check_packing(q, cu_seqlens, cu_seqlens, None, None)
         check_scale(softmax_scale, problem.head_dim)
+        tuned.check_margin(sm_margin)
     except (TypeError, ValueError) as error:
         return str(error)
     if problem.seqlen_q != problem.seqlen_kv:
@@ -264,7 +272,8 @@ def run_forward(
     q, k, v, group, softmax_scale=None, causal=True, deterministic=False, sm_margin=0, cu_seqlens=None
 ):
     found = _group_of(group)
-    check_agreement(q, k, v, found, softmax_scale, causal, cu_seqlens)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()  # what backward will be
+    check_agreement(q, k, v, found, softmax_scale, causal, deterministic, sm_margin, cu_seqlens)
     with tuned.leaving(sm_margin), _device_of(q):
         if cu_seqlens is None:
             return ring_forward(q, k, v, exchange_for(found, k, v), softmax_scale, causal)
@@ -387,7 +396,7 @@ def context_parallel_attention(
 
     Kernels leave `sm_margin` SMs to the communicator. Under autocast q, k and v are cast to its type. The
     rest as in `attention`. Raises ValueError before anything is launched: the same on every rank where any
-    rank's input is refused or ranks disagree.
+    rank's input is refused or ranks disagree about a call that is new to all of them.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)

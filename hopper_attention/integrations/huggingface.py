@@ -19,6 +19,14 @@ from ..kernels.device.constants import VECTOR
 from ..kernels.device.limits import HEAD_DIMS
 
 NAME = "hopper_attention"
+# What a call hands on beside what `hopper_attention_forward` names: it changes nothing here, or is looked at.
+# Whatever else is no flag (a learned bias, chosen keys, a cache of pages) is for transformers' "sdpa".
+KNOWN = {
+    "softcap", "s_aux", "sliding_window", "deterministic",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cu_seqlens", "seq_idx",
+    "position_ids", "position_embeddings", "cache_position", "past_key_values", "token_type_ids",
+    "hidden_states", "num_items_in_batch", "logits_to_keep", "labels",
+}  # fmt: skip
 MARK = "_hopper_attention_layer"  # of what `huggingface_cache` returns for a key it has not stored
 DTYPES = torch.bfloat16, torch.float16
 
@@ -73,38 +81,45 @@ def hopper_attention_forward(
     Without a mask a query of several tokens is causal if the module is, aligned at the top left, as
     transformers' "sdpa" means it; one token sees all keys, or those in its window. With `cu_seq_lens_q` and
     `cu_seq_lens_k` the batch, of one, is sequences packed behind one another, whose masks are aligned in
-    each; `attention_mask` says the same then, and is not looked at.
+    each; `attention_mask` says the same then, and is not looked at. A module that is not causal sees
+    `sliding_window` to both sides there; otherwise its mask says so.
     """
     softcap, sink = kwargs.get("softcap") or 0.0, kwargs.get("s_aux")
+    unknown = [x for x in kwargs if x not in KNOWN and not isinstance(kwargs[x], bool | None)]
+    plain = attention_mask is None and not dropout and not unknown
     if (layer := getattr(key, MARK, None)) is not None:  # a step by one token, which its cache has not stored
-        if attention_mask is None and not dropout and not softcap and sink is None:
+        if plain and not softcap and sink is None:
             return layer.attend(query, scaling), None
         key, value = layer.store(*layer.new)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    window = kwargs.get("sliding_window") if is_causal else None
+    window = kwargs.get("sliding_window")
     extras = {"softcap": softcap, "learnable_sink": sink} if softcap or sink is not None else {}
     lengths = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    rest = {"softmax_scale": scaling, "deterministic": bool(kwargs.get("deterministic"))}
     if lengths[0] is not None and lengths[1] is not None:
-        return _packed(query, key, value, lengths, dropout, scaling, is_causal, window, extras), None
+        if unknown:
+            raise NotImplementedError(f"hopper_attention does not take {unknown[0]} beside packed sequences")
+        return _packed(query, key, value, lengths, dropout, is_causal, window, extras | rest), None
     several = query.shape[2] > 1
     causal = is_causal and attention_mask is None and several
     top_left = causal and query.shape[2] != key.shape[2]
-    hides = attention_mask is None and window is not None and window < key.shape[2]
+    hides = is_causal and attention_mask is None and window is not None and window < key.shape[2]
     if hides:
         causal, top_left, extras = False, False, extras | {"window_size": (window - 1, 0)}
     options = scaling, causal, top_left
-    if attention_mask is None and not dropout and _takes(query, key, value, *options, extras=extras):
-        o = attention(query, key, value, softmax_scale=scaling, causal=causal, top_left=top_left, **extras)
+    if plain and _takes(query, key, value, *options, extras=extras):
+        o = attention(query, key, value, causal=causal, top_left=top_left, **extras, **rest)
         return o.transpose(1, 2), None
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(
-                f"hopper_attention does not take {name} beside a mask, dropout or what its kernels refuse"
+                f"hopper_attention does not take {name} beside a mask, dropout, a bias, or what its kernels "
+                "refuse"
             )
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if hides and several:
+    if hides and (several or unknown):
         attention_mask = _window_mask(query.shape[2], key.shape[2], window, query.device)
     elif hides:
         key, value = key[:, :, -window:], value[:, :, -window:]
@@ -118,17 +133,18 @@ def _window_mask(queries: int, keys: int, window: int, device: torch.device) -> 
     return (ahead <= 0) & (ahead > -window)
 
 
-def _packed(query, key, value, lengths, dropout, scaling, is_causal, window, extras) -> torch.Tensor:
+def _packed(query, key, value, lengths, dropout, is_causal, window, extras) -> torch.Tensor:
     """Attention of packed sequences. Raises NotImplementedError for dropout, ValueError for several
     batches; without a mask of each sequence there is no other way to compute it."""
     if dropout:
         raise NotImplementedError(f"hopper_attention does not take dropout = {dropout!r}")
     if query.shape[0] != 1:
         raise ValueError(f"packed sequences lie in a batch of 1, not of {query.shape[0]}")
-    extras = extras if window is None else extras | {"window_size": (window - 1, 0)}
+    if window is not None:  # as transformers counts: the token itself, and as many on each side that it sees
+        extras = extras | {"window_size": (window - 1, 0 if is_causal else window - 1)}
     rows = (x[0].transpose(0, 1) for x in (query, key, value))
     lengths = (x.to(torch.int32) for x in lengths)
-    o = flash_attn_varlen_func(*rows, *lengths, softmax_scale=scaling, causal=is_causal, **extras)
+    o = flash_attn_varlen_func(*rows, *lengths, causal=is_causal, **extras)
     return o.unsqueeze(0)
 
 
@@ -141,7 +157,7 @@ def _takes(query, key, value, *options: object, extras: dict[str, object]) -> bo
             and query.dtype in DTYPES
             and query.dtype == key.dtype == value.dtype
             and query.shape[3] % VECTOR == 0
-            and query.shape[3] <= HEAD_DIMS[-1]
+            and (query.shape[3] in HEAD_DIMS if extras else query.shape[3] <= HEAD_DIMS[-1])
             and query.shape[3] == key.shape[3] == value.shape[3]
             and query.shape[1] % key.shape[1] == 0
             and torch.cuda.get_device_capability(query.device) == (9, 0)

@@ -8,6 +8,7 @@ itself: either's backward can read the other's O and LSE. `varlen` does the same
 
 import contextlib
 import functools
+import math
 import threading
 import warnings
 from collections.abc import Iterator
@@ -19,15 +20,16 @@ from torch.library import Library, get_kernel
 from .. import production, selection, tuned
 from ..checks import problem_of
 from ..choice import slower
+from ..kernels.device.constants import VECTOR
 from . import varlen
 
 DEVICE = "CUDA"  # the dispatch key of what is overridden
 FLASH, CUDNN = "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"
 
-_lock = threading.Lock()
+_lock = threading.Lock()  # of what follows
 _overrides: Library | None = None
+_kept = False  # whether `enable()` was called, and `disable()` not since
 _blocks = 0  # of `enabled()`, entered and not left
-_by_a_block = False  # whether the first of them found the kernels disabled
 _originals: dict[str, object] = {}
 
 
@@ -46,58 +48,69 @@ def enable() -> None:
     Graphs that `torch.compile` made before call the operators too, and take part. Raises RuntimeError where
     PyTorch was built without CUDA.
     """
-    global _overrides
+    global _kept
     with _lock:
-        if _overrides is not None:
-            return
-        if torch.version.cuda is None:
-            raise RuntimeError("this PyTorch was built without CUDA: SDPA has no kernels to stand in for")
-        library = Library("aten", "IMPL", DEVICE)
-        try:
-            for name, call in (
-                (FLASH, flash_forward),
-                (f"{FLASH}_backward", flash_backward),
-                (CUDNN, cudnn_forward),
-                (f"{CUDNN}_backward", cudnn_backward),
-                (varlen.FLASH[0], varlen.forward_over(functools.partial(_original, varlen.FLASH[0]))),
-                (varlen.FLASH[1], varlen.backward_over(functools.partial(_original, varlen.FLASH[1]))),
-            ):
-                _originals[name] = get_kernel(f"aten::{name}", DEVICE)
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "Warning only once for all operators")
-                    library.impl(name, call, DEVICE, with_keyset=True, allow_override=True)
-        except BaseException:
-            library._destroy()
-            raise
-        _overrides = library
+        _override()
+        _kept = True
 
 
 def disable() -> None:
-    """Give SDPA its own kernels back. What ran forward before can run backward after."""
-    global _overrides
+    """Give SDPA its own kernels back, inside a block of `enabled()` too. What ran forward before can run
+    backward after."""
+    global _kept
     with _lock:
-        if _overrides is not None:
-            _overrides._destroy()
-            _overrides = None
+        _kept = False
+        _give_back()
 
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """`enable()` for a block of code, in the whole process, until the last of several blocks is left. Nothing
-    where it is enabled already."""
-    global _blocks, _by_a_block
+    """`enable()` for a block of code, in the whole process, until the last of several blocks is left. Who
+    called `enable()`, before or inside, keeps the kernels."""
+    global _blocks
     with _lock:
-        _by_a_block = _by_a_block if _blocks else _overrides is None
+        _override()
         _blocks += 1
-    enable()
     try:
         yield
     finally:
         with _lock:
             _blocks -= 1
-            last = _blocks == 0 and _by_a_block
-        if last:
-            disable()
+            if not (_blocks or _kept):
+                _give_back()
+
+
+def _override() -> None:
+    global _overrides
+    if _overrides is not None:
+        return
+    if torch.version.cuda is None:
+        raise RuntimeError("this PyTorch was built without CUDA: SDPA has no kernels to stand in for")
+    library = Library("aten", "IMPL", DEVICE)
+    try:
+        for name, call in (
+            (FLASH, flash_forward),
+            (f"{FLASH}_backward", flash_backward),
+            (CUDNN, cudnn_forward),
+            (f"{CUDNN}_backward", cudnn_backward),
+            (varlen.FLASH[0], varlen.forward_over(functools.partial(_original, varlen.FLASH[0]))),
+            (varlen.FLASH[1], varlen.backward_over(functools.partial(_original, varlen.FLASH[1]))),
+        ):
+            _originals[name] = get_kernel(f"aten::{name}", DEVICE)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Warning only once for all operators")
+                library.impl(name, call, DEVICE, with_keyset=True, allow_override=True)
+    except BaseException:
+        library._destroy()
+        raise
+    _overrides = library
+
+
+def _give_back() -> None:
+    global _overrides
+    if _overrides is not None:
+        _overrides._destroy()
+        _overrides = None
 
 
 def explain(
@@ -112,17 +125,26 @@ def explain(
 ) -> Explanation:
     """What runs while the kernels are enabled, and why, if SDPA chooses its flash or its cuDNN backend for
     these arguments. Runs nothing."""
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # a prototype, which may go
+
+    top_left = True
+    if isinstance(attn_mask, CausalBias):
+        is_causal, top_left = True, attn_mask.variant == CausalVariant.UPPER_LEFT
+        attn_mask = None
     if attn_mask is not None:
         against = {"fwd": "there is a mask", "bwd": "there is a mask"}
-    elif query.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
+    elif query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
         against = dict.fromkeys(("fwd", "bwd"), "enable_gqa is not set, and SDPA refuses fewer key heads")
     else:
-        directions = ("fwd", "bwd")
-        against = {x: _against(x, query, key, value, dropout_p, is_causal, scale) for x in directions}
+        if query.dim() and query.shape[-1] % VECTOR:
+            scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+            query, key, value = map(_padded, (query, key, value))
+        mask = _mask(query, key, is_causal, top_left)
+        against = {x: _against(x, query, key, value, dropout_p, *mask, scale) for x in ("fwd", "bwd")}
     deterministic = torch.are_deterministic_algorithms_enabled()
     kernels = {}
     if None in against.values():
-        problem = problem_of(query, key, value, is_causal, _top_left(query, key, is_causal))
+        problem = problem_of(query, key, value, *mask)
         gpu = tuned.gpu(query.device)
         backward, _ = selection.backward_stage(problem.with_(direction="bwd"), deterministic, gpu=gpu)
         kernels = {"fwd": selection.forward_stage(problem, gpu=gpu), "bwd": backward}
@@ -130,25 +152,32 @@ def explain(
     return Explanation(*answers)
 
 
-def _against(direction: str, q, k, v, dropout_p: float, is_causal: bool, scale: float | None) -> str | None:
-    """Why a call is left to PyTorch, or None. SDPA aligns a causal mask at the top left."""
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    """A tensor as SDPA pads it for its flash backend: of as many columns as a multiple of 8."""
+    return x.new_empty(*x.shape[:-1], -(-x.shape[-1] // VECTOR) * VECTOR) if x.dim() else x
+
+
+def _mask(q: torch.Tensor, k: torch.Tensor, is_causal: bool, top_left: bool) -> tuple[bool, bool]:
+    """`causal` and `top_left` as the library takes them. `top_left`: how the operator aligns a causal mask of
+    unequal lengths. SDPA means the top left, and so does cuDNN's operator; flash's means the bottom right,
+    and has such lengths from `torch.nn.attention.bias.causal_lower_right` alone."""
+    return is_causal, is_causal and top_left and q.dim() == k.dim() == 4 and q.shape[2] != k.shape[2]
+
+
+def _against(
+    direction: str, q, k, v, dropout_p: float, causal: bool, top_left: bool, scale: float | None
+) -> str | None:
+    """Why a call is left to PyTorch, or None."""
     if dropout_p:
         return "dropout"
-    return production.reason_against(direction, q, k, v, scale, is_causal, _top_left(q, k, is_causal), slower)
+    if causal and not top_left and q.dim() == k.dim() == 4 and q.shape[2] > k.shape[2]:
+        return "there are queries that see no key, whose LSE its kernels have otherwise"
+    return production.reason_against(direction, q, k, v, scale, causal, top_left, slower)
 
 
-def _top_left(q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> bool:
-    return is_causal and q.dim() == k.dim() == 4 and q.shape[2] != k.shape[2]
-
-
-def _forward(q, k, v, is_causal: bool, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    return production.forward(q, k, v, scale, is_causal, _top_left(q, k, is_causal))
-
-
-def _backward(do, q, k, v, o, lse, is_causal: bool, scale: float | None):
-    det = torch.are_deterministic_algorithms_enabled()
-    top_left = _top_left(q, k, is_causal)
-    return production.backward(do, q, k, v, o, lse.contiguous(), None, scale, is_causal, top_left, det)
+def _backward(do, q, k, v, o, lse, causal: bool, top_left: bool, scale: float | None):
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return production.backward(do, q, k, v, o, lse.contiguous(), None, scale, causal, top_left, deterministic)
 
 
 # ---- the operators, as PyTorch declares them --------------------------------------------------------------
@@ -161,10 +190,10 @@ def _original(name: str, keys: object, *arguments: object, **more: object):
 def flash_forward(
     keys, query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
 ):
-    inputs = query, key, value, dropout_p, is_causal
-    if return_debug_mask or _against("fwd", *inputs, scale) is not None:
-        return _original(FLASH, keys, *inputs, return_debug_mask, scale=scale)
-    o, lse = _forward(query, key, value, is_causal, scale)
+    inputs, mask = (query, key, value), _mask(query, key, is_causal, top_left=False)
+    if return_debug_mask or _against("fwd", *inputs, dropout_p, *mask, scale) is not None:
+        return _original(FLASH, keys, *inputs, dropout_p, is_causal, return_debug_mask, scale=scale)
+    o, lse = production.forward(*inputs, scale, *mask)
     state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of a random generator that is not asked
     return o, lse, None, None, query.shape[2], key.shape[2], state, state.new_empty(()), query.new_empty(0)
 
@@ -173,23 +202,24 @@ def flash_backward(
     keys, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
     is_causal, philox_seed, philox_offset, *, scale=None,
 ):  # fmt: skip
-    if _against("bwd", query, key, value, dropout_p, is_causal, scale) is not None:
+    mask = _mask(query, key, is_causal, top_left=False)
+    if _against("bwd", query, key, value, dropout_p, *mask, scale) is not None:
         lengths = cum_seq_q, cum_seq_k, max_q, max_k
         rest = dropout_p, is_causal, philox_seed, philox_offset
         inputs = grad_out, query, key, value, out, logsumexp
         return _original(f"{FLASH}_backward", keys, *inputs, *lengths, *rest, scale=scale)
-    return _backward(grad_out, query, key, value, out, logsumexp, is_causal, scale)
+    return _backward(grad_out, query, key, value, out, logsumexp, *mask, scale)
 
 
 def cudnn_forward(
     keys, query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
     return_debug_mask=False, *, scale=None,
 ):  # fmt: skip
-    refused = attn_bias is not None or return_debug_mask
-    if refused or _against("fwd", query, key, value, dropout_p, is_causal, scale) is not None:
+    refused, mask = attn_bias is not None or return_debug_mask, _mask(query, key, is_causal, top_left=True)
+    if refused or _against("fwd", query, key, value, dropout_p, *mask, scale) is not None:
         inputs = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask
         return _original(CUDNN, keys, *inputs, scale=scale)
-    o, lse = _forward(query, key, value, is_causal, scale)
+    o, lse = production.forward(query, key, value, scale, *mask)
     seed = torch.empty((), dtype=torch.int64, device=query.device)
     return o, lse.unsqueeze(-1), None, None, query.shape[2], key.shape[2], seed, torch.empty_like(seed), None
 
@@ -198,11 +228,14 @@ def cudnn_backward(
     keys, grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q,
     cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None,
 ):  # fmt: skip
-    biased = attn_bias is not None and attn_bias.numel() > 0
-    if biased or _against("bwd", query, key, value, dropout_p, is_causal, scale) is not None:
+    biased, mask = (
+        attn_bias is not None and attn_bias.numel() > 0,
+        _mask(query, key, is_causal, top_left=True),
+    )
+    if biased or _against("bwd", query, key, value, dropout_p, *mask, scale) is not None:
         state, lengths = (philox_seed, philox_offset, attn_bias), (cum_seq_q, cum_seq_k, max_q, max_k)
         inputs = grad_out, query, key, value, out, logsumexp
         return _original(
             f"{CUDNN}_backward", keys, *inputs, *state, *lengths, dropout_p, is_causal, scale=scale
         )
-    return _backward(grad_out, query, key, value, out, logsumexp.flatten(2), is_causal, scale)
+    return _backward(grad_out, query, key, value, out, logsumexp.flatten(2), *mask, scale)

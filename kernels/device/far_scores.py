@@ -19,21 +19,32 @@ equal it are rounded as it is. O = P·V / sum P shows that error whole unless th
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, const_expr
+from cutlass._mlir.dialects import nvvm
+from cutlass.cutlass_dsl import dsl_user_op
 
 from .arithmetic import largest_positive
+from .constants import WARPGROUP
 from .query_tiles import QueryTiles
 from .rows import OWN_ROWS
-from .softcap import TOGETHER, SoftCap, any_of_warpgroup
+from .softcap import SoftCap
 from .wgmma import round_fragment
 
 FIRST = 0.85  # of what a polynomial is for: from there a first tile is far. Later ones reach somewhat further
+TOGETHER = 4  # scores of a reciprocal
 LARGEST = 30  # of 2y·log₂ e: four factors are 2⁻¹²⁰ or more, and from there on tanh y is 1 in fp32
 # How far exponents in powers of two may reach where maxima are not followed. Sums of P·V have room for values
 # of 2⁷⁶ over the number of keys, and values from 2⁻²⁴ on add no denormal numbers.
 ABOVE, BELOW = 50.0, 100.0
-ONE_TWICE = (
-    0x7F000000  # the bits of 1, twice: less those of x > 0 they are those of 1/x, up to an eighth more
-)
+# The bits of 1, twice: less those of x > 0 they are those of 1/x, up to an eighth more.
+ONE_TWICE = 0x7F000000
+
+
+@dsl_user_op
+def any_of_warpgroup(here: Boolean, barrier: Int32, *, loc: object = None, ip: object = None) -> Boolean:
+    """Whether `here` holds for a thread of a warpgroup, all of which meet at a named barrier."""
+    here, barrier, threads = (x.ir_value(loc=loc, ip=ip) for x in (here, barrier, Int32(WARPGROUP)))
+    rest = {"thread_count": threads, "aligned": True, "loc": loc, "ip": ip}
+    return Boolean(nvvm.barrier_cta_red(here, barrier, nvvm.BarrierReduxKind.OR, **rest))
 
 
 class FarScores(SoftCap):
@@ -44,16 +55,12 @@ class FarScores(SoftCap):
         self.follows = follows
         super().__init__(numbers)
 
-    def is_beyond(self, S: cute.Tensor, share: float) -> Boolean:
-        """`is_far`, from this share of what the polynomial is for."""
-        return ~(largest_positive([S[i] * S[i] for i in range(cute.size(S))]) <= self.near * share**2)
-
     @cute.jit
     def first_tile(self, S: cute.Tensor, barrier: Int32):
         """Products S of a tile of queries' first keys become scores in powers of two. Returns 1 if all of the
         warpgroup are to take the tiles that follow for far, else 0; and what exponents are relative to at
         least: None where maxima are followed in any case, −∞ where they are this time."""
-        far, least = self.is_beyond(S, FIRST), None
+        far, least = self.is_far(S, FIRST), None
         if const_expr(not self.follows):
             far = far & (2.0 * self.outer <= ABOVE + BELOW)
         # Through a shuffle: the compiler does not know that a barrier tells all the same, and would hold all

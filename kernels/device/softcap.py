@@ -11,19 +11,15 @@ asking, and has its own way to compute them (far_scores.py).
 """
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, range_constexpr
-from cutlass._mlir.dialects import nvvm
+from cutlass import Boolean, Float32, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.cutlass_dsl import dsl_user_op
 
 from .arithmetic import largest_positive
-from .constants import LOG2_E, WARPGROUP
+from .constants import LOG2_E
 
 # tanh y ≈ y·(c₀ + c₁y² + c₂y⁴) up to |y| = NEAR, with the least largest relative error, 2.9·10⁻⁶
 NEAR = 0.35
 OF_NEAR = (0.99999714, -0.33290955, 0.12395031)
-TOGETHER = 4  # scores of a reciprocal
-LARGEST = 30.0  # of 2y·log₂ e: four factors are below 2¹²¹, and from there on tanh y is 1 in fp32
 
 
 @cute.jit
@@ -31,14 +27,6 @@ def cap_numbers(scale: Float32, cap: Float32) -> tuple[Float32, ...]:
     """What a launch computes once, on the host, of the scale and the cap of its scores."""
     inner = scale / cap
     return scale, cap, 2.0 * LOG2_E * inner, cap * LOG2_E, NEAR * NEAR / (inner * inner)
-
-
-@dsl_user_op
-def any_of_warpgroup(here: Boolean, barrier: Int32, *, loc: object = None, ip: object = None) -> Boolean:
-    """Whether `here` holds for a thread of a warpgroup, all of which meet at a named barrier."""
-    here, barrier, threads = (x.ir_value(loc=loc, ip=ip) for x in (here, barrier, Int32(WARPGROUP)))
-    rest = {"thread_count": threads, "aligned": True, "loc": loc, "ip": ip}
-    return Boolean(nvvm.barrier_cta_red(here, barrier, nvvm.BarrierReduxKind.OR, **rest))
 
 
 class SoftCap:
@@ -53,19 +41,12 @@ class SoftCap:
             self.of_near.append(power * c)
             power = power * (inner * inner)
 
-    def is_far(self, S: cute.Tensor) -> Boolean:
-        """Whether one of this thread's products is beyond what the polynomial is for."""
+    def is_far(self, S: cute.Tensor, share: float = 1.0) -> Boolean:
+        """Whether one of this thread's products is beyond what the polynomial is for, or a share of that."""
         # Of squares the largest as an integer is the largest, and NaN is larger than all. Asked is not what
         # is larger, which NaN is not: of a hidden key or of one row, it would send far scores of all others
         # that its thread holds to a polynomial that is not for them.
-        return ~(largest_positive([S[i] * S[i] for i in range(cute.size(S))]) <= self.near)
-
-    def is_far_to_any(self, S: cute.Tensor, barrier: Int32) -> Int32:
-        """1 if it is so of any thread of the warpgroup, else 0. Through a shuffle: the compiler does not know
-        that a barrier tells all the same, and would hold all that depends on it in registers, descriptors of
-        products too (a fifth of the speed). (k6 asks by `FarScores.first_tile`.)"""
-        far = any_of_warpgroup(self.is_far(S), Int32(barrier))
-        return cute.arch.make_warp_uniform(Int32(far))
+        return ~(largest_positive([S[i] * S[i] for i in range(cute.size(S))]) <= self.near * share**2)
 
     @cute.jit
     def exponents(self, S: cute.Tensor, row_max):
@@ -91,19 +72,3 @@ class SoftCap:
             S[r, None].store(power + 1.0)
             for c in range(cute.size(S, mode=[1])):
                 S[r, c] = largest - 2.0 * self.outer * cute.arch.rcp_approx(S[r, c])
-
-    def far_together(self, S: cute.Tensor, row_max) -> None:
-        """As `far`, four scores to a reciprocal, 1/a = bcd/(abcd). One of NaN spoils the others, which are of
-        its row. (k6 overrides this.)"""
-        for r in range(cute.size(S, mode=[0])):
-            largest = self.outer - row_max[r]
-            for at in range(0, cute.size(S, mode=[1]), TOGETHER):
-                doubled = [S[r, at + i] * self.double_log2 for i in range(TOGETHER)]
-                # min.NaN: the other one would make a cap of NaN.
-                bounded = [cute.arch.fmin(x, LARGEST, nan=True) for x in doubled]
-                a, b, c, d = [cute.math.exp2(x, fastmath=True) + 1.0 for x in bounded]
-                ab, cd = a * b, c * d
-                shared = cute.arch.rcp_approx(ab * cd) * (-2.0 * self.outer)
-                of_ab, of_cd = shared * cd, shared * ab
-                for i, x in enumerate((of_ab * b, of_ab * a, of_cd * d, of_cd * c)):
-                    S[r, at + i] = x + largest
