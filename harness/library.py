@@ -316,6 +316,8 @@ def figures(folder: Path) -> dict[str, Callable[[Path], None]]:
     found: dict[str, Callable[[Path], None]] = {}
     if rows := load(folder, "training"):
         found["training.png"] = partial(training.plot_training, rows)
+    if rows := load(folder, "losses"):
+        found["losses.png"] = partial(training.plot_losses, rows)
     if load(folder, "models_fwd") and load(folder, "models_bwd"):
         found["models.png"] = partial(plot_models, folder)
         of = {x: load(folder, f"models_{x}") + load(folder, f"sweep_{x}") for x in ("fwd", "bwd")}

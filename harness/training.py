@@ -37,10 +37,6 @@ def runs_of_steps(rows: Rows) -> dict[tuple[str, int, str, int], Rows]:
     return found
 
 
-def seeds_of(rows: Rows) -> list[int]:
-    return list(dict.fromkeys(row["seed"] for row in rows))
-
-
 def by_attention(rows: Rows) -> dict[str, Rows]:
     """Rows that took turns, by whose attention they had."""
     found: dict[str, Rows] = {}
@@ -102,9 +98,11 @@ def pairs_apart(by_name: dict[str, Rows], name: str, origin: str) -> list[list[f
     return found
 
 
-def of_backends(rows: Rows) -> dict[str, Rows]:
-    """`by_attention`, but cuDNN's runs are SDPA's, which takes cuDNN here."""
-    return by_attention([row | {"attention": SDPA} if row["attention"] == "cudnn" else row for row in rows])
+def of_seeds(rows: Rows) -> list[dict[str, Rows]]:
+    """`by_attention` of each seed's; cuDNN's runs are SDPA's, which takes cuDNN here."""
+    named = [row | {"attention": SDPA} if row["attention"] == "cudnn" else row for row in rows]
+    seeds = dict.fromkeys(row["seed"] for row in rows)
+    return [by_attention([row for row in named if row["seed"] == seed]) for seed in seeds]
 
 
 def apart_table(rows: Rows) -> str:
@@ -115,7 +113,7 @@ def apart_table(rows: Rows) -> str:
     columns = {x: label for x, label in TRAINED_WITH.items() if x != "cudnn"} | {FP32: "in fp32"}
     lines = []
     for (model, seqlen, how, steps), together in runs_of_steps(rows).items():
-        seeds = [of_backends([row for row in together if row["seed"] == x]) for x in seeds_of(together)]
+        seeds = of_seeds(together)
         for origin in (SDPA, FP32):
             if not any(origin in by_name for by_name in seeds):
                 continue
@@ -170,20 +168,24 @@ LONG, WINDOW = 60, 10  # steps: a curve has as many or more, of whose difference
 def plot_losses(rows: Rows, path: Path | str) -> None:
     """Draw the losses of long runs, a column for each model and length, and below by how much two runs of a
     seed differ: with SDPA both, and with another attention and SDPA. Raises ValueError if none is long."""
-    groups = {key: of_backends(x) for key, x in runs_of_steps(rows).items() if key[-1] >= LONG}
+    groups = {key: of_seeds(x) for key, x in runs_of_steps(rows).items() if key[-1] >= LONG}
     if not groups:
         raise ValueError(f"no run of {LONG} steps or more")
     colours = {HOPPER: plots.STAGE_COLOUR, SDPA: plots.INK} | plots.PEER_COLOURS
-    drawn = [x for x in TRAINED_WITH if x != "cudnn"]
+    found = {name for seeds in groups.values() for by_name in seeds for name in by_name}
+    drawn = [x for x in TRAINED_WITH if x in found]
     with plots.style():
         figure = Figure(figsize=(11, 5.2))
         axes = figure.subplots(2, len(groups), sharex="col", sharey="row", squeeze=False)
-        for (above, below), ((model, seqlen, how, _), by_name) in zip(axes.T, groups.items(), strict=True):
-            above.set_title(f"{model}, {seqlen // 1024}k, {HOW[how]}", fontsize=9, loc="left")
-            for name in (x for x in reversed(drawn) if x in by_name):
-                for row in by_name[name]:
+        for (above, below), ((model, seqlen, how, _), seeds) in zip(axes.T, groups.items(), strict=True):
+            title = f"{model}, {seqlen // 1024}k, {HOW[how]}"
+            above.set_title(
+                title if len(seeds) == 1 else f"{title}, {len(seeds)} seeds", fontsize=9, loc="left"
+            )
+            for name in reversed(drawn):  # ours on top
+                for row in (row for by_name in seeds for row in by_name.get(name, ())):
                     above.plot(row["losses"], color=colours[name], linewidth=0.8)
-                if pairs := pairs_apart(by_name, name, SDPA):
+                if pairs := [x for by_name in seeds for x in pairs_apart(by_name, name, SDPA)]:
                     step = [mean(x) for x in zip(*pairs, strict=True)]
                     curve = [mean(step[at : at + WINDOW]) for at in range(len(step) - WINDOW + 1)]
                     steps = range(WINDOW // 2, WINDOW // 2 + len(curve))
@@ -192,7 +194,7 @@ def plot_losses(rows: Rows, path: Path | str) -> None:
             below.set_yscale("log")
             below.set_xlabel("step")
         axes[0, 0].set_ylabel("loss")
-        axes[1, 0].set_ylabel("difference from SDPA's runs")
+        axes[1, 0].set_ylabel(f"from SDPA's, mean of {WINDOW} steps")
         handles = [Patch(color=colours[x], label=TRAINED_WITH[x]) for x in drawn]
         figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.05, 0.94), ncols=len(drawn))
         gpu = " and ".join(dict.fromkeys(row["gpu"] for row in rows))

@@ -138,6 +138,8 @@ def _plan(
     if cache_seqlens is not None:
         _check_integers("cache_seqlens", cache_seqlens, q, (problem.batch,))
     _check_new(q, k_cache, k, v, cache_seqlens)
+    if not q.numel() and k is not None and k.numel():
+        raise ValueError("new keys are stored by who attends to them: k and v beside no query are not")
     for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
         _check_descale(name, x, q, problem, eight_bits)
     scale = check_scale(softmax_scale, problem.head_dim) or problem.head_dim**-0.5

@@ -335,6 +335,8 @@ def flash_attn_with_kvcache(
     alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0,
     pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    learnable_sink: torch.Tensor | None = None,
     k_descale: float | torch.Tensor | None = None,
     v_descale: float | torch.Tensor | None = None,
     return_softmax_lse: bool = False,
@@ -361,14 +363,14 @@ def flash_attn_with_kvcache(
     window_size (left, right) what lies more than `left` before it; right is −1, or 0 for `causal`.
 
     Returns o like q, or `out`, and with `return_softmax_lse` also the LSE, fp32 (batch, heads, queries): 0
-    and −∞ for a query that sees no key. Keys are split among all SMs in any case, and heads of a group
-    packed: `num_splits` and `pack_gqa` are taken and ignored. With `batch_invariant` a sequence's bits do not
-    depend on the other sequences; they never depend on the run. From some 16 to 64 queries on, by the number
-    of keys, `attention` is faster: it chooses (notes/decode.md).
+    and −∞ for a query that sees no key. Keys are split among all SMs in any case, heads of a group packed,
+    and results the same in every run: `num_splits`, `pack_gqa` and `deterministic` are taken and ignored.
+    With `batch_invariant` a sequence's bits do not depend on the other sequences either. From some 16 to 64
+    queries on, by the number of keys, `attention` is faster: it chooses (notes/decode.md).
 
     There is no gradient. Keys and queries are not rotated: with `rotary_cos`, as with batch indices, padding
-    on the left, slopes and `others` of `flash_attn_func`, it raises NotImplementedError with the argument's
-    name, as TypeError and ValueError before anything is launched.
+    on the left, slopes, sinks and `others` of `flash_attn_func`, it raises NotImplementedError with the
+    argument's name, as TypeError and ValueError before anything is launched.
     """
     refuse_by_name(
         "flash_attn_with_kvcache",
@@ -378,6 +380,7 @@ def flash_attn_with_kvcache(
         ("cache_leftpad", "a tensor", cache_leftpad is not None),
         ("alibi_slopes", "a tensor", alibi_slopes is not None),
         ("softcap", softcap, softcap != 0.0),
+        ("learnable_sink", "a tensor", learnable_sink is not None),
         *asked_of(others, "flash_attn_with_kvcache"),
     )
     causal, (left, right) = mask_of(causal, False, window_size)
@@ -396,6 +399,8 @@ def flash_attn_with_kvcache(
     if isinstance(cache_seqlens, int):
         _check_number_of_keys(cache_seqlens, k_cache, k, block_table)
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    elif cache_seqlens is not None:
+        check_tensor("cache_seqlens", cache_seqlens)
     if k_cache.dim() == 4:
         descales = {"k_descale": k_descale, "v_descale": v_descale}
         k_descale, v_descale = (_of_heads(name, x, q, k_cache.shape[2]) for name, x in descales.items())

@@ -366,19 +366,23 @@ def _batched(x, at, size: int):
     return x.flatten(0, 1)
 
 
+def _unbatched(outputs, size: int, x, at: int | None):
+    """Outputs with the mapped dimension apart again: of `size`, beside what is left of x's batch."""
+    batch = x.shape[0 if at != 0 else 1]
+    return tuple(o.unflatten(0, (size, batch)) for o in outputs)
+
+
 @register_vmap("hopper_attention::forward", lib=library)
 def vmap_forward(info, in_dims, q, k, v, *options, **more):
     inputs = (_batched(x, at, info.batch_size) for x, at in zip((q, k, v), in_dims))
-    outputs = forward(*inputs, *options, **more)
-    return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0, 0)
+    return _unbatched(forward(*inputs, *options, **more), info.batch_size, q, in_dims[0]), (0, 0)
 
 
 @register_vmap("hopper_attention::backward", lib=library)
 def vmap_backward(info, in_dims, do, q, k, v, o, lse, dlse=None, *options, **more):
     inputs = [_batched(x, at, info.batch_size) for x, at in zip((do, q, k, v, o, lse, dlse), in_dims)]
     inputs[5] = inputs[5].contiguous()
-    outputs = backward(*inputs, *options, **more)
-    return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0, 0, 0)
+    return _unbatched(backward(*inputs, *options, **more), info.batch_size, q, in_dims[1]), (0, 0, 0)
 
 
 def _flops(q_shape, v_shape, causal: bool, top_left: bool, direction: str) -> int:

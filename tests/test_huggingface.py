@@ -1,5 +1,7 @@
 """Hugging Face models through the registered implementation, the kernels stood in for by the reference."""
 
+import functools
+
 import pytest
 import torch
 
@@ -315,6 +317,74 @@ def test_a_graph_takes_no_window_that_the_call_would_refuse(monkeypatch: pytest.
         assert huggingface._takes(*options, extras={"window_size": (3, 0)}) == taken
 
 
+# ---- transformers' own FlashAttention path ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_padding_is_taken_out_and_put_back(
+    name: str, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = lend(monkeypatch, "flash_attn_varlen_func")
+    model = model_of(name)
+    tokens = torch.randint(99, (2, 33), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    inputs, seen = {"input_ids": tokens, "attention_mask": mask}, mask.bool()
+    plain, found = (outputs(model, x, **inputs)[seen] for x in ("sdpa", huggingface.FLASH))
+    assert torch.allclose(found, plain, atol=2**-5 * plain.abs().max().item())
+    assert len(packed) == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_continuous_batching(taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of other lengths in one batch: the tokens of each alone. (Pages are for a GPU alone:
+    tests/test_library_on_gpu.py.)"""
+    packed = lend(monkeypatch, "flash_attn_varlen_func")
+    model, prompts = model_of("Llama").float(), [[1, 2, 3, 4, 5], [7, 8, 9]]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
+    model.set_attn_implementation("sdpa")
+    wanted = [model.generate(torch.tensor([x]), **options)[0, len(x) :].tolist() for x in prompts]
+    model.set_attn_implementation(huggingface.FLASH)
+    found = model.generate_batch(inputs=prompts, generation_config=transformers.GenerationConfig(**options))
+    assert sorted(x.generated_tokens for x in found.values()) == sorted(wanted)
+    assert len(packed) >= 12
+
+
+def lend(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """Calls of one of the functions that transformers is lent, which it asks for once."""
+    from transformers import modeling_flash_attention_utils as utils
+
+    found: list[str] = []
+    call = getattr(huggingface, name)
+
+    @functools.wraps(call)
+    def counted(*given: object, **named: object):
+        found.append(name)
+        return call(*given, **named)
+
+    monkeypatch.setattr(huggingface, name, counted)
+    monkeypatch.setattr(utils, "_loaded_implementation", None)
+    return found
+
+
+def test_lent_once_and_to_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import modeling_flash_attention_utils as utils
+
+    asked = []
+    monkeypatch.setattr(utils, "_lazy_imports", lambda *x, **y: asked.append((x, y)) or "theirs")
+    assert huggingface._lend_functions() and huggingface._lend_functions()
+    calls = utils._lazy_imports(huggingface.FLASH, None, allow_all_kernels=False)
+    assert calls[:3] == (
+        huggingface.flash_attn_func,
+        huggingface.flash_attn_varlen_func,
+        huggingface.flash_attn_with_kvcache,
+    )
+    assert utils._lazy_imports("flash_attention_2", None, allow_all_kernels=True) == "theirs"
+    assert asked == [(("flash_attention_2", None), {"allow_all_kernels": True})]
+    monkeypatch.delattr(utils, "_lazy_imports")
+    assert not huggingface._lend_functions()
+
+
 # ---- generation with a cache of the library's --------------------------------------------------------------
 
 
@@ -389,6 +459,54 @@ def test_several_tokens_behind_a_prompt(decoded: list[int]) -> None:
     assert decoded == [13, 13]
     with pytest.raises(ValueError, match="room for 14 tokens, not 15"):
         model(tokens[:, :1], past_key_values=cache)
+
+
+def test_drafts_are_forgotten(decoded: list[int]) -> None:
+    """As prompt lookup has them: several tokens at once, some of which are then cut off."""
+    model = model_of("Llama").float()
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    tokens = torch.cat([prompt(6)[:1], prompt(6)[:1], prompt(6)[:1]], 1)
+    model.set_attn_implementation("sdpa")
+    wanted = model.generate(tokens, **options)
+    model.set_attn_implementation("hopper_attention")
+    cache = KeyValueCache(model, 40)
+    found = model.generate(tokens, past_key_values=cache, prompt_lookup_num_tokens=3, **options)
+    assert torch.equal(found, wanted)
+    assert cache.lengths.tolist() == [cache.get_seq_length()]
+    stored = cache.get_seq_length()
+    cache.crop(-2)
+    cache.crop(0)
+    assert cache.lengths.tolist() == [stored - 2] == [cache.get_seq_length()]
+    with pytest.raises(ValueError, match="as a negative number, not 5"):
+        cache.crop(5)
+    cache.crop(-100)
+    assert cache.lengths.tolist() == [0] == [cache.get_seq_length()]
+    KeyValueCache(model, 40).crop(-1)  # nothing is there
+
+
+def test_a_cache_keeps_its_batch(decoded: list[int]) -> None:
+    model = model_of("Llama")
+    model.set_attn_implementation("hopper_attention")
+    cache = KeyValueCache(model, 32)
+    with torch.no_grad():
+        model(prompt(), past_key_values=cache)
+        cache.reset()
+        for batch in (1, 4):
+            tokens = prompt()[:1].expand(batch, -1)
+            with pytest.raises(ValueError, match=f"begun with a batch of 2, not of {batch}"):
+                model(tokens, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+    with pytest.raises(NotImplementedError, match="does not select sequences"):
+        cache.batch_select_indices(torch.tensor([0]))
+    with pytest.raises(NotImplementedError, match="does not repeat sequences"):
+        cache.batch_repeat_interleave(2)
+    other = KeyValueCache(model, 32)
+    key = torch.zeros(2, 2, 4, 64)
+    with pytest.raises(ValueError, match="values like keys"):
+        other.layers[0].update(key, key[..., :32])
+    other.layers[0].update(key, key)
+    with pytest.raises(ValueError, match="a model on one GPU, not layers on cpu and meta"):
+        other.layers[1].update(key.to("meta"), key.to("meta"))
 
 
 def test_what_the_cache_is_not_for(decoded: list[int]) -> None:

@@ -291,6 +291,59 @@ def test_hugging_face_models_give_the_same_logits(name: str, monkeypatch: pytest
     assert [x for row in rows for x in logits.failures(row)] == []
 
 
+def test_continuous_batching_decodes_from_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through transformers' own FlashAttention path; every step's attention against fp32, of the pages that
+    its table names. Captured in CUDA graphs the same tokens."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers import modeling_flash_attention_utils as utils
+
+    huggingface.register()
+    if not huggingface._lend_functions():
+        pytest.skip("this transformers cannot be lent functions")
+    call, steps = huggingface.flash_attn_with_kvcache, []
+
+    @functools.wraps(call)
+    def checked(q, k_cache, v_cache, k, v, **options):
+        o = call(q, k_cache, v_cache, k, v, **options)
+        table, lengths = options["block_table"], options["cache_seqlens"].tolist()
+        steps.append(len(q))
+        for b, length in enumerate(lengths):
+            keys, values = (x[table[b].clamp(min=0)].flatten(0, 1)[: length + 1] for x in (k_cache, v_cache))
+            assert keys[-1].equal(k[b, 0]) and values[-1].equal(v[b, 0])
+            rows = [x.float().transpose(0, 1)[None] for x in (q[b], keys, values)]
+            plain = scaled_dot_product_attention(*rows, scale=options["softmax_scale"], enable_gqa=True)
+            within = 2**-6 * plain.abs().max().item()
+            assert torch.allclose(o[b].float(), plain[0].transpose(0, 1), atol=within)
+        return o
+
+    config = transformers.LlamaConfig(
+        hidden_size=512, intermediate_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
+        num_hidden_layers=2, vocab_size=99,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().eval()
+    prompts = [torch.randint(1, 99, (n,)).tolist() for n in (3, 40, 700)]
+    options = transformers.GenerationConfig(
+        max_new_tokens=9, do_sample=False, pad_token_id=0, eos_token_id=-1
+    )
+    found = []
+    for function, graphs in ((checked, False), (call, True)):
+        monkeypatch.setattr(huggingface, "flash_attn_with_kvcache", function)
+        monkeypatch.setattr(utils, "_loaded_implementation", None)
+        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(huggingface.FLASH)
+        batching = transformers.ContinuousBatchingConfig(
+            use_cuda_graph=graphs, num_blocks=64, max_batch_tokens=1024
+        )
+        answers = model.generate_batch(
+            inputs=prompts, generation_config=options, continuous_batching_config=batching
+        )
+        assert all(x.error is None for x in answers.values())
+        found.append([answers[x].generated_tokens for x in sorted(answers)])
+    assert len(steps) >= 2 * 7  # layers, and steps behind the prompts
+    assert found[0] == found[1] and {*map(len, found[0])} == {9}
+
+
 def test_nothing_is_asked_of_a_gpu_twice() -> None:
     """What makes a call fast: the second of a kind plans nothing."""
     q, k, v, _ = random_inputs(problem(64))

@@ -206,6 +206,23 @@ def test_tables_and_figure_of_what_is_committed(tmp_path: Path) -> None:
     assert (tmp_path / "training.png").stat().st_size > 10_000
 
 
+def test_losses_are_drawn(tmp_path: Path) -> None:
+    training.plot_losses(library.load(FOLDER, "losses"), tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").stat().st_size > 10_000
+    short = {"model": "small", "seqlen": 1024, "how": "eager", "seed": 0, "attention": "sdpa", "gpu": "H200"}
+    with pytest.raises(ValueError, match="no run of 60 steps or more"):
+        training.plot_losses([short | {"losses": [5.0] * 59}], tmp_path / "losses.png")
+
+
+def test_runs_of_other_seeds_are_no_pair() -> None:
+    runs = [(0, "sdpa", 3.0), (0, "sdpa", 3.5), (1, "sdpa", 9.0), (1, "fa2", 9.5), (0, "cudnn", 3.25)]
+    rows = [{"seed": seed, "attention": name, "losses": [loss]} for seed, name, loss in runs]
+    first, second = training.of_seeds(rows)
+    assert training.pairs_apart(first, "sdpa", "sdpa") == [[0.5], [0.25], [0.25]]
+    assert training.pairs_apart(second, "fa2", "sdpa") == [[0.5]]
+    assert training.pairs_apart(second, "sdpa", "sdpa") == training.pairs_apart(first, "fa2", "sdpa") == []
+
+
 def test_losses_are_held_against_sdpas_first_run() -> None:
     run = {"model": "small", "seqlen": 1024, "how": "eager"}
     losses = {

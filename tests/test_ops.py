@@ -415,6 +415,11 @@ def test_what_other_calls_have_beside_may_ask_for_nothing() -> None:
     assert o.equal(flash_attn_func(q, k, v))
 
 
+def test_vmap_over_nothing() -> None:
+    x = torch.zeros(0, 2, 4, 9, 16, dtype=torch.bfloat16)
+    assert torch.vmap(attention)(x, x, x).shape == x.shape
+
+
 def test_vmap_and_functional_gradients() -> None:
     q, k, v = (torch.stack([x, 2 * x, 3 * x]) for x in inputs())
     for in_dims, args in (

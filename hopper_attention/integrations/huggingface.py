@@ -6,6 +6,10 @@ packed sequences (`cu_seq_lens_q` and `cu_seq_lens_k`, of training without paddi
 take, or would do slower (padding, dropout, some steps of decoding), goes to transformers' own "sdpa" with
 the mask it needs; with a soft cap or sinks, which that lacks, it is refused by name. Generation with
 `huggingface_cache.KeyValueCache` is decoding by the kernels as well.
+
+`attn_implementation="hopper_flash_attention_3"` is transformers' own FlashAttention path with this library's
+`flash_attn_func` and its kin: padding is taken out and put back, and continuous batching (`generate_batch`)
+decodes from its pages. Nothing is left to "sdpa" there. transformers looks for "flash" and a 3 in the name.
 """
 
 from collections.abc import Callable
@@ -14,11 +18,11 @@ import torch
 
 from .. import policies, production
 from ..choice import slower
-from ..functional import attention, flash_attn_varlen_func
+from ..functional import attention, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from ..kernels.device.constants import VECTOR
 from ..kernels.device.limits import HEAD_DIMS
 
-NAME = "hopper_attention"
+NAME, FLASH = "hopper_attention", "hopper_flash_attention_3"
 # What a call hands on beside what `hopper_attention_forward` names: it changes nothing here, or is looked at.
 # Whatever else is no flag (a learned bias, chosen keys, a cache of pages) is for transformers' "sdpa".
 KNOWN = {
@@ -32,11 +36,39 @@ DTYPES = torch.bfloat16, torch.float16
 
 
 def register() -> None:
-    """Make the kernels known to transformers as "hopper_attention". Raises ImportError without it."""
+    """Make the kernels known to transformers as "hopper_attention", and as "hopper_flash_attention_3" to one
+    that can be lent functions. Raises ImportError without it."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, hopper_attention_forward)
     AttentionMaskInterface.register(NAME, hopper_attention_mask)
+    if _lend_functions():
+        from transformers.integrations.flash_attention import flash_attention_forward
+        from transformers.masking_utils import flash_attention_mask
+
+        AttentionInterface.register(FLASH, flash_attention_forward)
+        AttentionMaskInterface.register(FLASH, flash_attention_mask)
+
+
+def _lend_functions() -> bool:
+    """Have transformers find these functions where it looks for a FlashAttention of the name FLASH; False if
+    it does not look there. Hazard: that place is not public; what is, takes packages and its hub alone."""
+    from transformers import modeling_flash_attention_utils as utils
+
+    found = getattr(utils, "_lazy_imports", None)
+    if found is None or not {"_flash_with_kvcache_fn", "_pad_input", "_unpad_input"} <= {*vars(utils)}:
+        return False
+    if getattr(found, "__module__", None) == __name__:
+        return True  # lent before
+
+    def lazy_imports(implementation: str | None, *rest: object, **more: object):
+        if implementation != FLASH:
+            return found(implementation, *rest, **more)
+        calls = flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+        return *calls, utils._pad_input, utils._unpad_input
+
+    utils._lazy_imports = lazy_imports
+    return True
 
 
 def hopper_attention_mask(

@@ -66,11 +66,21 @@ class Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         batch, heads, _, head_dim = key_states.shape
+        if value_states.shape != key_states.shape:
+            raise ValueError(
+                f"KeyValueCache is for values like keys, {tuple(key_states.shape)}, not "
+                f"{tuple(value_states.shape)}"
+            )
+        lengths = self.cache.lengths
+        if lengths is not None and lengths.device != self.device:
+            raise ValueError(
+                f"KeyValueCache is for a model on one GPU, not layers on {lengths.device} and {self.device}"
+            )
         shape = batch, self.longest, heads, head_dim
         self.keys, self.values = (key_states.new_zeros(shape) for _ in range(2))
         self.elsewhere = torch.empty((batch, heads, 1, head_dim), dtype=self.dtype, device="meta")
         setattr(self.elsewhere, MARK, self)
-        if self.cache.lengths is None:
+        if lengths is None:
             self.cache.lengths = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self.is_initialized = True
 
@@ -83,7 +93,9 @@ class Layer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if self.new is not None or (self.index == 0 and self.stored != self.cache.last.stored):
             raise RuntimeError(f"KeyValueCache: the last step did not end in {NAME!r} in every layer")
-        tokens = key_states.shape[2]
+        batch, _, tokens, _ = key_states.shape
+        if batch != len(self.keys):
+            raise ValueError(f"KeyValueCache was begun with a batch of {len(self.keys)}, not of {batch}")
         if self.stored + tokens > self.longest:
             raise ValueError(f"KeyValueCache has room for {self.longest} tokens, not {self.stored + tokens}")
         if tokens == 1 and self.stored:
@@ -117,8 +129,21 @@ class Layer(CacheLayerMixin):
     def _advance(self, tokens: int) -> None:
         self.stored += tokens
         # The lengths of all layers, when the last has stored: until then layers read where to.
-        if self is self.cache.last:
+        if self is self.cache.last and tokens:
             self.cache.lengths += tokens
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget so many of the last tokens, as transformers means it a negative number: drafts that were not
+        taken. Raises ValueError for a positive one."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes how many tokens go, as a negative number, not {tokens_to_remove}")
+        self._advance(max(tokens_to_remove, -self.stored))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        raise NotImplementedError("KeyValueCache keeps its batch: it does not select sequences")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise NotImplementedError("KeyValueCache keeps its batch: it does not repeat sequences")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.stored + query_length, 0
