@@ -11,6 +11,7 @@ that losses which should be alike are not.
 
 import argparse
 import json
+import random
 import statistics
 import sysconfig
 import time
@@ -180,16 +181,17 @@ def train(
     name: str, seqlen: int, attention: list[Attention], steps: int, compiled: str | None, seed: int = 0
 ) -> list[dict[str, object]]:
     """Tokens a second and TFLOP/s, of the median step after WARM_UP, and every loss, for each way to compute
-    attention. They take turns, step by step, on the same text: the GPU's clock is the same for all."""
+    attention. They take turns, step by step, on the same text, in another order each time: at the power cap
+    a step's clock depends on how much power the steps before it took."""
     config = CONFIGS[name]
     batch = max(1, config.tokens // seqlen)
     runs = [Run(config, seqlen, one, compiled, seed) for one in attention]
     text, generator = standard_library().cuda(), torch.Generator().manual_seed(seed)
-    for turn in range(steps):
+    order = random.Random(seed)
+    for _ in range(steps):
         starts = torch.randint(len(text) - seqlen - 1, (batch, 1), generator=generator).cuda()
         taken = text[starts + torch.arange(seqlen + 1, device="cuda")].long()
-        first = turn % len(runs)
-        for run in (*runs[first:], *runs[:first]):
+        for run in order.sample(runs, len(runs)):
             run.step(taken)
     parameters = sum(x.numel() for x in runs[0].model.parameters())
     flops = 6 * batch * seqlen * parameters + 12 * config.layers * config.hidden * seqlen**2 * batch

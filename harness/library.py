@@ -288,11 +288,8 @@ def _contenders_table(rows: Rows, column: Callable[[dict], str], cell: Callable[
     return table(["", *columns], lines, "l" + "r" * len(columns))
 
 
-LOSSES_ON = "h100-80gb-hbm3"  # the GPU whose rows are of an example whose learning rate rises
-
-
 def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
-    """The blocks of one GPU, but that of losses, which is of LOSSES_ON."""
+    """The blocks of one GPU."""
     return {
         "host": host_table(load(folder, "host")),
         "public-calls": calls_table(measured),
@@ -300,7 +297,7 @@ def blocks(folder: Path, measured: Mapping[str, Results]) -> dict[str, str]:
         "few-fwd": models_table(load(folder, "few_fwd"), "fwd"),
         "models-bwd": models_table(load(folder, "models_bwd"), "bwd"),
         "training": training.training_table(load(folder, "training")),
-        "losses": training.losses_table(load(folder.parent / LOSSES_ON, "training")),
+        "losses": training.losses_table(load(folder, "training")),
         "losses-apart": training.apart_table(load(folder, "losses")),
         "logits": logits_table(load(folder, "logits")),
         "quantizing": quantizing_table(load(folder, "quantizing")),
