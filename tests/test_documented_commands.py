@@ -36,6 +36,8 @@ TESTED = {
     "python ref_check.py k2 --save": RUN_HERE,
     "python -m harness.records": ELSEWHERE,
     "python bench.py k6 bwd4 --suite models": PARSED,
+    "python bench.py k6 bwd4 --suite packed": PARSED,
+    "python bench.py k6 bwd4 --suite window": PARSED,
     "python bench.py k6 --suite few": PARSED,
     "python bench.py decode": ELSEWHERE,
     "python -m harness.host": ELSEWHERE,
