@@ -6,7 +6,7 @@
 PYTHON ?= python3
 KERNEL ?= k2
 TORCH ?= 2.11.0
-OF_TORCH := ops ops_policies production plans sdpa varlen huggingface dtensor launch wrong_calls fp8 \
+OF_TORCH := ops ops_policies production plans sdpa varlen huggingface huggingface_cache dtensor launch wrong_calls fp8 \
 	production_fp8 decoding cache peers few_queries memory
 READY := .venv/.ready
 

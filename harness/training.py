@@ -1,6 +1,7 @@
 """A GPT trained with one attention or another (`examples/train_gpt.py --save`): tables of its rates and
 losses, and a figure."""
 
+from itertools import combinations, product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -73,8 +74,8 @@ def losses_table(rows: Rows) -> str:
         by_name = by_attention(together)
         first, *by_name[SDPA] = by_name[SDPA]
         steps = [f"{len(first['losses'])}", f"{first['losses'][-1]:.4f}"]
-        apart = [[furthest(row, first) for row in by_name.get(name, ())] for name in TRAINED_WITH]
-        cells = [f"{max(xs):.4f}" if xs else "" for xs in apart]
+        furthest = [[max(apart(row, first)) for row in by_name.get(name, ())] for name in TRAINED_WITH]
+        cells = [f"{max(xs):.4f}" if xs else "" for xs in furthest]
         lines.append([f"{model}, {seqlen}", HOW[how], *steps, *cells])
     return table(
         ["model, seqlen", "how", "steps", "last loss", *TRAINED_WITH.values()],
@@ -83,19 +84,16 @@ def losses_table(rows: Rows) -> str:
     )
 
 
-def furthest(row: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest difference between the losses of a step of two runs."""
-    return max(abs(x - y) for x, y in zip(row["losses"], other["losses"], strict=True))
+def apart(row: dict[str, Any], other: dict[str, Any]) -> list[float]:
+    """By how much the losses of two runs differ, step by step."""
+    return [abs(x - y) for x, y in zip(row["losses"], other["losses"], strict=True)]
 
 
 def pairs_apart(by_name: dict[str, Rows], name: str, origin: str) -> list[list[float]]:
-    """How far the losses of a run with one attention lie from those of a run with another, step by step, for
-    each two runs of a seed."""
-    found = []
-    for i, x in enumerate(by_name.get(name, ())):
-        for y in by_name.get(origin, ())[i + 1 if name == origin else 0 :]:
-            found.append([abs(a - b) for a, b in zip(x["losses"], y["losses"], strict=True)])
-    return found
+    """`apart`, for each two runs of a seed, one with one attention and one with another."""
+    rows, origins = by_name.get(name, []), by_name.get(origin, [])
+    pairs = combinations(rows, 2) if name == origin else product(rows, origins)
+    return [apart(x, y) for x, y in pairs]
 
 
 def of_seeds(rows: Rows) -> list[dict[str, Rows]]:

@@ -215,7 +215,8 @@ def cudnn_forward(
     keys, query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
     return_debug_mask=False, *, scale=None,
 ):  # fmt: skip
-    refused, mask = attn_bias is not None or return_debug_mask, _mask(query, key, is_causal, top_left=True)
+    mask = _mask(query, key, is_causal, top_left=True)
+    refused = attn_bias is not None or return_debug_mask
     if refused or _against("fwd", query, key, value, dropout_p, *mask, scale) is not None:
         inputs = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask
         return _original(CUDNN, keys, *inputs, scale=scale)
@@ -228,10 +229,8 @@ def cudnn_backward(
     keys, grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q,
     cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None,
 ):  # fmt: skip
-    biased, mask = (
-        attn_bias is not None and attn_bias.numel() > 0,
-        _mask(query, key, is_causal, top_left=True),
-    )
+    mask = _mask(query, key, is_causal, top_left=True)
+    biased = attn_bias is not None and attn_bias.numel() > 0
     if biased or _against("bwd", query, key, value, dropout_p, *mask, scale) is not None:
         state, lengths = (philox_seed, philox_offset, attn_bias), (cum_seq_q, cum_seq_k, max_q, max_k)
         inputs = grad_out, query, key, value, out, logsumexp
