@@ -14,7 +14,6 @@ from hopper_attention.kernels.calls_decode import (
     PIECES,
     WARPS,
     chunk_of,
-    columns_of,
     options_of,
     together_of,
 )
@@ -246,6 +245,5 @@ def plan_of(
     """As `calls_decode` chooses for 16-bit keys."""
     problem = Problem(1, heads, kv_heads, queries, 1, head_dim, False, direction="decode")
     options = options_of(problem, True, 0, False, False, False, unit > 0)
-    cluster = options["cluster"]
-    together = together_of(columns_of(problem), ctas // cluster)
-    return Plan(options["rows"], chunk_of(head_dim, False), unit, ctas, together, cluster)
+    together = together_of(problem, options, ctas)
+    return Plan(options["rows"], chunk_of(head_dim, False), unit, ctas, together, options["cluster"])

@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from hopper_attention import few_queries, flash_attn_with_kvcache
+from hopper_attention import flash_attn_with_kvcache
 from hopper_attention.checks import E4M3
 from hopper_attention.kernels import calls_decode
 from hopper_attention.kernels.contract import Problem
@@ -102,7 +102,7 @@ def launches(kernel: Callable[..., None], row: Row, q: torch.Tensor, caches, **c
         torch.zeros(shape, dtype=getattr(torch, kind), device="cuda")
         for shape, kind in calls_decode.decode_scratch(problem, options, sms).values()
     ]
-    together = few_queries.together_of(problem, options, sms)
+    together = calls_decode.together_of(problem, options, sms)
     lengths = table = None
     if options["lengths"]:
         lengths = torch.tensor(row.lengths, dtype=torch.int32, device="cuda")

@@ -7,7 +7,7 @@ not wait for the GPU, and a CUDA graph that captured one serves all lengths.
 
 import torch
 
-from . import few_queries, lengths, memory, tuned
+from . import lengths, memory, tuned
 from .checks import E4M3, check_device, check_layout, check_scale, check_tensor, name_of
 from .kernels import calls_decode
 from .kernels.contract import DTYPES, Problem
@@ -161,7 +161,7 @@ def _plan(
     launch = None
     if q.numel():
         launch = kernel_for(DECODE, least_of(problem), options | sms_option(gpu.sms)).launch
-    together = few_queries.together_of(problem, options, gpu.sms)
+    together = calls_decode.together_of(problem, options, gpu.sms)
     return Plan(launch, outputs, (part,), ()), (together, scale, window_left if window else None)
 
 

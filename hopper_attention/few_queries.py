@@ -59,11 +59,6 @@ def kernels() -> Iterator[tuple[Problem, dict[str, Any]]]:
                 yield kernel_of(Problem(*shape, head_dim, causal, dtype))
 
 
-def together_of(problem: Problem, options: dict[str, Any], sms: int) -> int:
-    """`calls_decode.together_of` of the CTAs, or clusters, that a launch for one of decode's problems has."""
-    return calls_decode.together_of(calls_decode.columns_of(problem), sms // options["cluster"])
-
-
 def decode_us(problem: Problem, sms: int = SMS) -> float:
     """The time that it is expected to take, in µs on an H200."""
     asked = as_decode(problem)

@@ -97,7 +97,7 @@ def forward_scratch(problem: Problem, way: Way, sms: int) -> Scratch:
 
 def _decoding(decode: Launch, problem: Problem, options: dict[str, Any], sms: int) -> Launch:
     """A launch of decode with the arguments of a forward pass."""
-    together = few_queries.together_of(few_queries.as_decode(problem), options, sms)
+    together = calls_decode.together_of(few_queries.as_decode(problem), options, sms)
 
     def launch(q, k, v, o, lse, pieces, pieces_lse, arrived, scale=problem.head_dim**-0.5) -> None:
         rows_first = (x.transpose(1, 2) for x in (q, k, v, o))

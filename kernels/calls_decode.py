@@ -16,6 +16,7 @@ ROWS = (8, 16, 32, 64, 128)  # queries × heads of a group that a CTA takes: a k
 FEW = 4  # columns of all sequences, whose pieces are so many that two CTAs better share a slice
 PIECES = 2  # that a CTA leaves of sequences it shares with others: of its first and of its last
 UNIT_KEYS = 1024  # of a piece, where the pieces are the same in every batch
+TEAM_BYTES = 1024  # of a key: so many of its heads, which lie side by side, are read at the same time
 
 
 def refuse_decode(problem: Problem) -> str | None:
@@ -123,10 +124,14 @@ def decode_scratch(problem: Problem, options: dict[str, Any], sms: int) -> Scrat
     }
 
 
-def together_of(columns: int, workers: int) -> int:
-    """How many CTAs, or clusters, work on the same keys at the same time, each for another column: as many
-    columns as divide them evenly and leave at most 7 % of them without work."""
-    counts = range(1, min(columns, workers) + 1)
+def together_of(problem: Problem, options: dict[str, Any], sms: int) -> int:
+    """How many CTAs, or clusters, work on the same keys at the same time, each for another column: those of
+    TEAM_BYTES of a key, or fewer, so that columns are divided evenly and at most 7 % of the CTAs are without
+    work."""
+    columns, workers = columns_of(problem), sms // options["cluster"]
+    heads = max(1, TEAM_BYTES // (problem.head_dim * (1 if options["eight_bits"] else 2)))
+    most = heads * (columns // max(1, problem.kv_heads))  # and of each the blocks of its rows
+    counts = range(1, min(columns, workers, most) + 1)
     return max((n for n in counts if columns % n == 0 and workers // n * n >= 0.93 * workers), default=1)
 
 

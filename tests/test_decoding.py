@@ -61,7 +61,7 @@ def test_slices_are_equal_and_hold_every_chunk_once(unit: int) -> None:
         columns, ctas = random_.randint(1, 9), random_.choice((1, 7, 132))
         cluster = 1 if unit else random_.choice((1, 2, 4))
         ctas *= cluster
-        plan = model.Plan(8, 64, unit, ctas, calls_decode.together_of(columns, ctas // cluster), cluster)
+        plan = model.Plan(8, 64, unit, ctas, together_of(columns, ctas, cluster), cluster)
         found = model.segments(plan, lengths, columns)
         read = [
             (x.batch, x.column, first + i)
@@ -86,13 +86,25 @@ def test_slices_are_equal_and_hold_every_chunk_once(unit: int) -> None:
             assert max(work) == -(-entries // (plan.clusters // plan.together))
 
 
+def together_of(
+    kv_heads: int, ctas: int = 132, cluster: int = 1, rows: int = 1, head_dim: int = 128, **options: bool
+) -> int:
+    """Of sequences with so many key heads, each read for so many rows."""
+    problem = Problem(1, kv_heads * rows, kv_heads, 1, 64, head_dim, False, direction="decode")
+    return calls_decode.together_of(problem, {"cluster": cluster, "eight_bits": False} | options, ctas)
+
+
+def test_teams_read_a_kilobyte_of_a_key() -> None:
+    assert [together_of(n) for n in (1, 2, 4, 5, 8, 12, 14, 32)] == [1, 2, 4, 1, 4, 4, 2, 4]
+    assert [together_of(16, head_dim=d) for d in (64, 128, 256)] == [8, 4, 2]
+    assert [together_of(16, head_dim=d, eight_bits=True) for d in (64, 128, 256)] == [16, 8, 4]
+    assert together_of(4, rows=256) == 8  # two blocks of 128 rows read the same keys
+
+
 def test_teams_leave_few_sms_without_work() -> None:
-    assert [calls_decode.together_of(n, 132) for n in (1, 2, 4, 8, 16, 32, 40, 64)] == [
-        1, 2, 4, 8, 16, 32, 10, 64,
-    ]  # fmt: skip
-    for columns, sms in itertools.product(range(1, 300), (78, 114, 132)):
-        together = calls_decode.together_of(columns, sms)
-        assert columns % together == 0 and sms // together * together >= 0.93 * sms
+    for kv_heads, sms, eight_bits in itertools.product(range(1, 300), (78, 114, 132), (False, True)):
+        together = together_of(kv_heads, sms, head_dim=64, eight_bits=eight_bits)
+        assert kv_heads % together == 0 and sms // together * together >= 0.93 * sms
 
 
 def test_a_sequence_does_not_depend_on_its_batch() -> None:

@@ -342,7 +342,12 @@ def test_continuous_batching(taken: list[str], monkeypatch: pytest.MonkeyPatch) 
     model.set_attn_implementation("sdpa")
     wanted = [model.generate(torch.tensor([x]), **options)[0, len(x) :].tolist() for x in prompts]
     model.set_attn_implementation(huggingface.FLASH)
-    found = model.generate_batch(inputs=prompts, generation_config=transformers.GenerationConfig(**options))
+    found = model.generate_batch(
+        inputs=prompts,
+        generation_config=transformers.GenerationConfig(**options),
+        # Where there is a GPU it would be for the GPU.
+        continuous_batching_config=transformers.ContinuousBatchingConfig(use_async_batching=False),
+    )
     assert sorted(x.generated_tokens for x in found.values()) == sorted(wanted)
     assert len(packed) >= 12
 
