@@ -11,6 +11,8 @@ from .kernels.device.fp8 import quantized_shapes
 
 VECTOR_BYTES = 16  # every stage reads rows in 16-byte accesses or by TMA, which asks for the same
 E4M3 = torch.float8_e4m3fn
+FP32_LEAST, FP32_MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+CAP_MOST = 1e15
 
 
 def problem_of(
@@ -196,17 +198,18 @@ def quantized_problem_of(
     q8: torch.Tensor,
     k8: torch.Tensor,
     vt8: torch.Tensor,
-    q_scale: torch.Tensor,
+    q_scale: torch.Tensor | None,
     k_scale: torch.Tensor,
     v_exponent: torch.Tensor,
     causal: bool,
     top_left: bool,
     dtype: torch.dtype,
 ) -> Problem:
-    """The "fp8" `Problem` of what the quantising kernel wrote. Raises TypeError and ValueError for what it
-    cannot have written."""
+    """The "fp8" `Problem` of what the quantising kernel wrote, or without `q_scale` of what it will have
+    written when it has quantised `q8`. Raises TypeError and ValueError for what it cannot have written."""
     check_output(dtype)
-    given = {"q8": q8, "k8": k8, "vt8": vt8, "q_scale": q_scale, "k_scale": k_scale, "v_exponent": v_exponent}
+    given = {"q8": q8, "q_scale": q_scale} if q_scale is not None else {}
+    given |= {"k8": k8, "vt8": vt8, "k_scale": k_scale, "v_exponent": v_exponent}
     for name, x in given.items():
         check_tensor(name, x)
         kind = E4M3 if name in ("q8", "k8", "vt8") else torch.float32
@@ -214,19 +217,28 @@ def quantized_problem_of(
             raise TypeError(f"{name} must be {name_of(kind)}, not {name_of(x.dtype)}")
         if x.device != q8.device:
             raise ValueError(f"{name} must be where q8 is, on {q8.device}, not {x.device}")
-        if name in ("q8", "k8") and x.dim() != 4:
+    for name, x in (("q8" if q_scale is not None else "q", q8), ("k8", k8)):
+        if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), not {x.dim()}")
     _check_heads(q8, k8)
     problem = _problem(q8, k8, causal, top_left, dtype=name_of(dtype), direction="fp8")
     for name, (shape, _) in quantized_shapes(problem).items():
-        if given[name].shape != shape:
+        if name in given and given[name].shape != shape:
             raise ValueError(
                 f"{name} must be {shape}, as quantize gives it beside q8 {tuple(q8.shape)} and k8 "
                 f"{tuple(k8.shape)}, not {tuple(given[name].shape)}"
             )
     for name in ("q_scale", "k_scale", "v_exponent"):
-        check_unit_stride(name, given[name])
+        if name in given:
+            check_unit_stride(name, given[name])
     return problem
+
+
+def check_options(softmax_scale: object, causal: bool, top_left: bool, dtype: torch.dtype) -> None:
+    """Raise for what no problem is given beside its tensors."""
+    check_output(dtype)
+    check_scale(softmax_scale)
+    Problem(1, 1, 1, 1, 1, 64, bool(causal), top_left=top_left)
 
 
 def quantizing_problem_of(
@@ -313,6 +325,13 @@ def check_tensor(name: str, x: object) -> None:
         raise TypeError(f"{name} must not be nested: flash_attn_varlen_func takes packed sequences")
 
 
+def check_one_device(*given: object) -> None:
+    """Raise ValueError unless all tensors of these are on one device: for who computes shapes alone, and whom
+    one tensor on the meta device calls, whatever the others are."""
+    if len(devices := {x.device for x in given if isinstance(x, torch.Tensor)}) > 1:
+        raise ValueError(f"tensors must be on one device, not {' and '.join(sorted(map(str, devices)))}")
+
+
 def check_unit_stride(name: str, x: torch.Tensor) -> None:
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise ValueError(
@@ -337,17 +356,18 @@ def check_scale(softmax_scale: float | None, head_dim: int = 1) -> float | None:
         return None
     if not isinstance(softmax_scale, Real):
         raise TypeError(f"softmax_scale must be a number, not {type(softmax_scale).__name__}")
-    if not 0.0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale must be positive and finite, not {softmax_scale}")
+    if not FP32_LEAST <= softmax_scale <= FP32_MOST / 2:
+        raise ValueError(f"softmax_scale must be positive and finite, not {softmax_scale} (in fp32)")
     return None if softmax_scale in (head_dim**-0.5, 1 / math.sqrt(head_dim)) else float(softmax_scale)
 
 
 def check_softcap(softcap: object) -> float:
-    """`softcap` as a float. Raises unless it is a finite number from 0 on."""
+    """`softcap` as a float. Raises unless it is 0, for none, or a number that fp32 has, with its square and
+    both their inverses."""
     if not isinstance(softcap, Real) or isinstance(softcap, bool):
         raise TypeError(f"softcap must be a number, not {type(softcap).__name__}")
-    if not 0.0 <= softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite, or 0 for none, not {softcap}")
+    if softcap != 0.0 and not 1 / CAP_MOST <= softcap <= CAP_MOST:
+        raise ValueError(f"softcap must be positive and finite, or 0 for none, not {softcap} (in fp32)")
     return float(softcap)
 
 
@@ -380,8 +400,14 @@ def check_layout(name: str, x: torch.Tensor, written: bool = False) -> None:
         raise ValueError(
             f"{name} starts {x.data_ptr() % VECTOR_BYTES} bytes past a 16-byte boundary: align it"
         )
+    if written:
+        check_no_overlap(name, x)
+
+
+def check_no_overlap(name: str, x: torch.Tensor) -> None:
+    """Raise ValueError where two elements share memory."""
     reach = 1  # elements spanned by the dimensions of smaller stride
-    for stride, extent in sorted(zip(x.stride(), x.shape)) if written else ():
+    for stride, extent in sorted(zip(x.stride(), x.shape)):
         if extent > 1 and stride < reach:
             raise ValueError(f"{name} is written and must not overlap itself, as with stride {stride} here")
         reach = max(reach, stride * (extent - 1) + 1)

@@ -1,13 +1,22 @@
 """Attention in FP8: `quantize` and `attention_fp8`, for inference."""
 
-import math
 from numbers import Real
 from typing import NamedTuple
 
 import torch
 
 from . import ops_fp8
-from .checks import E4M3, check_parts, check_tensor, name_of
+from .checks import (
+    E4M3,
+    FP32_LEAST,
+    FP32_MOST,
+    check_options,
+    check_parts,
+    check_scale,
+    check_tensor,
+    name_of,
+    quantized_problem_of,
+)
 
 
 class QuantizedRows(NamedTuple):
@@ -75,6 +84,8 @@ def quantize(
         raise TypeError(f"incoherent must be True or False, not {incoherent!r}")
     if isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt)):
         raise TypeError(f"seed must be an integer, not {type(seed).__name__}")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must have 64 bits, not {seed}")
     if rope is not None and not (isinstance(rope, (tuple, list)) and len(rope) == 2):
         raise TypeError("rope must be two tensors: cos and sin")
     if not isinstance(centred, bool):
@@ -138,6 +149,8 @@ def attention_fp8(
     """
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     options = softmax_scale, causal, top_left
+    if not torch.compiler.is_compiling():
+        check_scale(softmax_scale)
     if isinstance(q, torch.Tensor) and q.dtype == E4M3:
         for name, x in (("k", k), ("v", v)):
             _check_in_rows(name, x)
@@ -154,8 +167,11 @@ def attention_fp8(
             if dtype == own:
                 o, lse = ops_fp8.call_cast(q, k, v, *options)
                 return (o, lse) if return_lse else o
+            _refuse_ahead(*options, dtype)
             q, k, v = _quantize(q, k, v, seed=0)
         elif isinstance(k, QuantizedRows):
+            _check_kept(k, v)
+            _refuse_ahead(*options, dtype, q, k, v)
             q = _quantize(q, None, None, k.seed).q
     _check_quantized(q, k, v)
     tensors = q.codes, k.codes, v.codes, q.scale, k.scale, v.exponent
@@ -163,21 +179,43 @@ def attention_fp8(
     return (o, lse) if return_lse else o
 
 
+def _refuse_ahead(softmax_scale, causal, top_left, dtype, q=None, k=None, v=None) -> None:
+    """Raise for what would be refused when something has been quantised already; of q, if it is given, beside
+    kept k and v. A compiled graph finds it later: this would make a graph of each shape."""
+    if torch.compiler.is_compiling():
+        return
+    dtype = ops_fp8.OUTPUT if dtype is None else dtype
+    check_options(softmax_scale, causal, top_left, dtype)
+    if q is not None:
+        kept = k.codes, v.codes, None, k.scale, v.exponent
+        quantized_problem_of(q, *kept, causal, top_left, dtype)
+
+
+def _check_kept(k: object, v: object) -> None:
+    """Raise unless keys and values are parts that belong together, as far as their shapes do not say it."""
+    for name, x, kind in (("k", k, QuantizedRows), ("v", v, QuantizedColumns)):
+        _check_kind(name, x, kind)
+    if v.seqlen != k.codes.shape[2]:
+        raise ValueError(f"k and v must have one length, not {k.codes.shape[2]} and {v.seqlen}")
+
+
+def _check_kind(name: str, x: object, kind: type) -> None:
+    if not isinstance(x, kind):
+        raise TypeError(
+            f"{name} must be the {name} of `quantize` where another of q, k and v is, or a tensor like "
+            f"the others, not {type(x).__name__}"
+        )
+
+
 def _check_quantized(q: object, k: object, v: object) -> None:
-    """Raise unless the three are parts that belong together, as far as their shapes do not say it."""
-    for name, x, kind in (("q", q, QuantizedRows), ("k", k, QuantizedRows), ("v", v, QuantizedColumns)):
-        if not isinstance(x, kind):
-            raise TypeError(
-                f"{name} must be the {name} of `quantize` where another of q, k and v is, or a tensor like "
-                f"the others, not {type(x).__name__}"
-            )
+    """As `_check_kept`, of all three."""
+    _check_kind("q", q, QuantizedRows)
+    _check_kept(k, v)
     if q.seed != k.seed:
         raise ValueError(
             "q and k must be rotated by the same signs, or neither: q's seed is "
             f"{q.seed}, k's {k.seed} (None: not rotated)"
         )
-    if v.seqlen != k.codes.shape[2]:
-        raise ValueError(f"k and v must have one length, not {k.codes.shape[2]} and {v.seqlen}")
 
 
 def _check_in_rows(name: str, x: object) -> None:
@@ -193,9 +231,9 @@ def descale_of(name: str, x: Descale, device: torch.device) -> torch.Tensor | No
         return x
     if not isinstance(x, Real):
         raise TypeError(f"{name} must be a tensor or a number, not {type(x).__name__}")
-    if not 0.0 < x < math.inf:
-        raise ValueError(f"{name} must be positive and finite, not {x}")
-    return torch.full((1,), x, dtype=torch.float32, device=device)
+    if not FP32_LEAST <= x <= FP32_MOST:
+        raise ValueError(f"{name} must be positive and finite, not {x} (in fp32)")
+    return torch.full((1,), float(x), dtype=torch.float32, device=device)
 
 
 def _dtype_of(q: torch.Tensor) -> torch.dtype | None:

@@ -4,7 +4,15 @@
 import torch
 
 from . import lengths, ops, ops_policies, policies
-from .checks import E4M3, check_like, check_tensor, check_window, name_of
+from .checks import (
+    E4M3,
+    check_like,
+    check_no_overlap,
+    check_scale,
+    check_tensor,
+    check_window,
+    name_of,
+)
 from .fp8 import Descale, attention_fp8, descale_of
 from .kernels.device.limits import UNBOUNDED
 from .pages import rows_of_pages
@@ -22,6 +30,9 @@ def mask_of(causal: bool, top_left: bool, window_size: Window) -> tuple[bool, tu
     if (left, right) == NO_WINDOW:
         return causal, NO_WINDOW
     check_window((left, right), False, False)
+    if not isinstance(causal, (bool, int)):
+        raise TypeError(f"causal must be True or False, not {causal!r}")
+    left, right = min(left, UNBOUNDED), min(right, UNBOUNDED)
     if top_left:
         raise ValueError("window_size is aligned at the bottom right: top_left is for masks without a window")
     right = 0 if causal else right
@@ -37,7 +48,7 @@ def sink_of(learnable_sink: torch.Tensor | None) -> torch.Tensor | None:
         raise TypeError(
             f"learnable_sink must be float32, bfloat16 or float16, not {name_of(learnable_sink.dtype)}"
         )
-    return learnable_sink.float()
+    return learnable_sink.float().contiguous()
 
 
 def attention(
@@ -387,14 +398,18 @@ def flash_attn_with_kvcache(
     if right not in (-1, 0):
         raise NotImplementedError(f"flash_attn_with_kvcache does not take window_size = {(left, right)!r}")
     left = -1 if left >= UNBOUNDED else left
+    if not torch.compiler.is_compiling():
+        check_scale(softmax_scale)
     block_table = _table_of(block_table, page_table)
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, x)
     if out is not None:
         check_like("out", out, "q", q)
-    if torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k_cache, v_cache, k, v)
-    ):
+        check_no_overlap("out", out)
+        if out.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError("out was made under torch.inference_mode, and can be written there alone")
+    tensors = q, k_cache, v_cache, k, v, out, k_descale, v_descale
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
         raise NotImplementedError("flash_attn_with_kvcache has no gradient: call it under torch.no_grad()")
     if isinstance(cache_seqlens, int):
         _check_number_of_keys(cache_seqlens, k_cache, k, block_table)

@@ -19,7 +19,7 @@ from torch.library import Library, register_fake, register_vmap
 from torch.utils.flop_counter import register_flop_formula
 
 from . import decoding, production
-from .checks import check_scale
+from .checks import check_one_device, check_scale
 from .kernels.contract import Problem
 
 library = Library("hopper_attention", "DEF")
@@ -91,6 +91,7 @@ library.impl("decode_append", run_decode_append, "CompositeExplicitAutograd")
 
 @register_fake("hopper_attention::forward", lib=library)
 def fake_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
+    check_one_device(q, k, v)
     o = torch.empty_strided((*q.shape[:-1], *v.shape[-1:]), q.stride(), dtype=q.dtype, device=q.device)
     return torch.empty_like(o), q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -99,17 +100,19 @@ def fake_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, dete
 def fake_backward(
     do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
 ):
+    check_one_device(do, q, k, v, o, lse, dlse)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 @register_fake("hopper_attention::decode", lib=library)
 def fake_decode(q, k_cache, v_cache, *options, **more):
+    check_one_device(q, k_cache, v_cache, *options, *more.values())
     return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
 
 
 @register_fake("hopper_attention::decode_append", lib=library)
 def fake_decode_append(q, k_cache, v_cache, k, v, *options, **more):
-    return fake_decode(q, k_cache, v_cache)
+    return fake_decode(q, k_cache, v_cache, k, v, *options, **more)
 
 
 # ---- gradients --------------------------------------------------------------------------------------------
@@ -281,9 +284,9 @@ def is_plain(x: torch.Tensor | None) -> bool:
 def call_forward(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse=True):
     """`forward`, but where nothing would see it without the dispatcher, whose way to Python and back takes as
     long as all the rest. Without `with_lse` there may be None in the place of lse."""
+    if softmax_scale is not None and type(softmax_scale) is not float and not is_compiling():
+        check_scale(softmax_scale)
     if type(causal) is type(top_left) is type(deterministic) is bool and unwatched():
-        if softmax_scale is not None and type(softmax_scale) is not float:
-            check_scale(softmax_scale)
         found = directly(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse)
         if found is not None:
             return found

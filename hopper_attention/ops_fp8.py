@@ -15,7 +15,7 @@ from torch.library import register_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from . import ops, production_fp8
-from .checks import E4M3
+from .checks import E4M3, check_one_device
 from .kernels.device.fp8 import ONES_ROWS, blocks_of, padded_tokens
 
 OPTIONS = "float? softmax_scale=None, bool causal=False, bool top_left=False"
@@ -74,6 +74,7 @@ ops.library.impl("forward_fp8_cast", run_cast, "CompositeExplicitAutograd")
 
 @register_fake("hopper_attention::quantize", lib=ops.library)
 def fake_quantize(q, k, v, seed=None, cos=None, sin=None):
+    check_one_device(q, k, v, cos, sin)
     outputs = []
     for x in (q, k):
         if x is not None:
@@ -95,6 +96,7 @@ def _fake_outputs(q, dtype):
 def fake_forward(
     q8, k8, vt8, q_scale, k_scale, v_exponent, softmax_scale=None, causal=False, top_left=False, dtype=None
 ):
+    check_one_device(q8, k8, vt8, q_scale, k_scale, v_exponent)
     return _fake_outputs(q8, dtype)
 
 
@@ -103,11 +105,13 @@ def fake_rows(
     q, k, v, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, top_left=False,
     dtype=None,
 ):  # fmt: skip
+    check_one_device(q, k, v, q_descale, k_descale, v_descale)
     return _fake_outputs(q, dtype)
 
 
 @register_fake("hopper_attention::forward_fp8_cast", lib=ops.library)
 def fake_cast(q, k, v, softmax_scale=None, causal=False, top_left=False):
+    check_one_device(q, k, v)
     return _fake_outputs(q, q.dtype)
 
 
@@ -190,7 +194,8 @@ def call_quantize(q, k, v, seed, cos, sin):
     """`quantize`, as `ops.call_forward` is `forward`."""
     first = k if q is None else q
     tensors = (first if x is None else x for x in (q, k, v))
-    direct = type(seed) in (int, type(None)) and ops.unseen(*tensors, cos, sin) and not learns(q, k, v)
+    direct = type(seed) in (int, type(None)) and ops.unseen(*tensors, cos, sin)
+    direct = direct and not learns(q, k, v, cos, sin)
     return (run_quantize if direct else quantize)(q, k, v, seed, cos, sin)
 
 

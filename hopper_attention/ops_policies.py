@@ -16,7 +16,7 @@ from torch.library import Library, register_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from . import ops, policies
-from .checks import check_scale, check_softcap
+from .checks import check_one_device, check_scale, check_softcap
 from .kernels.contract import Problem
 
 library = Library("hopper_attention", "FRAGMENT")
@@ -71,6 +71,7 @@ library.impl("attend_backward", run_backward, "CompositeExplicitAutograd")
 
 @register_fake("hopper_attention::attend", lib=library)
 def fake_forward(q, k, v, *more):
+    check_one_device(q, k, v, *more)
     shape = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
     o = torch.empty_strided((*q.shape[:-1], *v.shape[-1:]), q.stride(), dtype=q.dtype, device=q.device)
     return torch.empty_like(o), q.new_empty(shape, dtype=torch.float32)
@@ -78,6 +79,7 @@ def fake_forward(q, k, v, *more):
 
 @register_fake("hopper_attention::attend_backward", lib=library)
 def fake_backward(do, q, k, v, o, lse, dlse=None, sink=None, *more):
+    check_one_device(do, q, k, v, o, lse, dlse, sink, *more)
     dsink = q.new_empty(0, dtype=torch.float32) if sink is None else torch.empty_like(sink)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsink
 
@@ -154,7 +156,7 @@ def differentiable_backward(do, q, k, v, o, lse, dlse=None, *more):
 def call_forward(q, k, v, tensors: tuple[torch.Tensor | None, ...], options: tuple[object, ...]):
     """`forward`, but where nothing would see it without the dispatcher, as `ops.call_forward`."""
     booleans = all(type(x) is bool for x in (*options[1:3], options[6]))
-    if ops.unwatched():
+    if not ops.is_compiling():
         check_scale(options[0]), check_softcap(options[5])
     if not (ops.unseen(q, k, v, *tensors) and booleans):
         return forward(q, k, v, *tensors, *options)

@@ -167,14 +167,16 @@ def backward(
         if more.used_q is not None or more.used_kv is not None:
             for x in gradients:
                 x.zero_()
-        dsink = q.new_empty(0, dtype=torch.float32) if more.sink is None else torch.empty_like(more.sink)
+        whole = len(plan.parts) == 1
+        dsink = q.new_empty(0, dtype=torch.float32)
+        if more.sink is not None:
+            dsink = (torch.empty_like if whole else torch.zeros_like)(more.sink)
         tensors = q, k, v, o_, lse, do_, dq, dk, dv
         slope = None if dlse is None else dlse.contiguous()
         if more.cu_q is not None:
             q_, k_, v_, o_, lse_, *rest = (x.unsqueeze(0) if x is lse else as_batch(x) for x in tensors)
             tensors = q_, k_, v_, o_, lse_, *rest
             slope = None if slope is None else slope.unsqueeze(0)
-        whole = len(plan.parts) == 1
         for part in plan.parts:
             at = [part.at_q] * 9
             for of_keys in (1, 2, 7, 8):
@@ -185,11 +187,14 @@ def backward(
             given = [*numbers, *sinks.given]
             if slope is not None:
                 given.append(slope if whole else slope[part.at_q].contiguous())
+            own_dsink = dsink if whole else torch.empty_like(of_heads(dsink))
             if more.sink is not None:
-                given.append(of_heads(dsink))
+                given.append(own_dsink)
             scratch = scratch_of(part, device)
             with production._several_kernels:
                 calls.launch_backward(plan.launch, *own, scratch, given)
+            if more.sink is not None and not whole:  # parts of other batches have these heads too
+                of_heads(dsink).add_(own_dsink)
         return dq, dk, dv, dsink
 
     return run_on(device, run, plan_anew)
@@ -245,6 +250,8 @@ def _problem_of(
     kernels are given. Raises as `forward`."""
     check_window(window, causal, top_left)
     packed = more.cu_q is not None or more.cu_kv is not None
+    if not packed and (more.used_q is not None or more.used_kv is not None):
+        raise ValueError("seqused_q and seqused_k are of packed sequences, which have their cu_seqlens")
     problem = problem_of(q, k, v, causal, top_left, packed).with_(direction=direction)
     window = window if window != (-1, -1) else None
     problem = without_idle_window(problem.with_(window=window, softcap=check_softcap(softcap)))
@@ -330,7 +337,7 @@ def _of_no_key(q: torch.Tensor, v: torch.Tensor, more: Tensors) -> tuple[torch.T
     shape = (q.shape[1], q.shape[0]) if packed else q.shape[:3]
     lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
     if more.sink is not None:
-        lse = more.sink.view(-1, 1).expand(shape).contiguous()
+        lse = more.sink.view(-1, 1).expand(shape).clone(memory_format=torch.contiguous_format)
     return torch.zeros_like(like_o(q, v)), lse
 
 

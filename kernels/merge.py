@@ -3,7 +3,8 @@
 The idea          O and LSE say all of a row that a merge needs: with weights exp(LSE − max), O is the
                   weighted mean and the LSE the logarithm of the weights' sum (mathematics.md, split and
                   merge). One pass over memory, in fp32.
-Supports          O of 16 bits or fp32, in place; head_dim 64, 128, 256; any strides with contiguous rows.
+Supports          O of 16 bits or fp32, in place; head_dim a multiple of 8 up to 256; any strides with
+                  contiguous rows.
 Note              notes/context_parallel.md, whose steps it joins.
 """
 
@@ -14,7 +15,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from .contract import Problem
 from .device.compiling import ELEMENTS, compile_for_torch, fake_rows
-from .device.constants import LN_2, LOG2_E, VECTOR
+from .device.constants import LN_2, LOG2_E, VECTOR, WARP
 from .device.limits import BLOCK
 from .device.rows import finite
 
@@ -22,8 +23,8 @@ ROWS_IN_FLIGHT = 4  # of both inputs, a thread
 
 
 class Merge:
-    """A CTA takes 64 rows of a head; the threads of a row are in one warp, and have read its LSE before one
-    of them writes it."""
+    """A CTA takes 64 rows of a head. The threads of a row have all read its LSE before one of them writes it:
+    those of a warp do so together, and where a row's lie in two warps all wait."""
 
     def __init__(self, head_dim: int):
         self.chunks = head_dim // VECTOR  # lanes that share a row
@@ -55,7 +56,10 @@ class Merge:
             for mX, mLSE, rX, rLSE in ((mA, mA_lse, rA, rA_lse), (mB, mB_lse, rB, rB_lse)):
                 copy_chunk(mX, batch, head, row, chunk, rX[None, i], True)
                 rLSE[i] = mLSE[batch, head, row]
-        cute.arch.sync_warp()
+        if const_expr(WARP % self.chunks == 0):
+            cute.arch.sync_warp()
+        else:
+            cute.arch.sync_threads()
 
         for i in range_constexpr(ROWS_IN_FLIGHT):
             row = block * BLOCK + group + BLOCK // ROWS_IN_FLIGHT * i

@@ -276,6 +276,10 @@ def refused(rank, ranks, how):
         v = v[..., :32]
     if rank == 1 and how == "dtype":
         q = q.float()
+    if rank == 1 and how == "layout":
+        q = torch.cat((q, q[..., :1]), -1)[..., :-1]
+    if how == "head_dim":
+        q, k, v = (x[..., :63] for x in (q, k, v))
     cu = None
     if how.startswith("lengths of"):
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))

@@ -197,6 +197,15 @@ def test_the_merge_compiles(head_dim: int, dtype: str, wide: tuple[bool, bool]) 
     assert launch.kernel_for(merging.FILE, least, dict(zip(("wide_in", "wide_out"), wide))).__cubin__
 
 
+@pytest.mark.parametrize(("head_dim", "waits"), [(8, False), (80, True), (128, False), (192, True)])
+def test_a_rows_lse_is_read_before_it_is_written(head_dim: int, waits: bool) -> None:
+    """Where the threads of a row lie in two warps, all of a CTA wait between."""
+    least = Problem.square(1, 1, 1, head_dim, False)
+    kernel = launch.kernel_for(merging.FILE, least, {"wide_in": False, "wide_out": False})
+    (code,) = machine_code.disassemble(kernel.__cubin__)
+    assert any(x.opcode.startswith("BAR.SYNC") for x in code.instructions) == waits
+
+
 # ---- over gloo --------------------------------------------------------------------------------------------
 
 
@@ -309,6 +318,8 @@ def test_a_wrong_number_is_seen(tmp_path: Path) -> None:
         ("lengths of others", "torch.bfloat16, cu_seqlens (3,) torch.int32"),
         ("lengths of 64 bits", "on rank 0: cu_seqlens_q must be int32, not int64"),
         ("values", "on rank 1: takes values of head_dim 64, not of 32"),
+        ("layout", "on rank 1: q has stride 65: strides must be multiples of 8 elements"),
+        ("head_dim", "on rank 0: takes head_dim in multiples of 8 up to 256, not 63"),
     ],
 )
 def test_ranks_that_disagree(how: str, said: str, tmp_path: Path) -> None:

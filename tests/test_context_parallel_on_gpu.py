@@ -234,7 +234,7 @@ def test_numbers(name: str, found: dict[str, list[str]]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("wide_in", [False, True])
 @pytest.mark.parametrize("wide_out", [False, True])
 def test_merge(head_dim: int, wide_in: bool, wide_out: bool) -> None:

@@ -178,6 +178,7 @@ def call(queries=1, heads=8, kv_heads=2, d=128, dtype=torch.bfloat16, cache=None
 
 
 new = lambda *shape, dtype=torch.bfloat16: torch.zeros(shape, dtype=dtype)
+inferred = torch.inference_mode()(new)
 lengths_of = torch.tensor([3, 4], dtype=torch.int32)
 REFUSED = [
     ({"d": 96}, ValueError, "head_dim 64, 128 or 256, not 96"),
@@ -241,6 +242,9 @@ REFUSED = [
     ({"out": new(4, 1, 8, 128)}, ValueError, "out must be like q"),
     ({"out": new(2, 1, 8, 128).half()}, ValueError, "out must be like q"),
     ({"out": [1]}, TypeError, "out must be a torch.Tensor"),
+    ({"out": new(2, 1, 1, 128).expand(2, 1, 8, 128)}, ValueError, "out is written and must not overlap"),
+    ({"out": inferred(2, 1, 8, 128)}, ValueError, "out was made under torch.inference_mode"),
+    ({"softmax_scale": torch.tensor(0.3)}, TypeError, "softmax_scale must be a number, not Tensor"),
     ({"qv": new(2, 1, 8, 128)}, NotImplementedError, "does not take qv = 'a tensor'"),
     ({"sm_margin": 3}, NotImplementedError, "does not take sm_margin = 3"),
     ({"pages": None}, TypeError, "unexpected keyword argument 'pages'"),
@@ -266,6 +270,11 @@ def test_there_is_no_gradient() -> None:
     q, k = new(2, 1, 8, 128).requires_grad_(), new(2, 32, 2, 128)
     with pytest.raises(NotImplementedError, match="no gradient"):
         flash_attn_with_kvcache(q, k, k)
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        flash_attn_with_kvcache(q.detach(), k, k, out=torch.empty_like(q, requires_grad=True))
+    descale = torch.ones(2, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        flash_attn_with_kvcache(q.detach(), *[k.to(E4M3)] * 2, k_descale=descale, v_descale=1.0)
 
 
 # ---- the operators ----------------------------------------------------------------------------------------

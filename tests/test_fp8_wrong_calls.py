@@ -151,6 +151,49 @@ def test_wrong_parts_and_options(checked: None) -> None:
         attention_fp8(*in_rows()[0], top_left=True)
 
 
+def test_nothing_is_quantised_before_all_is_checked(on_cpu: list[str]) -> None:
+    q, k, v = inputs()
+    kept, longer = quantize(k=k, v=v), quantize(k=inputs(seqlen_kv=72)[1], v=inputs(seqlen_kv=72)[2])
+    fewer = quantize(k=k[:, :1], v=v[:, :1])
+    on_cpu.clear()
+    for given, options, kind, words in (
+        ((q, k, v), {"dtype": torch.float32}, TypeError, "dtype, the output's, must be"),
+        ((q, k, v), {"dtype": "bf16"}, TypeError, "dtype, the output's, must be"),
+        ((q, k, v), {"dtype": torch.float16, "softmax_scale": -1.0}, ValueError, "softmax_scale must be"),
+        ((q, k, v), {"dtype": torch.float16, "top_left": True}, ValueError, "top_left aligns"),
+        ((q, k, v), {"softmax_scale": [1.0]}, TypeError, "softmax_scale must be a number"),
+        ((q, kept.k, v), {}, TypeError, "v must be the v of `quantize`"),
+        ((q, kept.k, longer.v), {}, ValueError, "k and v must have one length"),
+        ((q[:1], kept.k, kept.v), {}, ValueError, "must agree in batch and head_dim"),
+        ((q[:, :3], kept.k, kept.v), {}, ValueError, "must be a multiple of the 2 key/value heads"),
+        ((q, kept.k, fewer.v), {}, ValueError, r"vt8 must be \(2, 2, 72, 80\)"),
+        ((q[0], kept.k, kept.v), {}, ValueError, "q must have 4 dimensions"),
+        ((q, kept.k, kept.v), {"dtype": torch.float32}, TypeError, "dtype, the output's, must be"),
+        ((q, kept.k, kept.v), {"top_left": True}, ValueError, "top_left aligns"),
+    ):
+        with pytest.raises(kind, match=words):
+            attention_fp8(*given, **options)
+    assert on_cpu == []
+    attention_fp8(q, kept.k, kept.v)
+    assert on_cpu == ["run_quantize", "run_forward"]
+
+
+def test_numbers_that_fp32_or_the_schema_has_not() -> None:
+    (q, k, v), _ = in_rows()
+    for scale in (1e-50, 1e39):
+        with pytest.raises(ValueError, match="k_descale must be positive and finite, not"):
+            attention_fp8(q, k, v, k_descale=scale)
+    with pytest.raises(ValueError, match="seed must have 64 bits"):
+        quantize(inputs()[0], seed=2**63)
+
+
+def test_no_gradient_of_angles() -> None:
+    q, k, v = inputs()
+    cos = torch.ones(70, 32, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="quantize has no gradient"):
+        quantize(q, k, v, rope=(cos, cos.detach()))
+
+
 def test_quantised_tensors_that_do_not_belong_together(request: pytest.FixtureRequest) -> None:
     q, k, v = inputs()
     found, other = quantize(q, k, v), quantize(q, k, v, seed=1)

@@ -104,8 +104,10 @@ COMPILED_TOO = {  # what the operator itself refuses, wherever it is called from
     "a negative cap": no("softcap must be positive", softcap=-1.0),
     "NaN for a cap": no("softcap must be positive", softcap=float("nan")),
     "3 of 4 sinks": no("learnable_sink must be", learnable_sink=torch.zeros(3)),
-    "sinks far apart": no("learnable_sink must be contiguous", learnable_sink=torch.zeros(8)[::2]),
-    "one sink expanded": no("learnable_sink must be contiguous", learnable_sink=torch.zeros(1).expand(4)),
+    "a scale that is ∞ in fp32": no("positive and finite, not 1e\\+39", softmax_scale=1e39),
+    "a scale that is 0 in fp32": no("positive and finite, not 1e-50", softmax_scale=1e-50),
+    "a cap whose square is ∞": no("softcap must be positive", softcap=1e20),
+    "a cap whose square is 0": no("softcap must be positive", softcap=1e-25),
 }
 EAGER = {  # what Python refuses in front of the operator
     "no tensor": no(r"k must be a torch\.Tensor, not NoneType", TypeError, qkv(k=None)),
@@ -114,6 +116,7 @@ EAGER = {  # what Python refuses in front of the operator
     "another device": no("must be on one device", inputs=qkv(k=t().to("meta"))),
     "causal by position": no("positional", TypeError, [*qkv(), True]),
     "a word for causal": no("causal", RuntimeError, causal="yes"),
+    "a word for causal beside a window": no("causal must be", TypeError, causal="yes", window_size=(3, 0)),
     "a list for a scale": no("softmax_scale must be a number, not list", TypeError, softmax_scale=[1.0]),
     "a tensor for a scale": no("softmax_scale must be a number", TypeError, softmax_scale=torch.tensor(1.0)),
     "a complex scale": no("softmax_scale must be a number", TypeError, softmax_scale=1j),
@@ -149,6 +152,8 @@ UNUSUAL = {
     "a window as a list": yes(window_size=[3, None]),
     "a window beyond 32 bits": yes(window_size=(5, 2**70)),
     "a cap that is an integer": yes(softcap=30),
+    "sinks far apart": yes(learnable_sink=torch.zeros(8)[::2]),
+    "one sink expanded": yes(learnable_sink=torch.zeros(1).expand(4)),
     "1 for lse": yes(return_lse=1),
 }
 

@@ -20,7 +20,15 @@ from torch.library import register_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import ops, ops_policies, tuned
-from ..checks import check_packing, check_scale, check_tensor, general_problem_of
+from ..checks import (
+    check_layouts,
+    check_one_device,
+    check_packing,
+    check_scale,
+    check_tensor,
+    general_problem_of,
+)
+from ..kernels import calls
 from ..kernels.contract import BYTES_PER_ELEMENT, Problem
 from ..policies import as_batch
 from . import copy_engines, merging, packed_ring
@@ -197,10 +205,11 @@ def check_agreement(
         "softmax_scale": softmax_scale, "causal": causal, "deterministic": deterministic,
         "sm_margin": sm_margin,
     }  # fmt: skip
-    kind = (*((x.shape, x.dtype, x.device) for x in tensors.values()), *options.values())
+    layout = _reason_against_layouts(q, k, v)
+    kind = (*((x.shape, x.dtype, x.device) for x in tensors.values()), *options.values(), layout)
     if kind in known:
         return
-    reason = _reason_against(q, k, v, cu_seqlens, softmax_scale, causal, sm_margin)
+    reason = _reason_against(q, k, v, cu_seqlens, softmax_scale, causal, sm_margin) or layout
     shapes = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tensors.items()]
     mine = ", ".join(shapes + [f"{name} {x}" for name, x in options.items()]), reason
     everyone: list[tuple[str, str | None]] = [mine] * dist.get_world_size(group)
@@ -239,6 +248,15 @@ def _reason_against(q, k, v, cu_seqlens, softmax_scale, causal: bool, sm_margin:
     if problem.seqlen_q % 2 or not problem.seqlen_q or not problem.heads:
         chunks = "of each sequence" if is_packed else "of one length"
         return f"a rank holds two chunks {chunks}, and {problem.seqlen_q} tokens are not that"
+    return calls.refuse_forward(problem)
+
+
+def _reason_against_layouts(q, k, v) -> str | None:
+    """Why a rank's parts are refused for how they lie in memory, or None."""
+    try:
+        check_layouts(**{name: x for name, x in (("q", q), ("k", k), ("v", v)) if x.dim()})
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -307,13 +325,15 @@ ops.library.impl("context_backward", run_backward, "CompositeExplicitAutograd")
 
 
 @register_fake("hopper_attention::context_forward", lib=ops.library)
-def fake_forward(q, k, v, *_, **__):
+def fake_forward(q, k, v, *options, **named):
+    check_one_device(q, k, v, *options, *named.values())
     shape = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
     return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
 
 
 @register_fake("hopper_attention::context_backward", lib=ops.library)
-def fake_backward(do, q, k, v, *_, **__):
+def fake_backward(do, q, k, v, *rest, **named):
+    check_one_device(do, q, k, v, *rest, *named.values())
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

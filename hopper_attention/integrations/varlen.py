@@ -12,7 +12,8 @@ FLASH = "_flash_attention_forward", "_flash_attention_backward"
 
 
 def _options(is_causal: bool, scale: float | None, left: int | None, right: int | None):
-    causal, window = mask_of(bool(is_causal), False, (left, right))
+    bounds = (-1 if x is not None and x < 0 else x for x in (left, right))  # FlashAttention-2's: no bound
+    causal, window = mask_of(bool(is_causal), False, tuple(bounds))
     return scale, causal, False, window, 0.0
 
 

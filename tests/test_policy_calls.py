@@ -1,0 +1,94 @@
+"""Calls with policies on a CPU, whose launches are stood in for: what these are handed, what comes back."""
+
+import pytest
+import torch
+from stand_in_launches import stand_in_for_kernels, tensors
+from torch.profiler import ProfilerActivity, profile
+
+from hopper_attention import (
+    attention,
+    attention_backward,
+    attention_fp8,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    ops_policies,
+    policies,
+    production,
+    quantize,
+)
+from hopper_attention.plans import Plans
+
+
+@pytest.fixture(autouse=True)
+def stood_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_kernels(monkeypatch)
+    monkeypatch.setattr("stand_in_launches.check_as_a_launch", lambda *given: None)
+    monkeypatch.setattr(policies, "_plans", Plans())
+
+
+@pytest.mark.parametrize(("most", "launches"), [(2, 6), (3, 4), (65535, 1)])
+def test_a_sinks_gradient_over_several_launches(
+    most: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each head over all batches, however these are divided."""
+    found = []
+
+    def launch_backward(launch, q, k, v, o, lse, do, dq, dk, dv, scratch, given) -> None:
+        found.append(tuple(q.shape[:2]))
+        given[-1].copy_(do.float().sum((0, 2, 3)))
+
+    monkeypatch.setattr(production, "GRID_YZ_MAX", most)
+    monkeypatch.setattr(policies.calls, "launch_backward", launch_backward)
+    q, k, v, o = tensors(5, 4, 2, 64, count=4)
+    do, lse, sink = torch.randn_like(q), torch.zeros(5, 4, 2), torch.zeros(4)
+    options = (None, False, False, (1, 1), 0.0, False)
+    *_, dsink = policies.backward(do, q, k, v, o, lse, None, policies.Tensors(sink), *options)
+    assert len(found) == launches
+    assert torch.allclose(dsink, do.float().sum((0, 2, 3)), atol=1e-4)
+
+
+def test_an_lse_is_nobodys_sink() -> None:
+    """Where there is no key it is the sink, but not its memory."""
+    q, k = torch.zeros(1, 4, 64, dtype=torch.bfloat16), torch.zeros(0, 4, 64, dtype=torch.bfloat16)
+    sink, ends = torch.ones(4), [torch.tensor([0, n], dtype=torch.int32) for n in (1, 0)]
+    _, lse = flash_attn_varlen_func(q, k, k, *ends, learnable_sink=sink, return_lse=True)
+    assert lse.tolist() == [[1.0]] * 4
+    lse.zero_()
+    assert sink.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
+def test_used_rows_without_sequences_are_refused(name: str) -> None:
+    used = {name: torch.tensor([1, 1], dtype=torch.int32)}
+    with pytest.raises(ValueError, match="of packed sequences"):
+        ops_policies.forward(*tensors(2, 4, 8, 64), **used)
+
+
+def test_one_tensor_on_the_meta_device_is_refused() -> None:
+    """Also where the dispatcher, which takes such a call for one of shapes alone, is asked."""
+    q, k, v = tensors(2, 4, 8, 64)
+    rows, ends = q[0].transpose(0, 1), torch.tensor([0, 8], dtype=torch.int32)
+    lse, cache, lengths = torch.zeros(2, 4, 8), torch.zeros(2, 64, 4, 64, dtype=q.dtype), ends.clone()
+    meta = lambda x: x.to("meta")
+    saved = q, q, k, v, q, lse
+    step = q[:, :, :1].transpose(1, 2)
+    given = q.to(torch.float8_e4m3fn)
+    for call in (
+        lambda: attention(q, meta(k), meta(v)),
+        lambda: attention(q, k, v, learnable_sink=torch.zeros(4, device="meta")),
+        lambda: attention(q, k, v, softcap=9.0, window_size=(3, 0), learnable_sink=meta(lse[0, :, 0])),
+        lambda: attention_backward(*saved, dlse=meta(lse)),
+        lambda: attention_backward(*saved, dlse=meta(lse), softcap=1.0),
+        lambda: flash_attn_varlen_func(rows, rows, rows, ends, meta(ends)),
+        lambda: flash_attn_with_kvcache(step, cache, cache, cache_seqlens=meta(lengths)),
+        lambda: flash_attn_with_kvcache(step, meta(cache), meta(cache)),
+        lambda: flash_attn_with_kvcache(step, cache, cache, meta(step), meta(step), cache_seqlens=lengths),
+        lambda: attention_fp8(q, meta(k), meta(v)),
+        lambda: attention_fp8(given, given, given, k_descale=torch.ones(1, device="meta")),
+        lambda: quantize(q, meta(k), meta(v)),
+    ):
+        refused = pytest.raises(ValueError, match=r"on one device|where q is|on cpu")
+        with refused:
+            call()
+        with profile(activities=[ProfilerActivity.CPU]), refused:
+            call()
