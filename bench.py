@@ -94,6 +94,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if other := [x for x in args.stages if x in (*ladder.BESIDE, "context_parallel")]:
         if args.stages != other[:1] or args.suite:
             raise Usage(f"{other[0]} has rows of its own: measure it alone")
+        named = {"head_dim": args.head_dim, "causal": args.causal, "seqlen": args.seqlen}
+        named |= {"peers": None if args.peers == list(peers.PEERS) else args.peers}
+        taken = {"seqlen"} if other[0] == "context_parallel" else set()
+        if ignored := [name for name, x in named.items() if x is not None and name not in taken]:
+            raise Usage(f"{other[0]} has rows of its own: it takes no --{ignored[0].replace('_', '-')}")
         return args
     everything = args.stages == ["all"]
     args.stages = ladder.stages_named(args.stages)
@@ -265,8 +270,8 @@ def command(arguments: list[str] | None) -> bool:
         if not hopper_gpu():
             raise Usage("--suite times the library: it needs a Hopper GPU")
         wanted = lambda problem: (
-            args.seqlen in (None, str(problem.seqlen_q)) and problem.causal in args.causals
-            and args.head_dim in (None, str(problem.head_dim))
+            (args.seqlen is None or problem.seqlen_q in args.seqlens) and problem.causal in args.causals
+            and (args.head_dim is None or problem.head_dim in args.head_dims)
         )  # fmt: skip
         run_suite = policy_suite.run if args.suite in policy_suite.SUITES else suite.run
         return run_suite(args.suite, args.stages, args.save, args.peers, wanted)

@@ -16,6 +16,7 @@ page table stay on the GPU:
 import argparse
 import functools
 import json
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +166,8 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--save", type=Path, help="a file to add a line of JSON to for each way of attention")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("examples/decode.py: needs a CUDA GPU")
     config = Config()
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)

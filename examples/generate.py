@@ -10,6 +10,7 @@ Weights are random: what is measured is the step. Printed are µs a step and tok
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 
@@ -73,6 +74,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--new", type=int, default=128)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("examples/generate.py: needs a CUDA GPU")
     huggingface.register()
     torch.manual_seed(0)
     with torch.device("cuda"):

@@ -3,6 +3,8 @@
 python examples/huggingface.py            # a small Llama with random weights; needs no download
 """
 
+import sys
+
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -10,6 +12,8 @@ from hopper_attention.integrations import huggingface
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("examples/huggingface.py: needs a CUDA GPU")
     huggingface.register()
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16,

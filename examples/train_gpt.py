@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import sysconfig
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hopper_attention
+from hopper_attention.cache import write_atomically
 
 WARM_UP = 5  # steps that are not timed
 RATE, RISING = 3e-4, 20  # the learning rate, and over how many steps it comes to that
@@ -219,6 +221,8 @@ def main(arguments: list[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument("--save", type=Path, help="add what was measured to a JSON file")
     args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        sys.exit("examples/train_gpt.py: needs a CUDA GPU")
     if args.steps <= WARM_UP:
         parser.error(f"--steps must be more than {WARM_UP}: so many are not timed")
     torch._dynamo.config.recompile_limit = 64  # past it a model would run uncompiled
@@ -236,7 +240,8 @@ def main(arguments: list[str] | None = None) -> None:
         where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         rows.append(what | where | found)
     if args.save:
-        args.save.write_text("[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n")
+        text = "[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n"
+        write_atomically(args.save, text.encode())
 
 
 if __name__ == "__main__":

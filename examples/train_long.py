@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from train_gpt import CONFIGS, GPT, WARM_UP, Config, standard_library
 
 import hopper_attention
+from hopper_attention.cache import write_atomically
 from hopper_attention.integrations.context_parallel import context_forward, shard
 
 LR_STEPS = 100  # until the learning rate is whole: whole at once, losses leap, and runs differ by how far
@@ -104,7 +106,8 @@ def report(args: argparse.Namespace, ranks: int, everyone: list[dict[str, object
         about |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         rows += [about | found for found in everyone]
         args.save.parent.mkdir(parents=True, exist_ok=True)
-        args.save.write_text("[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n")
+        text = "[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n"
+        write_atomically(args.save, text.encode())
 
 
 def main() -> None:
@@ -116,6 +119,8 @@ def main() -> None:
     parser.add_argument("--alone", type=int, default=0, help="and then so many of each GPU by itself")
     parser.add_argument("--save", type=Path, help="add what was measured to a JSON file")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("examples/train_long.py: needs a CUDA GPU")
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29511}.items():
         os.environ.setdefault(name, str(value))  # without torchrun one process
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -256,4 +256,6 @@ def one_launch(stage_id: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in ladder.LADDER:
+        sys.exit("harness.call_cases: give one of the ladder's stages")
     one_launch(sys.argv[1])

@@ -10,16 +10,19 @@ import datetime
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
 from harness import context_model, context_reference, fa3, reference, results, timing
+from harness.command import Usage, as_usage
 from harness.context_rings import (
     DIRECTIONS,
     HEAD_DIM,
@@ -244,13 +247,13 @@ def rank_main(rank: int, ranks: int, options: dict[str, object]) -> None:
     if options.get("priority"):
         of_nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         group = dist.new_group(list(range(ranks)), pg_options=of_nccl)
-    rows = options.get("rows", [])
+    rows: list[dict[str, Any]] = []
 
     def keep(row: dict[str, object]) -> None:
         if rank:
             return
         rows[:] = [x for x in rows if x is not row] + [row]
-        rows.sort(key=lambda x: (SIZES + JUDGED).index(Size(**x["size"])))
+        rows.sort(key=place_of)
         if options.get("save"):
             found = {"environment": about, "rows": rows}
             write_atomically(Path(options["save"]), json.dumps(found, indent=1).encode())
@@ -289,26 +292,51 @@ def spawn(options: dict[str, object], ranks: int | None = None) -> None:
 
 
 def run(save: Path | None, tokens: int | None = None) -> bool:
-    """All sizes, or those of so many tokens of a GPU, on the GPUs that are visible; with `save` into
-    results/<gpu>/context_parallel/bench.json, where rows of other sizes stay. Whether every check passed."""
+    """All sizes, or those of so many tokens of a GPU, on the GPUs that are visible; whether every check
+    passed. Then with `save` into results/<gpu>/context_parallel/bench.json, where rows of other sizes stay.
+    Raises Usage before anything is measured."""
     wanted = {
         name: [x for x in sizes if tokens in (None, x.tokens)]
         for name, sizes in (("sizes", SIZES), ("judged", JUDGED))
     }
-    path, rows = None, []
-    if save:
-        path = save / results.gpu_folder(torch.cuda.get_device_name()) / "context_parallel" / "bench.json"
-        if tokens is not None and path.exists():
-            every = SIZES + JUDGED
-            rows = [
-                x for x in json.loads(path.read_text())["rows"]
-                if (size := Size(**x["size"])) in every and size.tokens != tokens
-            ]  # fmt: skip
-    spawn({**wanted, "rows": rows, "margins": True, "save": str(path) if path else None})
-    if path is None:
-        return True  # each rank has said what failed
-    rows = json.loads(path.read_text())["rows"]
-    return all(check["passed"] for row in rows for check in row["checks"].values())
+    if not any(wanted.values()):
+        known = sorted({x.tokens for x in SIZES + JUDGED})
+        raise Usage(f"context_parallel has no size of {tokens} tokens a GPU: there are {known}")
+    with as_usage(ValueError, OSError):
+        path, rows = None, []
+        if save:
+            path = save / results.gpu_folder(torch.cuda.get_device_name()) / "context_parallel" / "bench.json"
+            rows = rows_to_join(path, tokens)
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "rows.json"
+        spawn({**wanted, "margins": True, "save": str(file)})
+        if not file.exists():
+            return True  # under torchrun, a rank that is not the first
+        found = json.loads(file.read_text())
+    passed = all(check["passed"] for row in found["rows"] for check in row["checks"].values())
+    if path and passed:
+        found["rows"] = sorted(rows + found["rows"], key=place_of)
+        write_atomically(path, json.dumps(found, indent=1).encode())
+    return passed
+
+
+def place_of(row: dict[str, Any]) -> int:
+    """Where a row stands among all."""
+    return (SIZES + JUDGED).index(Size(**row["size"]))
+
+
+def rows_to_join(path: Path, tokens: int | None) -> list[dict[str, Any]]:
+    """Those of other sizes that are there, where only some are measured. Raises ValueError where they are of
+    another environment, and OSError where none could be written."""
+    results.probe(path)
+    if tokens is None or not path.exists():
+        return []
+    data = json.loads(path.read_text())
+    here = environment(data["environment"]["gpus"])
+    if differing := results.differing_in(data["environment"], here, here["peers"]):
+        raise ValueError(f"{path} was measured in another environment: {differing}; measure all sizes again")
+    every = SIZES + JUDGED
+    return [x for x in data["rows"] if (size := Size(**x["size"])) in every and size.tokens != tokens]
 
 
 def run_model(print_: Callable[[str], None] = print) -> bool:

@@ -21,6 +21,7 @@ from hopper_attention.precompile import ahead
 
 from . import decoding_model as model
 from . import decoding_records, judging, results, timing
+from .command import as_usage
 from .decoding_cases import ROWS, Case, Row, cases, kernel_of
 from .decoding_stress import STRESS, drops_wrong_guesses, stress, waits_for_the_launch_before
 from .decoding_timing import Pool, time_row, versions
@@ -146,13 +147,18 @@ def _cache_is_wrong(case: Case, arguments: dict[str, object], before: list[torch
 
 def run(save: Path | None = None, console: Console | None = None) -> bool:
     """Judge every case, time every row; whether all cases passed. What is saved are the record of the machine
-    code that passed, and the times, as far as they are known."""
+    code that passed, and when all rows are there the times. Raises RuntimeError where a row is wrong."""
     console = console or Console()
+    environment = timing.environment(versions())
+    if save:
+        folder = save / results.gpu_folder(environment["gpu"])
+        record, path = folder / "checks" / "decode.json", folder / "decode" / "bench.json"
+        with as_usage(OSError):
+            results.probe(record), results.probe(path)
     timed = [kernel_of(row) for row in ROWS]
     kernels = *map(kernel_of, cases()), *timed, *((what, options | {"pdl": False}) for what, options in timed)
     ahead((DECODE, *x) for x in kernels)
     passed, errors = judge_all(console)
-    environment = timing.environment(versions())
     pool, rows = Pool(), []
     for row in STRESS:
         same = stress(row, pool)
@@ -165,19 +171,16 @@ def run(save: Path | None = None, console: Console | None = None) -> bool:
     found = "seen" if drops else "FAIL: not always seen"
     console.print(f"what is written when a launch has begun is {found}")
     passed &= drops
-    folder = save / results.gpu_folder(environment["gpu"]) if save and passed else None
-    if folder:
-        record, path = folder / "checks" / "decode.json", folder / "decode" / "bench.json"
-        for at in (record, path):
-            results.probe(at)
+    if save and passed:
         console.print(f"wrote {decoding_records.record_of(environment).save(record)}")
     data: dict[str, object] = {"environment": environment, "cases": len(list(cases()))}
     data |= {"errors": errors, "same_bits_100000_times": [str(row) for row in STRESS], "rows": rows}
     for row in ROWS:
         rows.append(time_row(row, pool))
         console.print(line_of(row, rows[-1]["us"], rows[-1].get("reads_us")), soft_wrap=True, highlight=False)
-        if folder:
-            write_atomically(path, json.dumps(data, indent=1).encode())
+    if save and passed:  # all rows or none: those of another run stay
+        write_atomically(path, json.dumps(data, indent=1).encode())
+        console.print(f"wrote {path}")
     return passed
 
 

@@ -59,7 +59,7 @@ def in_pages(row: Row, caches, page: int = 0) -> tuple[torch.Tensor, list[list[t
     if row.page:
         order = torch.randperm(len(order), generator=torch.Generator().manual_seed(0))
     shape = -1, page, row.kv_heads, row.head_dim
-    table = order.view(row.batch, pages).int().cuda()
+    table = order.view(row.batch, pages).int().to(caches[0][0].device)
     return table, [[x.reshape(shape) for x in pair] for pair in caches]
 
 
@@ -233,16 +233,33 @@ def _elapsed(run: Call) -> float:
 def check_agreement(
     found: torch.Tensor | Sequence[torch.Tensor], expected: torch.Tensor, within: float = AGREE
 ) -> None:
-    """Raise RuntimeError where a call that returns o, or o first, computes something else than ours."""
+    """Raise RuntimeError where a call that returns o, or o first, computes something else."""
     o = found if isinstance(found, torch.Tensor) else found[0]
     off = (o - expected).abs().max() / expected.abs().max()
     if not off <= within:
         raise RuntimeError(f"off by {off:.2g} of the largest element")
 
 
+def plain(row: Row, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """o of a row's first caches, by the formula in fp32, sequence by sequence: of pages by their table."""
+    table = None
+    if row.page:
+        table, ((k, v),) = in_pages(row, [(k, v)])
+    o = torch.empty(q.shape, device=q.device)
+    for b, length in enumerate(row.lengths):
+        rows = [x[b] if table is None else x[table[b]].flatten(0, 1) for x in (k, v)]
+        keys, values = (x[:length].float().repeat_interleave(row.heads // row.kv_heads, 1) for x in rows)
+        scores = torch.einsum("qhd,nhd->hqn", q[b].float(), keys) * row.head_dim**-0.5
+        behind = torch.ones(row.queries, length, dtype=torch.bool, device=q.device)
+        scores = scores.masked_fill(behind.triu(length - row.queries + 1), -torch.inf)
+        o[b] = torch.einsum("hqn,nhd->qhd", scores.softmax(-1), values)
+    return o
+
+
 def time_row(row: Row, pool: Pool) -> dict[str, object]:
     """One row of the results: µs of each provider, in a graph and, of ours, called one by one; of
-    some `reads_us`, what the loads take alone."""
+    some `reads_us`, what the loads take alone. Raises RuntimeError where ours are wrong, before the timing or
+    behind it."""
     caches = pool.caches(row)
     q = torch.randn(row.batch, row.queries, row.heads, row.head_dim, device="cuda", dtype=torch.bfloat16)
     found: dict[str, object] = dataclasses.asdict(row) | {"bytes": row.bytes, "us": {}, "errors": {}}
@@ -250,15 +267,23 @@ def time_row(row: Row, pool: Pool) -> dict[str, object]:
     graphs = {}
     within = AGREE_E4M3 if row.eight_bits else AGREE
     short = dataclasses.replace(row, keys=SHORT)
-    judged = [(x, of, ours(x, q, of)[0]()) for x, of in ((short, pool.caches(short)[:2]), (row, caches))]
+    pairs = (short, pool.caches(short)[:2]), (row, caches)
+    judged = [(x, of, plain(x, q, *of[0])) for x, of in pairs]
+
+    def judge(make: Callable[..., list[Call]]) -> None:
+        for x, of, expected in judged:
+            check_agreement(make(x, q, of)[0](), expected, within)
+
+    judge(ours)  # who is wrong has no row
     for name, make in (PROVIDERS | {"without_pdl": plain_launches, "reads": reads}).items():
         try:
-            for x, of, expected in judged if name in PROVIDERS else ():
-                check_agreement(make(x, q, of)[0](), expected, within)
+            if name in PROVIDERS:
+                judge(make)
             graphs[name] = captured(make(row, q, caches))
         except Exception as error:  # a peer that does not take a row must not end the run
             found["errors"][name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
     found["us"] = in_turns(graphs)
+    judge(ours)
     found["without_pdl_us"] = found["us"].pop("without_pdl", None)
     if "reads" in found["us"]:
         found["reads_us"] = found["us"].pop("reads")

@@ -1,12 +1,16 @@
 """The tensors of a problem: random inputs and poisoned outputs."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from harness import quantized
 from harness.stages import starts_at_zero
 from hopper_attention.kernels.contract import Problem, Tensors
+
+OUTPUTS_HELD = 2  # at once, so that what is freed is not what an earlier call wrote
 
 
 def random_inputs(problem: Problem, device: str = "cuda", seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -33,6 +37,18 @@ def as_read(direction: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def hopper_gpu() -> bool:
     """Whether the current device can run sm_90a machine code."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def returned_to_poisoned_memory(call: Callable[[], Any]) -> Any:
+    """What a call that allocates its outputs returns, a tensor or a tuple with some, of memory that held NaN:
+    the allocator hands out again what was freed last, and that would be what an earlier call wrote."""
+    held = [call() for _ in range(OUTPUTS_HELD)]
+    for found in held:
+        for x in found if isinstance(found, tuple) else (found,):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                x.fill_(math.nan)
+    del held, found, x
+    return call()
 
 
 def poison(tensors: Tensors) -> Tensors:

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from harness import fa3, peers, row_files, timing
-from harness.command import Usage, as_usage
+from harness.command import Usage
 from harness.fuzz import arguments_of
+from harness.inputs import returned_to_poisoned_memory
 from harness.measuring import chosen_stage, job_of
 from harness.policies import Given, random_given
 from harness.reference import rounding_of
@@ -296,7 +297,7 @@ class _Ours:
     def judge(self) -> None:
         """Raise RuntimeError where an output breaks the pass rule."""
         problem, outputs = self.judged.problem, {}
-        for name, x in zip(self.names, self.call()):
+        for name, x in zip(self.names, returned_to_poisoned_memory(self.call)):
             at = self.at_kv if name in ("dk", "dv") else self.at_q
             if name == "dsink":
                 if problem.sink:
@@ -377,30 +378,24 @@ def run(
     environment, passed = timing.environment(found), True
     asked = [x.problem.with_(direction=DIRECTIONS[stage_id]) for stage_id in stage_ids for x in problems]
     ahead(job for problem in asked for job in kernels(problem))
-    key_of = lambda name, problem: f"{name}: {problem}"
+    key_of = lambda row: (row["name"], row["problem"])
+    for stage_id in stage_ids if folder else ():
+        row_files.refuse(DIRECTIONS[stage_id], environment, folder, place=suite)
     for stage_id in stage_ids:
         direction = DIRECTIONS[stage_id]
-        kept, joined = [], environment
-        if folder:
-            with as_usage(ValueError):
-                kept, joined = row_files.rows_to_join(folder, direction, environment, place=suite)
-        rows = {key_of(row["name"], row["problem"]): row for row in kept}
+        every = [(x.name, str(x.problem.with_(direction=direction))) for x in SUITES[suite]]
         for named in sorted(problems, key=lambda named: named.problem.flops):
             problem = named.problem.with_(direction=direction)
             try:
                 us = measure(problem, list(found))
+                row = {"name": named.name, "problem": str(problem), "flops": problem.flops, "us": us}
+                print(line_of(row), flush=True)
+                if folder:
+                    row_files.add(row, key_of, every, direction, environment, folder, place=suite)
             except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
                 print(f"{named.name}: {problem}: {error}", flush=True)
                 passed = False
-                continue
-            row = {"name": named.name, "problem": str(problem), "flops": problem.flops, "us": us}
-            rows[key_of(named.name, problem)] = row
-            print(line_of(row), flush=True)
             torch.cuda.empty_cache()
-            if folder:
-                every = [key_of(x.name, x.problem.with_(direction=direction)) for x in SUITES[suite]]
-                in_order = [rows[x] for x in every if x in rows]
-                row_files.save(direction, in_order, joined, folder, place=suite)
     return passed
 
 

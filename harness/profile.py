@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hopper_attention.cache import write_atomically
 from hopper_attention.kernels import ladder
 from hopper_attention.launch import compile_kernel
 
@@ -147,8 +148,7 @@ def main() -> int:
     for entry in metrics:
         print("\n".join(f"{name:32} {value}" for name, value in entry.items()) + "\n")
     if args.save:
-        args.save.parent.mkdir(parents=True, exist_ok=True)
-        args.save.write_text(json.dumps(metrics, indent=1, ensure_ascii=False) + "\n")
+        write_atomically(args.save, (json.dumps(metrics, indent=1, ensure_ascii=False) + "\n").encode())
     return 0
 
 

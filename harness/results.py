@@ -4,12 +4,15 @@ A file that loads can be trusted: a stage's time always comes with a passed chec
 code that ran. Writing is all or nothing, so a run that fails leaves the committed file as it was.
 """
 
+import contextlib
+import fcntl
 import functools
 import json
 import math
+import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
@@ -322,6 +325,19 @@ def probe(path: Path) -> None:
         pass
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder")
+
+
+@contextlib.contextmanager
+def alone_with(path: Path) -> Iterator[None]:
+    """While this process reads a file, changes it and writes it: others that do wait. Held is its folder, of
+    which nothing stays behind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _written(row: Row) -> dict[str, Any]:

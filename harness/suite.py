@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from harness import judging, peers, reference, row_files, timing
-from harness.command import Usage, as_usage
-from harness.inputs import random_inputs
+from harness.command import Usage
+from harness.inputs import random_inputs, returned_to_poisoned_memory
 from harness.measuring import chosen_stage, job_of
 from harness.results import PUBLIC_CALLS
 from harness.suites import SUITES
@@ -159,7 +159,7 @@ def measure(problem: Problem, peer_names: list[str]) -> dict[str, float]:
         calls[PUBLIC_CALLS[DETERMINISTIC]] = lambda: one.call(deterministic=True)
     judged = dict(calls)
     for call in judged.values():
-        found = call()
+        found = returned_to_poisoned_memory(call)
         one.judge(found, stage_id)
     for choice in ways(problem):
         name = way_of(choice, problem)
@@ -178,7 +178,7 @@ def measure(problem: Problem, peer_names: list[str]) -> dict[str, float]:
             calls[name] = call
     times = timing.interleaved(calls, SECONDS)
     for call in judged.values():
-        one.judge(call(), stage_id)
+        one.judge(returned_to_poisoned_memory(call), stage_id)
     return {name: round(1e3 * time.ms_median, 2) for name, time in times.items()}
 
 
@@ -202,16 +202,14 @@ def run(
     models = {model.problem: model for model in SUITES[suite] if wanted(model.problem)}
     if not models:
         raise Usage(f"no problem of the suite {suite!r} is of these lengths, head dims and masks")
-    kept, environments = {}, {}
     for stage_id in stage_ids if folder else ():
-        direction = DIRECTIONS[stage_id]
-        with as_usage(ValueError):
-            rows, environments[stage_id] = row_files.rows_to_join(folder, f"{suite}_{direction}", environment)
-        kept[stage_id] = {problem_of(row, direction): row for row in rows}
+        row_files.refuse(f"{suite}_{DIRECTIONS[stage_id]}", environment, folder)
     asked = [x.with_(direction=DIRECTIONS[stage_id]) for stage_id in stage_ids for x in models]
     ahead(job for problem in asked for job in kernels(problem))
     for stage_id in stage_ids:
-        direction, rows = DIRECTIONS[stage_id], kept.get(stage_id, {})
+        direction = DIRECTIONS[stage_id]
+        every = [model.problem.with_(direction=direction) for model in SUITES[suite]]
+        key_of = lambda row, direction=direction: problem_of(row, direction)
         for model in sorted(models.values(), key=lambda model: model.problem.flops):
             problem = model.problem.with_(direction=direction)
             shape = {name: asdict(problem)[name] for name in IDENTITY}
@@ -219,17 +217,14 @@ def run(
                 us = measure(problem, list(found))
                 if not {*us} & {*PEERS}:
                     raise RuntimeError("no peer took it")
-            except (RuntimeError, torch.OutOfMemoryError) as error:
+                row = {"family": model.family, "name": model.name, **shape, "us": us}
+                print(line_of(row, direction), flush=True)
+                if folder:
+                    row_files.add(row, key_of, every, f"{suite}_{direction}", environment, folder)
+            except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
                 print(f"{problem}: {error}", flush=True)
                 passed = False
-                continue
-            rows[problem] = {"family": model.family, "name": model.name, **shape, "us": us}
-            print(line_of(rows[problem], direction), flush=True)
             torch.cuda.empty_cache()
-            if folder:
-                every = (model.problem.with_(direction=direction) for model in SUITES[suite])
-                in_order = [rows[problem] for problem in every if problem in rows]
-                row_files.save(f"{suite}_{direction}", in_order, environments[stage_id], folder)
     return passed
 
 

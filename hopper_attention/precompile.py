@@ -110,11 +110,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sms", type=int, default=here, help=f"SMs of the GPU, by default {here}")
     parser.add_argument("--workers", type=int, help="processes; by default one a core")
     args = parser.parse_args(arguments)
-    if args.sms < 1:
-        parser.error(f"--sms must be a positive number, not {args.sms}")
+    for name, number in (("sms", args.sms), ("workers", args.workers)):
+        if number is not None and number < 1:
+            parser.error(f"--{name} must be a positive number, not {number}")
     try:
         stages = ladder.stages_named(args.stages)
         jobs = [job for stage_id in stages for job in jobs_of(stage_id, args.sms) if _wanted(job, args)]
+        if not jobs:
+            raise ValueError(f"no kernel of {', '.join(stages)} is for that head_dim, type and page size")
         count = fill(jobs, args.workers)
     except (ValueError, RuntimeError) as error:
         print(f"hopper_attention.precompile: {error}", file=sys.stderr)
