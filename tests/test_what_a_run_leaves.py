@@ -18,8 +18,10 @@ import bench
 from harness import (
     context_parallel,
     decoding_timing,
+    logits,
     measuring,
     policy_suite,
+    quantizing,
     results,
     row_files,
     suite,
@@ -340,3 +342,22 @@ def test_a_row_of_decode_that_is_wrong_has_no_time(wrong_from: int, monkeypatch:
         left[0] = 2
     with pytest.raises(RuntimeError, match="off by"):
         decoding_timing.time_row(row, pool)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_wrong_codes_and_logits_are_neither_written_nor_success(
+    wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = []
+    monkeypatch.setattr(row_files, "save", lambda name, *given: saved.append(name))
+    monkeypatch.setattr(timing, "environment", lambda peers: ENVIRONMENT)
+    monkeypatch.setattr(quantizing, "hopper_gpu", lambda: True)
+    monkeypatch.setattr(quantizing, "check", lambda: ["a code is wrong"] * wrong)
+    monkeypatch.setattr(quantizing, "times", lambda head_dim: [])
+    assert quantizing.command(["--save", str(tmp_path)]) == (not wrong)
+    measured = {"model": "BERT", "way": "in one pass", "positions": 4, "sure": 3, "same": 3 - wrong}
+    measured |= dict.fromkeys(("our_error", "sdpa_error", "our_mean_error", "sdpa_mean_error"), 0.1)
+    monkeypatch.setattr(logits, "saving", lambda *given: True)
+    monkeypatch.setattr(logits, "measure", lambda name: [measured])
+    assert logits.measured([]) == (not wrong)
+    assert saved == ["quantizing", "logits"] * (not wrong)
