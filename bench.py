@@ -244,7 +244,11 @@ def gpu_bench(args: argparse.Namespace, console: Console) -> bool:
                 if files:
                     own = [row for row in rows if row.provider in (*names, *peers.PEERS)]
                     host_us = {k: v for k, v in env["host_us"].items() if k in names}
-                    files[stage_id].add(own, host_us=host_us)
+                    stay = files[stage_id].add(own, host_us=host_us)
+                    for peer in stay.values():
+                        why = f"the file's rows stay, whose fastest peer, {peer}, has no time in this run"
+                        console.print(f"{stage_id:5} {problem}: {why}", soft_wrap=True, highlight=False)
+                    passed &= not stay
     console.print(f"host time of a call, µs: {env['host_us']}")
     for file in files.values():
         console.print(f"wrote {file.path}")

@@ -29,9 +29,9 @@ def lead(measured: Mapping[str, Results]) -> str:
     gpus = " and ".join(dict.fromkeys(measured[stage].gpu for stage in PRODUCTION if stage in measured))
     sentence = (
         f"Least and greatest ratio to the fastest of {', '.join(map(label, peers))}, of those that take the "
-        f"problem and ran, a row and its fastest peer in one run, and the geometric mean: bf16, {TOTAL_TOKENS} tokens, hidden "
-        f"size {HIDDEN_SIZE}, N from {SEQLENS[0]} to {SEQLENS[-1]}, full and causal, launches with rests "
-        f"between them, on {gpus}. "
+        f"problem and ran, a row and its fastest peer in one run, and the geometric mean: bf16, "
+        f"{TOTAL_TOKENS} tokens, hidden size {HIDDEN_SIZE}, N from {SEQLENS[0]} to {SEQLENS[-1]}, full and "
+        f"causal, launches with rests between them, on {gpus}. "
         f"Below 1.000: {behind}."
     )
     return f"{table(header, lines, 'l' + 'r' * len(head_dims))}\n\n{sentence}"

@@ -317,12 +317,19 @@ class Saved:
         self._merged([])
         results.probe(path)
 
-    def add(self, rows: list[results.Row], **environment: Any) -> None:
-        """Merge rows into the file; those of a failed check are left out."""
+    def add(self, rows: list[results.Row], **environment: Any) -> dict[Problem, str]:
+        """Merge rows into the file; those of a failed check are left out. Returns problems whose rows stay as
+        they are, by the fastest peer, which these rows lack."""
         self.environment |= environment
+        new = self._results([row for row in rows if row.check != "fail"])
         with results.alone_with(self.path):
-            self._merged([row for row in rows if row.check != "fail"]).save(self.path)
+            stay = results.lacks_fastest(results.load(self.path), new) if self.path.exists() else {}
+            self._merged(new.rows).save(self.path)
+        return stay
+
+    def _results(self, rows: list[results.Row]) -> results.Results:
+        return results.Results(self.stage, self.environment, rows)
 
     def _merged(self, rows: list[results.Row]) -> results.Results:
-        new = results.Results(self.stage, self.environment, rows)
+        new = self._results(rows)
         return results.merge(results.load(self.path), new) if self.path.exists() else new

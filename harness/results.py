@@ -228,14 +228,16 @@ load = Results.load
 def merge(old: Results, new: Results) -> Results:
     """`old` with `new`'s rows in place of its own for the same provider and problem; the rest is kept.
 
-    A new row without a time never replaces one that has a time: a run that failed takes nothing away. Raises
+    A new row without a time never replaces one that has a time: a run that failed takes nothing away. Nor
+    does a problem's stage, where `lacks_fastest`: a ratio to the fastest peer is of one run. Raises
     ValueError when the environments differ in what makes rows comparable, a kept peer's version included.
     """
     if old.stage != new.stage:
         raise ValueError(f"cannot merge results of {new.stage} into those of {old.stage}")
-    rows = {row.key: row for row in old.rows}
+    rows, lacking = {row.key: row for row in old.rows}, lacks_fastest(old, new)
     for row in new.rows:
-        if row.key not in rows or row.error is None or rows[row.key].ms_median is None:
+        stays = row.key in rows and row.problem in lacking
+        if row.key not in rows or (not stays and (row.error is None or rows[row.key].ms_median is None)):
             rows[row.key] = row
 
     kept = {row.provider for row in old.rows if rows[row.key] is row and row.ms_median is not None}
@@ -245,6 +247,20 @@ def merge(old: Results, new: Results) -> Results:
             f"one, or remove the old file and measure the whole sweep again"
         )
     return Results(old.stage, joined(old.environment, new.environment), list(rows.values()))
+
+
+def lacks_fastest(old: Results, new: Results) -> dict[Problem, str]:
+    """Problems that both have, of which a peer that only `old` has a time of was faster than those that `new`
+    has one of: which."""
+    timed = lambda results: {row.key: row.tflops for row in results.rows if row.tflops is not None}
+    before, now = timed(old), timed(new)
+    found = {}
+    for problem in {problem for provider, problem in now if provider not in PEER_LABELS}:
+        kept = {x: before[x, problem] for x in PEER_LABELS if (x, problem) in before.keys() - now.keys()}
+        measured = max((now.get((x, problem), 0.0) for x in PEER_LABELS), default=0.0)
+        if kept and max(kept.values()) > measured:
+            found[problem] = max(kept, key=kept.get)
+    return found
 
 
 def differing_in(old: dict[str, Any], new: dict[str, Any], kept: Iterable[str]) -> str:

@@ -194,7 +194,7 @@ def test_a_gpu_without_published_rates_is_held_to_its_drivers() -> None:
 
 def test_merge_replaces_and_keeps() -> None:
     short = sweep_problem(512)
-    old = make_results("k2", make_row("k2", 8.0), make_row("k2", 6.0, short), make_row("cudnn", 500.0))
+    old = make_results("k2", make_row("k2", 8.0), make_row("k2", 6.0, short), make_row("cudnn", 200.0))
     new = make_results(
         "k2", make_row("k2", 9.0), make_row("fa2", 300.0), date="2000-01-02", host_us={"k2": 8.0}
     )
@@ -202,11 +202,23 @@ def test_merge_replaces_and_keeps() -> None:
     assert [(row.provider, row.tflops) for row in merged.rows] == [
         ("k2", 9.0),
         ("k2", 6.0),
-        ("cudnn", 500.0),
+        ("cudnn", 200.0),
         ("fa2", 300.0),
     ]
     assert merged.environment == ENVIRONMENT | {"date": "2000-01-02", "host_us": {"k2": 8.0}}
     assert old.rows[0].tflops == 8.0
+
+
+def test_a_ratio_to_the_fastest_peer_is_of_one_run() -> None:
+    """A stage's row stays beside the peer that was fastest, unless that one, or a faster, comes with it."""
+    old = make_results("k2", make_row("k2", 8.0), make_row("cudnn", 500.0), make_row("math", 1.0))
+    rates = lambda *rows: {x.provider: x.tflops for x in merge(old, make_results("k2", *rows)).rows}
+    without = make_row("k2", 9.0), make_row("fa2", 300.0)
+    failed = make_row("k2", 9.0), make_row("cudnn", None, error="OOM: needs 2 GB")
+    assert rates(*without) == {"k2": 8.0, "cudnn": 500.0, "math": 1.0, "fa2": 300.0}
+    assert rates(*failed) == {"k2": 8.0, "cudnn": 500.0, "math": 1.0}
+    assert rates(make_row("k2", 9.0), make_row("cudnn", 400.0))["k2"] == 9.0
+    assert rates(make_row("k2", 9.0), make_row("fa2", 600.0))["k2"] == 9.0
 
 
 def test_merge_never_loses_a_time_to_a_failure() -> None:
