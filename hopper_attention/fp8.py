@@ -144,8 +144,9 @@ def attention_fp8(
 
     A number that is no scale (zero, negative, NaN, ∞) raises ValueError at once. Those in a tensor are not
     looked at, which would wait for the GPU: where one is no scale, o and lse of its head are NaN. Raises
-    TypeError or ValueError before anything is launched, also when called from a compiled graph, and
-    NotImplementedError where a gradient is wanted.
+    TypeError or ValueError before anything is launched, and NotImplementedError where a gradient is wanted;
+    in a compiled graph too, where tensors in 16 bits may have been quantised by then, and a number that is no
+    scale is Dynamo's error.
     """
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     options = softmax_scale, causal, top_left
