@@ -5,6 +5,8 @@ Nothing is read on the host, neither lengths nor page table, unless `lengths` is
 not wait for the GPU, and a CUDA graph that captured one serves all lengths.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from . import lengths, memory, tuned
@@ -17,8 +19,16 @@ from .memory import WHOLE, part_of, scratch_of
 from .plans import plan_of
 from .production import Plan, margin, run_on
 
-# A plan, and what its kernel is given: CTAs that work together, the scale, the window.
-_plans: dict[tuple[object, ...], tuple[Plan, tuple[int, float, int | None]]] = {}
+
+class Made(NamedTuple):
+    """What inputs of a kind are computed with."""
+
+    plan: Plan
+    given: tuple[int, float, int | None]  # CTAs that work together, the scale, the window
+    room: int | None  # keys, to which lengths are cut where pieces of scratch follow from them
+
+
+_plans: dict[tuple[object, ...], Made] = {}
 
 
 def decode(
@@ -50,7 +60,7 @@ def decode(
         margin(),
     )
     plan_anew = lambda: _plan(*tensors, *options)
-    plan, given = plan_of(_plans, kind, plan_anew)
+    plan, given, room = plan_of(_plans, kind, plan_anew)
     if lengths.CHECKED and cache_seqlens is not None:
         lengths.look_at_cache(k_cache, k, cache_seqlens, block_table)
     device = q.device
@@ -61,10 +71,10 @@ def decode(
         o, lse = (memory.empty(*x) for x in plan.outputs)
         scratch = scratch_of(plan.parts[0], device)
         new, descales = (k, v), (k_descale, v_descale)
+        counted = cache_seqlens if room is None else cache_seqlens.clamp(max=room)
         calls_decode.launch_decode(
-            plan.launch, q, k_cache, v_cache, o, lse, cache_seqlens, block_table, new, descales, scratch,
-            *given,
-        )  # fmt: skip
+            plan.launch, q, k_cache, v_cache, o, lse, counted, block_table, new, descales, scratch, *given
+        )
         return o, lse
 
     return run_on(device, run, plan_anew)
@@ -124,7 +134,7 @@ def problem_of(
 def _plan(
     q, k_cache, v_cache, k, v, cache_seqlens, block_table, k_descale, v_descale, softmax_scale, causal,
     window_left, batch_invariant,
-) -> tuple[Plan, tuple[int, float, int | None]]:  # fmt: skip
+) -> Made:  # fmt: skip
     problem = problem_of(q, k_cache, v_cache, block_table, causal)
     eight_bits, window = k_cache.dtype == E4M3, window_left >= 0
     if reason := calls_decode.refuse_decode(problem):
@@ -138,8 +148,14 @@ def _plan(
     if cache_seqlens is not None:
         _check_integers("cache_seqlens", cache_seqlens, q, (problem.batch,))
     _check_new(q, k_cache, k, v, cache_seqlens)
-    if not q.numel() and k is not None and k.numel():
+    added = 0 if k is None else k.shape[1]
+    if not q.numel() and added:
         raise ValueError("new keys are stored by who attends to them: k and v beside no query are not")
+    if window and added > problem.seqlen_q + window_left:
+        raise ValueError(
+            f"new keys are stored by who attends to them: of {added} under a window {problem.seqlen_q} "
+            f"queries reach {problem.seqlen_q + window_left}"
+        )
     for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
         _check_descale(name, x, q, problem, eight_bits)
     scale = check_scale(softmax_scale, problem.head_dim) or problem.head_dim**-0.5
@@ -155,14 +171,18 @@ def _plan(
         problem, cache_seqlens is not None, page_size, eight_bits, window, k is not None, batch_invariant
     )
     gpu = tuned.gpu(q.device)
-    part = part_of(WHOLE, WHOLE, calls_decode.decode_scratch(problem, options, gpu.sms))
+    # Hazard: with pieces of so many keys each, one that a length counts beyond the cache's room would be
+    # written behind the scratch. So lengths are cut to the room, behind which come the new keys.
+    most = problem.with_(seqlen_kv=problem.seqlen_kv + added)
+    part = part_of(WHOLE, WHOLE, calls_decode.decode_scratch(most, options, gpu.sms))
     lse_shape = problem.batch, problem.heads, problem.seqlen_q
     outputs = dense_like(q), dense(lse_shape, torch.float32)
     launch = None
     if q.numel():
         launch = kernel_for(DECODE, least_of(problem), options | sms_option(gpu.sms)).launch
     together = calls_decode.together_of(problem, options, gpu.sms)
-    return Plan(launch, outputs, (part,), ()), (together, scale, window_left if window else None)
+    room = problem.seqlen_kv if batch_invariant and cache_seqlens is not None else None
+    return Made(Plan(launch, outputs, (part,), ()), (together, scale, window_left if window else None), room)
 
 
 def _check_integers(name: str, x: object, q: torch.Tensor, shape: tuple[int | None, ...]) -> None:

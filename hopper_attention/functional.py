@@ -76,7 +76,7 @@ def attention(
     `softmax_scale` is positive, by default 1/√head_dim; all others share a kernel. With `causal` query i sees
     keys up to i + seqlen_kv − seqlen_q, a mask aligned at the bottom right; one that sees none has o = 0 and
     lse = −∞. With `top_left` besides it sees keys up to i, as PyTorch's `is_causal` means it. At equal
-    lengths the two are one mask.
+    lengths the two are one mask. Hazard: a value that is not finite may reach rows that do not see it.
 
     With window_size (left, right) query i sees the keys from i + offset − left to i + offset + right, offset
     = seqlen_kv − seqlen_q; −1 or None is no bound, and with `causal` right is 0. With a `softcap` c scaled
@@ -361,7 +361,8 @@ def flash_attn_with_kvcache(
     seqlen, kv heads, head_dim), or with `block_table` (or `page_table`), int32 (batch, pages of a sequence),
     (pages, page_size, kv heads, head_dim), pages of 16, 32, 64, 128 or a multiple of 128 keys (of 256 beyond
     128, for e4m3 of head_dim 64). They are of q's type, or float8_e4m3fn; then `k_descale` and `v_descale`
-    are what they are to be multiplied by: a number, or fp32 of one element, (kv heads,) or (batch, kv heads).
+    are what they are to be multiplied by, positive: a number, or fp32 of one element, (kv heads,) or (batch,
+    kv heads).
 
     `cache_seqlens`, int32 (batch,) on the GPU or one number, says how many keys of the cache count; without
     it all do. Hazard: what a tensor holds is read on the GPU alone, and checked on request only
@@ -369,9 +370,10 @@ def flash_attn_with_kvcache(
     most what the cache, or the sequence's row of `block_table`, has room for; each entry of the table that
     holds keys must be a page of the cache; otherwise that sequence's o means nothing, and new keys are stored
     only inside the cache. With k and v (batch, new keys, kv heads, head_dim), of the cache's type, these are
-    stored behind them, in the same launch, and count too. Nothing behind a length is read, in the page table
-    neither. The last query is at the last key's place: `causal` hides what lies behind a query's own, and
-    window_size (left, right) what lies more than `left` before it; right is −1, or 0 for `causal`.
+    stored behind them, in the same launch, and count too; under a window no more than its queries reach.
+    Nothing behind a length is read, in the page table neither; up to 255 values that a window hides are, and
+    must be finite. The last query is at the last key's place: `causal` hides what lies behind a query's own,
+    and window_size (left, right) what lies more than `left` before it; right is −1, or 0 for `causal`.
 
     Returns o like q, or `out`, and with `return_softmax_lse` also the LSE, fp32 (batch, heads, queries): 0
     and −∞ for a query that sees no key. Keys are split among all SMs in any case, heads of a group packed,

@@ -119,7 +119,8 @@ def forward(
         else:
             each = -(-longest // rows) if rows else 0
             tensors = [as_batch(x) for x in (q, k, v, o)]
-            calls.launch_forward(plan.launch, *tensors, lse.unsqueeze(0), scratch, (*given, each))
+            with production._several_kernels:  # one lists the tiles
+                calls.launch_forward(plan.launch, *tensors, lse.unsqueeze(0), scratch, (*given, each))
         return o, lse
 
     return run_on(device, run, plan_anew)
@@ -252,6 +253,8 @@ def _problem_of(
     packed = more.cu_q is not None or more.cu_kv is not None
     if not packed and (more.used_q is not None or more.used_kv is not None):
         raise ValueError("seqused_q and seqused_k are of packed sequences, which have their cu_seqlens")
+    if packed and top_left:  # heads that share a tile of one short sequence would hide other keys
+        raise ValueError("packed sequences have their causal masks at the bottom right, not top_left")
     problem = problem_of(q, k, v, causal, top_left, packed).with_(direction=direction)
     window = window if window != (-1, -1) else None
     problem = without_idle_window(problem.with_(window=window, softcap=check_softcap(softcap)))

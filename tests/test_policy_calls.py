@@ -1,14 +1,18 @@
 """Calls with policies on a CPU, whose launches are stood in for: what these are handed, what comes back."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from stand_in_launches import stand_in_for_kernels, tensors
 from torch.profiler import ProfilerActivity, profile
 
+from harness import decoding_model
 from hopper_attention import (
     attention,
     attention_backward,
     attention_fp8,
+    decoding,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     ops_policies,
@@ -62,6 +66,58 @@ def test_used_rows_without_sequences_are_refused(name: str) -> None:
     used = {name: torch.tensor([1, 1], dtype=torch.int32)}
     with pytest.raises(ValueError, match="of packed sequences"):
         ops_policies.forward(*tensors(2, 4, 8, 64), **used)
+
+
+def test_packed_sequences_have_their_masks_at_the_bottom_right() -> None:
+    rows, ends = torch.zeros(8, 4, 64, dtype=torch.bfloat16), torch.tensor([0, 8], dtype=torch.int32)
+    with pytest.raises(ValueError, match="at the bottom right, not top_left"):
+        ops_policies.forward(rows, rows, rows, None, ends, ends, causal=True, top_left=True)
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """What launches of decode are handed."""
+    found: list[dict[str, object]] = []
+
+    def launch(q, k_cache, v_cache, o, lse, counted, table, k, v, k_scale, v_scale, pieces, *rest) -> None:
+        found.append({"lengths": counted, "pieces": len(pieces), "new": k})
+
+    monkeypatch.setattr(decoding, "kernel_for", lambda *job: SimpleNamespace(launch=launch))
+    monkeypatch.setattr(decoding, "check_device", lambda stage_id, q: None)
+    monkeypatch.setattr(decoding, "_plans", {})
+    return found
+
+
+@pytest.mark.parametrize("added", [0, 40])
+@pytest.mark.parametrize("page", [0, 64])
+def test_pieces_of_any_length_have_a_place(added: int, page: int, decoded: list[dict[str, object]]) -> None:
+    """With pieces of so many keys each, where a length says more than there is room for."""
+    room, kv_heads = 1024, 2
+    q = torch.zeros(3, 1, 8, 128, dtype=torch.bfloat16)
+    cache = torch.zeros(3 * room // (page or room), page or room, kv_heads, 128, dtype=q.dtype)
+    options = {"block_table": torch.zeros(3, room // page, dtype=torch.int32)} if page else {}
+    if added:
+        options |= dict.fromkeys("kv", torch.zeros(3, added, kv_heads, 128, dtype=q.dtype))
+    lengths = torch.tensor([room + 1, 10**8, 5], dtype=torch.int32)
+    flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, batch_invariant=True, **options)
+    (given,) = decoded
+    plan = decoding_model.plan_of(1, 8, kv_heads, 128, unit=1024 // 64)
+    counted = [n + added for n in given["lengths"].tolist()]
+    assert counted == [room + added, room + added, 5 + added]
+    segments = decoding_model.segments(plan, counted, kv_heads)
+    assert max(x.piece for x in segments) < given["pieces"]
+
+
+def test_new_keys_that_no_query_reaches_are_refused(decoded: list[dict[str, object]]) -> None:
+    q, cache = (torch.zeros(2, n, 2, 128, dtype=torch.bfloat16) for n in (2, 64))
+    call = lambda added, left: flash_attn_with_kvcache(
+        q, cache, cache, *[cache[:, :added]] * 2, cache_seqlens=3, window_size=(left, 0)
+    )
+    with pytest.raises(ValueError, match="of 12 under a window 2 queries reach 11"):
+        call(12, 9)
+    assert not decoded
+    call(11, 9), call(12, -1)
+    assert [x["new"].shape[1] for x in decoded] == [11, 12]
 
 
 def test_one_tensor_on_the_meta_device_is_refused() -> None:
