@@ -279,10 +279,10 @@ def flash_attn_varlen_func(
     last ends; seqused_q and seqused_k, int32 (n,), how many rows of each count, if not all up to the next.
     They are not read on the host: the call does not wait for them. Hazard: so lengths are checked on request
     only (HOPPER_ATTENTION_CHECK_LENGTHS=1, `lengths`). They must not decrease, nor exceed the rows of q and
-    of k, and what is used of a sequence not its rows. Any length may be 0. Causal masks and windows are
-    aligned at each sequence's bottom right. What rows of no sequence hold does not matter, infinities
-    neither; in the result and in gradients they are zero where there is a `seqused`, and may hold anything
-    behind the last sequence.
+    of k, and what is used of a sequence not its rows: a call with others may read and write elsewhere, or
+    never end. Any length may be 0. Causal masks and windows are aligned at each sequence's bottom right. What
+    rows of no sequence hold does not matter, infinities neither; in the result and in gradients they are
+    zero where there is a `seqused`, and may hold anything behind the last sequence.
 
     `max_seqlen_q` and `max_seqlen_k` are used where they are numbers and the call is not in a compiled graph.
     Of the first follows whether sequences are about equally long: then the call is some microseconds faster,

@@ -144,9 +144,8 @@ def backward_scratch(
     stage_id: str, problem: Problem, parts: Parts | None, gpu: tuned.Gpu = tuned.H200
 ) -> Scratch:
     """What a launch of the stage that `backward_stage` gave needs beside its tensors."""
-    takes_turns, sums = stage_id in (DETERMINISTIC, DETERMINISTIC_IN_PARTS), None
-    if takes_turns and turns.is_simulated(problem):
-        _, sums = turns.fastest(problem, (parts or UNDIVIDED,), gpu.sms)
+    takes_turns = stage_id in (DETERMINISTIC, DETERMINISTIC_IN_PARTS)
+    sums = turns.sums_of(problem, parts or UNDIVIDED, gpu.sms) if takes_turns else None
     one_tile = stage_id in (ONE_TILE, ONE_TILE_IN_PARTS)
     if one_tile:
         return calls_one.one_tile_scratch(problem, parts)

@@ -61,6 +61,16 @@ def is_simulated(problem: Problem) -> bool:
     return tiles > 1 and 0 < steps <= SHORT
 
 
+def sums_of(problem: Problem, parts: Parts, sms: int = SMS) -> int | None:
+    """How many sums of dQ take turns, or None for `calls.sums_for`: by the simulation, or one where the
+    kernel, which asks whether tiles of keys may begin with different queries of two, would count in 32 bits
+    what these take (`dq_sums.is_rotated`)."""
+    if is_simulated(problem):
+        return fastest(problem, (parts,), sms)[1]
+    columns = tile_dim(problem)
+    return 1 if problem.seqlen_q * (COLUMN_BYTES[columns] + 4) * columns >= 2**31 else None
+
+
 def parts_of(problem: Problem, sms: int = SMS) -> Parts:
     """How to divide a deterministic backward pass: by the simulation; where tiles of keys are few and may
     begin with different heads, into as many parts of the queries as fill the SMs; or `division.parts_of`."""

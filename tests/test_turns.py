@@ -10,7 +10,10 @@ from types import SimpleNamespace
 import pytest
 from untraced import kernels
 
+from hopper_attention import selection, turns
+from hopper_attention.kernels.calls import UNDIVIDED
 from hopper_attention.kernels.contract import Problem
+from hopper_attention.launch import DETERMINISTIC
 
 bwd4, bwd4_parts, calls = map(kernels, ("bwd4", "bwd4_parts", "calls"))
 
@@ -233,6 +236,14 @@ def test_packed_tiles_come_in_the_order_of_their_turns(
             if start != starts[-1]:
                 expected = seqlen_q * kernel.column_bytes * head_dim > 48 * 2**20
             assert (1 in mirrored[start]) == expected
+
+
+def test_one_sum_where_32_bits_would_count_too_many_bytes() -> None:
+    """Of two sums the kernel asks how much memory queries and sums take, in 32 bits."""
+    of = lambda n: Problem(1, 1, 1, n, n, 128, False, direction="bwd")
+    assert [turns.sums_of(of(n), UNDIVIDED) for n in (2**20, 2**21, 2**22)] == [None, 1, 1]
+    scratch = lambda n: selection.backward_scratch(DETERMINISTIC, of(n), None)
+    assert [scratch(n)["dQ_sum"][0][0] for n in (2**20, 2**22)] == [2, 1]
 
 
 def test_how_many_sums_there_are() -> None:

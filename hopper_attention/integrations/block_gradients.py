@@ -67,7 +67,8 @@ class Gradients(Protocol):
 def gradients_of(inputs: Inputs, turns: list[Turn], arrivals: dict[Rows, int]) -> Gradients:
     """By the kernels that add, where there are some for these inputs."""
     batch, heads, _, head_dim = inputs.q.shape
-    adds = head_dim in HEAD_DIMS and not inputs.deterministic and max(batch, heads) <= GRID_YZ_MAX
+    adds = head_dim in HEAD_DIMS and not inputs.deterministic
+    adds = adds and max(2 * batch, heads) <= GRID_YZ_MAX  # halves of keys are a grid's third dimension too
     return (Sums if adds else OneByOne)(inputs, turns, arrivals)
 
 

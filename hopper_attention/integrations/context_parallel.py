@@ -137,6 +137,7 @@ def ring_forward(
                 sums[half].add(of.of(o_), of.of(lse_))
         if fetched:
             keys = fetched()
+    exchange.finish()
     return o, lse
 
 
@@ -166,6 +167,7 @@ def ring_backward(
             keys = fetched()
     if homing:
         homing()
+    exchange.finish()
     return gradients.finish()
 
 

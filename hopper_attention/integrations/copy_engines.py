@@ -76,6 +76,7 @@ class Channel:
     timeout: float  # seconds
     messages: int = 0
     last: tuple[torch.cuda.Event, float] | None = None  # behind the last wait, and when that was enqueued
+    user: torch.cuda.Stream | None = None  # who reads what has come, and makes what is sent
 
     @classmethod
     def open(cls, group: dist.ProcessGroup, place_bytes: int, device: torch.device) -> "Channel":
@@ -100,6 +101,13 @@ class Channel:
     def word(self, holder: int, what: int, place: int, writer: int) -> int:
         """The address of a word in `holder`'s memory."""
         return self.handle.buffer_ptrs[holder] + 4 * ((what * PLACES + place) * self.ranks + writer)
+
+    def follow(self, user: torch.cuda.Stream) -> None:
+        """Messages from here on come behind what the stream that used the channel before holds now, where
+        that is another: it may still read a place."""
+        if self.user is not None and self.user != user:
+            self.stream.wait_stream(self.user)
+        self.user = user
 
     def room(
         self, holder: int, place: int, shapes: list[torch.Size], dtype: torch.dtype
@@ -204,6 +212,7 @@ class CopyExchange(Exchange):
         """`largest` has the bytes of each kind's largest message, of any rank."""
         super().__init__(group)
         self.channels, self.largest = _channels.setdefault(group, {}), largest
+        self.used: dict[str, Channel] = {}
 
     def channel(self, kind: str, device: torch.device) -> Channel:
         known = self.channels.get(kind)
@@ -221,7 +230,9 @@ class CopyExchange(Exchange):
         c.messages += 1
         n, place, stream = c.messages, c.messages % PLACES, c.stream
         # Behind the current stream: the last reader of this place is there already, and who makes `sent`.
-        stream.wait_stream(torch.cuda.current_stream(x.device))
+        c.follow(torch.cuda.current_stream(x.device))
+        stream.wait_stream(c.user)
+        self.used[kind] = c
         write_word(stream, c.word(source, FREE, place, self.rank), n)
         wait_for_word(stream, c.word(self.rank, FREE, place, to), n)
         with torch.cuda.stream(stream):
@@ -233,6 +244,7 @@ class CopyExchange(Exchange):
 
         def wait() -> list[torch.Tensor]:
             current = torch.cuda.current_stream(x.device)
+            c.follow(current)
             wait_for_word(current, c.word(self.rank, THERE, place, source), n)
             event = torch.cuda.Event()
             event.record(current)
@@ -240,3 +252,10 @@ class CopyExchange(Exchange):
             return received
 
         return wait
+
+    def finish(self) -> None:
+        # A message is copied when its receiver has a place for it, which may be two steps behind: K and V are
+        # the caller's until then. `record_stream` keeps their memory from the allocator, but not from who
+        # writes to them in place.
+        for c in self.used.values():
+            torch.cuda.current_stream(c.buffer.device).wait_stream(c.stream)

@@ -31,3 +31,7 @@ class Exchange:
             return received
 
         return wait
+
+    def finish(self) -> None:
+        """What was sent may be overwritten behind what the current stream then holds. Who has waited for all
+        messages knows that of these."""
