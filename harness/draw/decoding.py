@@ -40,6 +40,6 @@ def time() -> Canvas:
         picture.rect(left + wide * memory / total, y, wide * (1 - memory / total), 24, "b2", "line")
         if memory > 0.2 * total:
             picture.text(left + wide * memory / total / 2, y + 17, f"memory {memory:.1f}", 11, "middle")
-        picture.text(left + wide + 8, y + 17, f"rest {total - memory:.1f} µs", 11)
+        picture.text(left + wide + 8, y + 17, f"rest {max(0.0, total - memory):.1f} µs", 11)
         y += 34
     return picture
