@@ -99,7 +99,7 @@ def test_calls_look_if_they_are_asked_to(monkeypatch: pytest.MonkeyPatch) -> Non
     plan = policies.Plan(lambda *_: None, (), (), ())
     launched = lambda *_: "launched"
     for module, name, made in (
-        (decoding, "plan_of", (plan, ())),
+        (decoding, "plan_of", decoding.Made(plan, (), None)),
         (policies, "_made", policies.Made(plan, ())),
     ):
         monkeypatch.setattr(module, name, lambda *_, made=made: made)
