@@ -205,6 +205,11 @@ def train(
     return found
 
 
+def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
+    """As JSON, a row a line."""
+    write_atomically(path, ("[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n").encode())
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=CONFIGS, default="small")
@@ -240,8 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
         where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         rows.append(what | where | found)
     if args.save:
-        text = "[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n"
-        write_atomically(args.save, text.encode())
+        write_rows(args.save, rows)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from train_gpt import CONFIGS, GPT, WARM_UP, Config, standard_library
+from train_gpt import CONFIGS, GPT, WARM_UP, Config, standard_library, write_rows
 
 import hopper_attention
-from hopper_attention.cache import write_atomically
 from hopper_attention.integrations.context_parallel import context_forward, shard
 
 LR_STEPS = 100  # until the learning rate is whole: whole at once, losses leap, and runs differ by how far
@@ -105,9 +104,7 @@ def report(args: argparse.Namespace, ranks: int, everyone: list[dict[str, object
         about = {"model": args.model, "seqlen": args.seqlen, "gpus": ranks}
         about |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         rows += [about | found for found in everyone]
-        args.save.parent.mkdir(parents=True, exist_ok=True)
-        text = "[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n"
-        write_atomically(args.save, text.encode())
+        write_rows(args.save, rows)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
-from harness import context_model, context_reference, fa3, reference, results, timing
+from harness import context_model, context_reference, fa3, reference, results, row_files, timing
 from harness.command import Usage, as_usage
 from harness.context_rings import (
     DIRECTIONS,
@@ -302,11 +302,15 @@ def run(save: Path | None, tokens: int | None = None) -> bool:
     if not any(wanted.values()):
         known = sorted({x.tokens for x in SIZES + JUDGED})
         raise Usage(f"context_parallel has no size of {tokens} tokens a GPU: there are {known}")
-    with as_usage(ValueError, OSError):
-        path, rows = None, []
-        if save:
-            path = save / results.gpu_folder(torch.cuda.get_device_name()) / "context_parallel" / "bench.json"
-            rows = rows_to_join(path, tokens)
+    path, rows = None, []
+    if save:
+        here = environment(torch.cuda.device_count())
+        place = save, "bench", here, "context_parallel"
+        path = row_files.path_of(*place)
+        with as_usage(ValueError, OSError):
+            results.probe(path)
+            if tokens is not None:  # those of other sizes stay
+                rows = [x for x in row_files.rows_to_join(*place)[0] if _is_of_another(x, tokens)]
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "rows.json"
         spawn({**wanted, "margins": True, "save": str(file)})
@@ -325,18 +329,10 @@ def place_of(row: dict[str, Any]) -> int:
     return (SIZES + JUDGED).index(Size(**row["size"]))
 
 
-def rows_to_join(path: Path, tokens: int | None) -> list[dict[str, Any]]:
-    """Those of other sizes that are there, where only some are measured. Raises ValueError where they are of
-    another environment, and OSError where none could be written."""
-    results.probe(path)
-    if tokens is None or not path.exists():
-        return []
-    data = json.loads(path.read_text())
-    here = environment(data["environment"]["gpus"])
-    if differing := results.differing_in(data["environment"], here, here["peers"]):
-        raise ValueError(f"{path} was measured in another environment: {differing}; measure all sizes again")
-    every = SIZES + JUDGED
-    return [x for x in data["rows"] if (size := Size(**x["size"])) in every and size.tokens != tokens]
+def _is_of_another(row: dict[str, Any], tokens: int) -> bool:
+    """Whether it is of a size that there is, but for other tokens."""
+    size = Size(**row["size"])
+    return size in SIZES + JUDGED and size.tokens != tokens
 
 
 def run_model(print_: Callable[[str], None] = print) -> bool:

@@ -314,22 +314,22 @@ class Saved:
         """Raises ValueError or OSError when rows of this environment could not be kept there: it says so now,
         not after they were measured."""
         self.stage, self.path, self.environment = stage, path, environment
-        self._merged([])
+        self._joined([])
         results.probe(path)
 
     def add(self, rows: list[results.Row], **environment: Any) -> dict[Problem, str]:
         """Merge rows into the file; those of a failed check are left out. Returns problems whose rows stay as
         they are, by the fastest peer, which these rows lack."""
         self.environment |= environment
-        new = self._results([row for row in rows if row.check != "fail"])
         with results.alone_with(self.path):
-            stay = results.lacks_fastest(results.load(self.path), new) if self.path.exists() else {}
-            self._merged(new.rows).save(self.path)
+            joined, stay = self._joined([row for row in rows if row.check != "fail"])
+            joined.save(self.path)
         return stay
 
-    def _results(self, rows: list[results.Row]) -> results.Results:
-        return results.Results(self.stage, self.environment, rows)
-
-    def _merged(self, rows: list[results.Row]) -> results.Results:
-        new = self._results(rows)
-        return results.merge(results.load(self.path), new) if self.path.exists() else new
+    def _joined(self, rows: list[results.Row]) -> tuple[results.Results, dict[Problem, str]]:
+        """The file with these rows, and what `add` returns."""
+        new = results.Results(self.stage, self.environment, rows)
+        if not self.path.exists():
+            return new, {}
+        old = results.load(self.path)
+        return results.merge(old, new), results.lacks_fastest(old, new)

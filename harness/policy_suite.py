@@ -377,10 +377,10 @@ def run(
     found = peers.versions([x for x in peer_names if x in PEERS])
     environment, passed = timing.environment(found), True
     asked = [x.problem.with_(direction=DIRECTIONS[stage_id]) for stage_id in stage_ids for x in problems]
-    ahead(job for problem in asked for job in kernels(problem))
-    key_of = lambda row: (row["name"], row["problem"])
     for stage_id in stage_ids if folder else ():
         row_files.refuse(DIRECTIONS[stage_id], environment, folder, place=suite)
+    ahead(job for problem in asked for job in kernels(problem))
+    key_of = lambda row: (row["name"], row["problem"])
     for stage_id in stage_ids:
         direction = DIRECTIONS[stage_id]
         every = [(x.name, str(x.problem.with_(direction=direction))) for x in SUITES[suite]]

@@ -5,7 +5,6 @@ code that ran. Writing is all or nothing, so a run that fails leaves the committ
 """
 
 import contextlib
-import fcntl
 import functools
 import json
 import math
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from harness.hardware import H100_SXM, H200_SXM, Gpu
 from harness.sweep import short_sweep, sweep
-from hopper_attention.cache import write_atomically
+from hopper_attention.cache import locked, write_atomically
 from hopper_attention.kernels.contract import BYTES_PER_ELEMENT, Problem
 
 if TYPE_CHECKING:
@@ -350,8 +349,8 @@ def alone_with(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
+        with locked(folder):
+            yield
     finally:
         os.close(folder)
 

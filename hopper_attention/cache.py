@@ -102,9 +102,19 @@ def alone(key: str) -> Iterator[None]:
         with contextlib.suppress(OSError):  # a folder that cannot be written, or a disk without locks
             if path := folder():
                 file = held.enter_context(open(path / f"{key}.lock", "ab"))
-                fcntl.flock(file, fcntl.LOCK_EX)
-                held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # which a forked child would go on holding
+                held.enter_context(locked(file.fileno()))
         yield
+
+
+@contextlib.contextmanager
+def locked(descriptor: int) -> Iterator[None]:
+    """While this runs, no other process has locked the file or folder that is open here. Raises OSError on a
+    disk without locks."""
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # which a forked child would go on holding
 
 
 def load(key: str) -> Entry | None:

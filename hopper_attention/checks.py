@@ -12,7 +12,7 @@ from .kernels.device.fp8 import quantized_shapes
 VECTOR_BYTES = 16  # every stage reads rows in 16-byte accesses or by TMA, which asks for the same
 E4M3 = torch.float8_e4m3fn
 FP32_LEAST, FP32_MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-CAP_MOST = 1e15
+CAP_MOST = 1e15  # of a soft cap: fp32 has its square, and its inverse's
 
 
 def problem_of(
@@ -234,13 +234,6 @@ def quantized_problem_of(
     return problem
 
 
-def check_options(softmax_scale: object, causal: bool, top_left: bool, dtype: torch.dtype) -> None:
-    """Raise for what no problem is given beside its tensors."""
-    check_output(dtype)
-    check_scale(softmax_scale)
-    Problem(1, 1, 1, 1, 1, 64, bool(causal), top_left=top_left)
-
-
 def quantizing_problem_of(
     q: torch.Tensor | None,
     k: torch.Tensor | None,
@@ -298,6 +291,11 @@ def check_descale(name: str, x: torch.Tensor | None, problem: Problem, device: t
         raise ValueError(f"{name} must have at most 2 dimensions, not {x.dim()}")
     if x.device != device:
         raise ValueError(f"{name} must be where q is, on {device}, not {x.device}")
+
+
+def check_mask(causal: bool, top_left: bool) -> None:
+    """Raise as a problem does, for who has none yet."""
+    Problem(1, 1, 1, 1, 1, 64, bool(causal), top_left=top_left)
 
 
 def check_output(dtype: torch.dtype) -> None:

@@ -149,7 +149,7 @@ def _plan(
         _check_integers("cache_seqlens", cache_seqlens, q, (problem.batch,))
     _check_new(q, k_cache, k, v, cache_seqlens)
     added = 0 if k is None else k.shape[1]
-    if not q.numel() and added:
+    if not q.numel() and k is not None and k.numel():
         raise ValueError("new keys are stored by who attends to them: k and v beside no query are not")
     if window and added > problem.seqlen_q + window_left:
         raise ValueError(

@@ -10,7 +10,8 @@ from .checks import (
     E4M3,
     FP32_LEAST,
     FP32_MOST,
-    check_options,
+    check_mask,
+    check_output,
     check_parts,
     check_scale,
     check_tensor,
@@ -150,7 +151,10 @@ def attention_fp8(
     """
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     options = softmax_scale, causal, top_left
-    if not torch.compiler.is_compiling():
+    # What would be refused when something has been quantised already. A compiled graph finds it later: if it
+    # were checked here there would be a graph for each shape.
+    ahead = not torch.compiler.is_compiling()
+    if ahead:
         check_scale(softmax_scale)
     if isinstance(q, torch.Tensor) and q.dtype == E4M3:
         for name, x in (("k", k), ("v", v)):
@@ -168,28 +172,20 @@ def attention_fp8(
             if dtype == own:
                 o, lse = ops_fp8.call_cast(q, k, v, *options)
                 return (o, lse) if return_lse else o
-            _refuse_ahead(*options, dtype)
+            if ahead:
+                check_output(dtype)
+                check_mask(causal, top_left)
             q, k, v = _quantize(q, k, v, seed=0)
         elif isinstance(k, QuantizedRows):
             _check_kept(k, v)
-            _refuse_ahead(*options, dtype, q, k, v)
+            if ahead:
+                kept = k.codes, v.codes, None, k.scale, v.exponent
+                quantized_problem_of(q, *kept, causal, top_left, dtype or ops_fp8.OUTPUT)
             q = _quantize(q, None, None, k.seed).q
     _check_quantized(q, k, v)
     tensors = q.codes, k.codes, v.codes, q.scale, k.scale, v.exponent
     o, lse = ops_fp8.call_forward(tensors, *options, dtype)
     return (o, lse) if return_lse else o
-
-
-def _refuse_ahead(softmax_scale, causal, top_left, dtype, q=None, k=None, v=None) -> None:
-    """Raise for what would be refused when something has been quantised already; of q, if it is given, beside
-    kept k and v. A compiled graph finds it later: this would make a graph of each shape."""
-    if torch.compiler.is_compiling():
-        return
-    dtype = ops_fp8.OUTPUT if dtype is None else dtype
-    check_options(softmax_scale, causal, top_left, dtype)
-    if q is not None:
-        kept = k.codes, v.codes, None, k.scale, v.exponent
-        quantized_problem_of(q, *kept, causal, top_left, dtype)
 
 
 def _check_kept(k: object, v: object) -> None:

@@ -108,6 +108,13 @@ def test_pieces_of_any_length_have_a_place(added: int, page: int, decoded: list[
     assert max(x.piece for x in segments) < given["pieces"]
 
 
+def test_an_empty_batch_has_no_new_key_to_store(decoded: list[dict[str, object]]) -> None:
+    q, cache, new = (torch.zeros(0, n, 2, 128, dtype=torch.bfloat16) for n in (1, 64, 3))
+    lengths = torch.zeros(0, dtype=torch.int32)
+    assert flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=lengths).shape == q.shape
+    assert not decoded
+
+
 def test_new_keys_that_no_query_reaches_are_refused(decoded: list[dict[str, object]]) -> None:
     q, cache = (torch.zeros(2, n, 2, 128, dtype=torch.bfloat16) for n in (2, 64))
     call = lambda added, left: flash_attn_with_kvcache(

@@ -144,7 +144,6 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setattr(context_parallel, "spawn", spawn)
     monkeypatch.setattr(context_parallel, "environment", lambda ranks: ENVIRONMENT | {"gpus": ranks})
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     return state
 
 
