@@ -28,11 +28,10 @@ def lead(measured: Mapping[str, Results]) -> str:
     header = ["against the best peer", *(f"head_dim {d}" for d in head_dims)]
     gpus = " and ".join(dict.fromkeys(measured[stage].gpu for stage in PRODUCTION if stage in measured))
     sentence = (
-        f"Least and greatest ratio to the fastest of {', '.join(map(label, peers))}, of those that take the "
-        f"problem and ran, a row and its fastest peer in one run, and the geometric mean: bf16, "
-        f"{TOTAL_TOKENS} tokens, hidden size {HIDDEN_SIZE}, N from {SEQLENS[0]} to {SEQLENS[-1]}, full and "
-        f"causal, launches with rests between them, on {gpus}. "
-        f"Below 1.000: {behind}."
+        f"Our rate over the fastest peer's: least, greatest and geometric mean. Peers: "
+        f"{', '.join(map(label, peers))}, those that take the problem; a row and its fastest peer are of one "
+        f"run. bf16, {TOTAL_TOKENS} tokens, hidden size {HIDDEN_SIZE}, N from {SEQLENS[0]} to {SEQLENS[-1]}, "
+        f"full and causal, launches with rests between them, on {gpus}. Below 1.000: {behind}."
     )
     return f"{table(header, lines, 'l' + 'r' * len(head_dims))}\n\n{sentence}"
 

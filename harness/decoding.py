@@ -34,10 +34,9 @@ def inputs_of(case: Case, device: str = "cuda") -> tuple[dict[str, object], torc
     torch.manual_seed(0)
     dtype = getattr(torch, case.dtype)
     kind = E4M3 if case.eight_bits else dtype
-    most, batch = max(1, *case.lengths), len(case.lengths)
-    added = min(case.queries, 4) if case.appends else 0
+    added, batch = case.appends, len(case.lengths)
     lengths = [max(n, added) for n in case.lengths]
-    most = max(most, added)
+    most = max(1, *lengths)
     q = torch.randn(batch, case.queries, case.group * case.kv_heads, case.head_dim, device=device).to(dtype)
     k, v = (torch.randn(batch, most, case.kv_heads, case.head_dim, device=device).to(kind) for _ in range(2))
     options: dict[str, object] = {"causal": case.causal, "batch_invariant": case.invariant}
@@ -82,10 +81,9 @@ def expected(
     them."""
     exact = p_dtype is None
     kind = torch.float64 if exact else torch.float32
-    added = min(case.queries, 4) if case.appends else 0
     o = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.full((len(q), q.shape[2], q.shape[1]), -math.inf, dtype=torch.float64, device=q.device)
-    for b, n in enumerate(max(n, added) for n in case.lengths):
+    for b, n in enumerate(max(n, case.appends) for n in case.lengths):
         keys, values = (x[b, :n].to(kind).repeat_interleave(case.group, 1) for x in (k, v))
         scores = torch.einsum("qhd,nhd->hqn", q[b].to(kind), keys) * q.shape[-1] ** -0.5
         place = torch.arange(q.shape[1], device=q.device)[:, None] + n - q.shape[1]

@@ -87,7 +87,7 @@ class Case:
     eight_bits: bool = False
     causal: bool = True
     left: int = -1
-    appends: bool = False
+    appends: int = 0  # new keys
     invariant: bool = False
     whole: bool = False  # all of the cache counts: the call is given no lengths
 
@@ -114,9 +114,9 @@ def cases() -> Iterator[Case]:
         yield Case(EDGES, 4, 4, head_dim=head_dim, dtype="float16")
         yield Case(many, 4, 4, head_dim=head_dim, left=100)
         yield Case(EDGES, 4, 4, head_dim=head_dim, left=0, page=16)
-        yield Case(EDGES, 1, 4, head_dim=head_dim, appends=True)
-        yield Case(EDGES, 4, 4, head_dim=head_dim, appends=True, page=16)
-        yield Case(EDGES, 1, 4, head_dim=head_dim, appends=True, page=64, eight_bits=True)
+        yield Case(EDGES, 1, 4, head_dim=head_dim, appends=1)
+        yield Case(EDGES, 4, 4, head_dim=head_dim, appends=4, page=16)
+        yield Case(EDGES, 1, 4, head_dim=head_dim, appends=1, page=64, eight_bits=True)
         yield Case((8199, 5000, 1), 4, 4, head_dim=head_dim, invariant=True)
         yield Case((2000,) * 3, 1, 4, head_dim=head_dim, eight_bits=True, whole=True)
         for queries, group in ((1, 4), (4, 4), (8, 4), (16, 4), (16, 8)):
@@ -133,10 +133,15 @@ def cases() -> Iterator[Case]:
     yield Case((20001,), 1, 16, 1)
     yield Case((4096,) * 8, 1, 4, 8)
     yield Case((333, 4000), 1, 5, 7)
+    # More new keys than a window lets anyone see: they are stored
+    for head_dim in (64, 128, 256):
+        yield Case(EDGES, 2, 4, head_dim=head_dim, appends=300, page=16, left=20)
+    yield Case((1, 500, 8199), 1, 8, appends=300, left=0)
+    yield Case((5000,), 1, 4, 1, appends=2000, left=100, page=64, eight_bits=True, invariant=True)
     # Few columns: clusters, of 8 rows too
     yield Case((20001,), 1, 8, 1)
     yield Case((9000, 70, 0), 1, 8, 1, page=64)
-    yield Case((5000,), 1, 4, 1, page=16, appends=True)
+    yield Case((5000,), 1, 4, 1, page=16, appends=1)
     yield Case((5000, 1), 1, 4, 1, head_dim=64, page=16, eight_bits=True)
 
 
@@ -150,6 +155,6 @@ def kernel_of(x: Case | Row) -> tuple[Problem, dict[str, Any]]:
     compiled_in = x.head_dim, x.causal and x.queries > 1, x.dtype
     problem = Problem(len(x.lengths), x.heads, x.kv_heads, x.queries, 1, *compiled_in, direction="decode")
     options = calls_decode.options_of(
-        problem, not x.whole, x.page, x.eight_bits, x.left >= 0, x.appends, x.invariant
+        problem, not x.whole, x.page, x.eight_bits, x.left >= 0, x.appends > 0, x.invariant
     )
     return least_of(problem), options

@@ -66,15 +66,16 @@ class Segment:
         return [(self.first + at, end - at) for at, end in itertools.pairwise(cuts)]
 
 
-def first_chunk(plan: Plan, length: int, queries: int, left: int | None) -> int:
-    return 0 if left is None else max(0, length - queries - left) // plan.chunk
+def first_chunk(plan: Plan, length: int, queries: int, left: int | None, added: int = 0) -> int:
+    """`added`: new keys, of which none is left out, whoever sees it."""
+    return 0 if left is None else max(0, length - max(queries + left, added)) // plan.chunk
 
 
 def segments(
-    plan: Plan, lengths: list[int], columns: int, queries: int = 1, left: int | None = None
+    plan: Plan, lengths: list[int], columns: int, queries: int = 1, left: int | None = None, added: int = 0
 ) -> list[Segment]:
     """Every cluster's, in the order in which it works on them."""
-    firsts = [first_chunk(plan, n, queries, left) for n in lengths]
+    firsts = [first_chunk(plan, n, queries, left, added) for n in lengths]
     chunks = [math.ceil(n / plan.chunk) - first for n, first in zip(lengths, firsts)]
     entries = [max(1, math.ceil(n / (plan.unit or 1))) for n in chunks]
     together, groups = plan.together, columns // plan.together

@@ -32,6 +32,7 @@ PEER_COLOURS = {
 OTHER_COLOUR = "#8c8c8c"
 INK, MUTED, GRID = "#222222", "#666666", "#e4e4e4"
 
+MOST_NUMBERED = 5  # providers: of more, only the stage's bars and the fastest peer's have numbers
 PROGRESS_SEQLEN = 4096
 PROGRESS_PEERS = ("cudnn", "fa4", "fa3", "fa2")
 PROGRESS_HEAD_DIMS = (128, 64)
@@ -146,6 +147,10 @@ def _draw_groups(
 ) -> None:
     width = 0.86 / len(providers)
     found = {(row.provider, row.seqlen_kv): row for row in rows}
+    fastest: dict[int, float] = {}  # rate of the fastest peer, by length
+    for (provider, n), row in found.items():
+        if provider != stage and row.tflops is not None:
+            fastest[n] = max(row.tflops, fastest.get(n, 0.0))
     for i, provider in enumerate(providers):
         for group, n in enumerate(seqlens):
             row, x = found.get((provider, n)), group + (i - (len(providers) - 1) / 2) * width
@@ -158,7 +163,8 @@ def _draw_groups(
                 axes.text(x, bottom * 1.08, reason, **text)
                 continue
             axes.bar(x, row.tflops - bottom, width * 0.9, bottom=bottom, color=_colour(provider, stage))
-            axes.text(x, row.tflops * 1.06, format_rate(row.tflops), **text)
+            if provider == stage or len(providers) <= MOST_NUMBERED or row.tflops == fastest[n]:
+                axes.text(x, row.tflops * 1.06, format_rate(row.tflops), **text)
     axes.set_xticks(range(len(seqlens)), [str(n) for n in seqlens])
     axes.set_xlim(-0.5, len(seqlens) - 0.5)
 

@@ -151,11 +151,6 @@ def _plan(
     added = 0 if k is None else k.shape[1]
     if not q.numel() and k is not None and k.numel():
         raise ValueError("new keys are stored by who attends to them: k and v beside no query are not")
-    if window and added > problem.seqlen_q + window_left:
-        raise ValueError(
-            f"new keys are stored by who attends to them: of {added} under a window {problem.seqlen_q} "
-            f"queries reach {problem.seqlen_q + window_left}"
-        )
     for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
         _check_descale(name, x, q, problem, eight_bits)
     scale = check_scale(softmax_scale, problem.head_dim) or problem.head_dim**-0.5

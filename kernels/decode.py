@@ -37,6 +37,8 @@ from .device.rows import LANES, finite, largest_of_row
 from .device.tma import allocate_tiles, load_atom
 from .device.warp_products import GROUP, HALVES, TILE_Q, by_half, hide, part_of, warp_products
 
+RING = 3  # stages: 96 KB of K and V on their way to each SM. More take no less time (notes/decode_log.md)
+
 STAGES = (
     Stage(
         "decode",
@@ -67,7 +69,7 @@ class Decode:
     def __init__(
         self, head_dim: int, dtype: str, rows: int, causal: bool = False, lengths: bool = True,
         box: int = 0, eight_bits: bool = False, window: bool = False, appends: bool = False, unit: int = 0,
-        chunk: int = 0, sms: int = SMS, stages: int = 0, pdl: bool = True, cluster: int = 1,
+        chunk: int = 0, sms: int = SMS, stages: int = RING, pdl: bool = True, cluster: int = 1,
         early_load: bool = True,
     ):  # fmt: skip
         """`box`: keys that one TMA loads, all of one page; 0 where K and V have no pages. `unit`: chunks that
@@ -98,7 +100,8 @@ class Decode:
         few = head_dim <= 128 and rows < TILE_Q and not (self.list.lengths or window)
         self.registers = None if few else (56, 224)
         self.threads = CONSUMER_THREADS + (WARPGROUP if self.registers else WARP)
-        self.stages = stages or (SMEM_MAX - 1024 - self.other_bytes) // self.stage_bytes
+        assert stages * self.stage_bytes + self.other_bytes <= SMEM_MAX - 1024, "shared memory"
+        self.stages = stages
         self.loads = CacheLoads(
             head_dim, rows, self.dtype, self.kv_bytes, self.chunk, self.box, self.stages, self.paged,
             self.list, pdl, early_load,
@@ -129,10 +132,9 @@ class Decode:
         teams = self.sms // self.cluster // together
         entries = Int32(1)
         if const_expr(not self.list.lengths):
-            length = Int32(mK.shape[2])
-            if const_expr(self.appends):
-                length = length + mNewK.shape[2]
-            entries = self.list.entries_of(self.list.chunks_of(length, seqlen_q, left))
+            added = mNewK.shape[2] if const_expr(self.appends) else 0
+            chunks = self.list.chunks_of(Int32(mK.shape[2]) + added, seqlen_q, left, added)
+            entries = self.list.entries_of(chunks)
         share = cutlass.max(1, cute.ceil_div(batch * column_groups * entries, teams))
         divisor = cute.FastDivmodDivisorV2
         per_page = divisor(cutlass.max(1, mK.shape[2] // self.chunk)) if const_expr(self.paged) else None

@@ -54,6 +54,19 @@ def test_split_and_combine_is_attention(lengths, queries, group, unit) -> None:
 
 
 @pytest.mark.parametrize("unit", [0, 4])
+def test_new_keys_that_a_window_hides_are_in_somebodys_slice(unit: int) -> None:
+    random_ = random.Random(1)
+    for _ in range(200):
+        added, left, queries = random_.randint(1, 900), random_.choice((0, 20, 500)), random_.randint(1, 9)
+        lengths = [random_.randint(added, 2000) for _ in range(3)]
+        plan = model.plan_of(queries, 2, 2, 64, unit)
+        found = model.segments(plan, lengths, 2, queries, left, added)
+        for batch, n in enumerate(lengths):
+            begins = min(x.first for x in found if x.batch == batch) * plan.chunk
+            assert begins <= min(n - added, max(0, n - queries - left))
+
+
+@pytest.mark.parametrize("unit", [0, 4])
 def test_slices_are_equal_and_hold_every_chunk_once(unit: int) -> None:
     random_ = random.Random(1)
     for _ in range(50):

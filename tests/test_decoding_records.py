@@ -11,7 +11,6 @@ from rotating import sample
 from harness import decoding, provenance, records
 from harness import decoding_records as own
 from harness.decoding_cases import ROWS, Case, cases, kernel_of
-from harness.results import results_dir
 from hopper_attention import decoding as library
 from hopper_attention import precompile, tuned
 from hopper_attention.kernels import calls_decode
@@ -44,9 +43,10 @@ def test_a_sample_of_the_record_is_of_todays_machine_code() -> None:
 
 
 def test_what_was_timed_is_what_passed() -> None:
-    for path in sorted(results_dir().glob("*/decode/bench.json")):
+    """On a GPU that has a record: rows of an earlier build have none."""
+    for record in own.committed():
+        path = record.path.parents[1] / "decode" / "bench.json"
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        record = own.load(path.parents[1] / "checks" / "decode.json")
         passed = {x.key: x.cubin_sha256 for x in record.kernels}
         assert [x["cubin_sha256"] for x in rows] == [passed[own.key_of(*kernel_of(row))] for row in ROWS]
 
@@ -100,7 +100,7 @@ def test_nothing_else_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
             eight_bits=chance.random() < 0.5,
             causal=chance.random() < 0.5,
             left=chance.choice((-1, 0, 30)),
-            appends=chance.random() < 0.4,
+            appends=chance.choice((0, 0, 1, 3)),
             invariant=chance.random() < 0.3,
         )
         arguments, *_ = decoding.inputs_of(case, "cpu")

@@ -172,6 +172,8 @@ def test_environment_line() -> None:
         "cuDNN 9.1",
     ):
         assert part in line
+    other.environment["peers"]["cudnn"] = "9.1, front end 2"
+    assert "cuDNN 9.1, front end 2" in stage_tables.environment_line({"k1": other, "k2": sample()})
     assert stage_tables.environment_line({}) == "Nothing is measured yet."
 
 
@@ -198,7 +200,7 @@ def test_the_lead_is_over_peers_and_not_over_the_public_call() -> None:
     assert results.best_peer(problem).provider == "fa2"
     text = claims.lead({"k6": results})
     assert "2.000–2.000" in text
-    assert "fastest of FlashAttention-2, of those" in text
+    assert "Peers: FlashAttention-2, those that take" in text
 
 
 def test_error_text_stays_in_its_cell() -> None:

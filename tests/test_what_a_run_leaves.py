@@ -262,7 +262,7 @@ def test_decode_is_judged_by_the_bits_of_two_runs_and_by_its_caches(
     on_cpu: None,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = Case((4, 70), 1, 4, appends=True)
+    case = Case((4, 70), 1, 4, appends=1)
     assert decoding_on_gpu.judge(case, "cpu")[0] is None
     calls = []
 

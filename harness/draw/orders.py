@@ -92,9 +92,9 @@ def causal() -> Canvas:
 def decode() -> Canvas:
     """The flat list of chunks of a ragged batch, cut into the teams' equal slices."""
     calls, limits = kernels("calls_decode"), kernels("device.constants")
-    kv_heads, head_dim = 8, 128
+    head_dim = 128
     chunk = calls.chunk_of(head_dim, False)
-    together = kv_heads
+    together = calls.TEAM_BYTES // (2 * head_dim)
     teams = limits.SMS // together
     lengths = (6900, 300, 15000, 2100, 1, 9800, 4200)
     chunks = [max(1, math.ceil(n / chunk)) for n in lengths]
@@ -135,7 +135,7 @@ def decode() -> Canvas:
         paint="soft",
     )
     merges = 0
-    for team in range(teams):
+    for team in range(math.ceil(total / share)):
         begin, end = team * share, min((team + 1) * share, total)
         for i, (start, c) in enumerate(zip(starts, chunks, strict=True)):
             a, b = max(begin, start), min(end, start + c)

@@ -211,7 +211,16 @@ def timelines() -> Canvas:
         16, 24, "One SM at head_dim 128, from the schedules: no latencies, loads always there", 14, bold=True
     )
     entries = [(paint, f"consumer {i + 1}") for i, paint in enumerate(PAINTS)]
-    picture.legend(16, 48, [*entries, ("a2", "stronger: P·V, exponentials"), ("idle", "waits")])
+    picture.legend(
+        16,
+        48,
+        [
+            *entries,
+            ("a", "light: Q·Kᵀ, softmax"),
+            ("a2", "strong: P·V, exponentials"),
+            ("idle", "waits"),
+        ],
+    )
     y = 64
     for stage, title in TITLES.items():
         share = simulate(programs_of(stage), WARM_UP + COUNTED).behind_warm_up().tensor_share

@@ -42,10 +42,15 @@ class Work:
     mLengths: cute.Tensor | None  # (batch,)
     batch_size: Int32
     seqlen_kv: Int32  # of every sequence, where they have no lengths
-    added: Int32  # new keys of every sequence
+    added: Int32 | int  # new keys of every sequence
     seqlen_q: Int32
     left: Int32 | None  # keys that a query sees before its own place, with a window
     division: Division
+
+    @property
+    def first_key(self) -> tuple[Int32, Int32 | None, Int32 | int]:
+        """What the first key that is read follows from, besides the length."""
+        return self.seqlen_q, self.left, self.added
 
 
 @dataclass(frozen=True)
@@ -80,17 +85,21 @@ class FlatList:
                 length = work.mLengths[lane]
         return length
 
-    def first_chunk(self, length, seqlen_q, left):
-        """The chunk with the first key that is seen: the first query sees `left` keys besides the one at its
-        own place."""
+    def first_chunk(self, length, seqlen_q, left, added):
+        """The chunk with the first key that is seen, as the first query sees `left` keys besides the one at
+        its own place, or the first new one, which are stored whoever sees them."""
         if not self.window:
             return Int32(0)
-        return cutlass.max(0, length - seqlen_q - left) // self.chunk
+        keys = seqlen_q + left
+        if self.appends:
+            keys = cutlass.max(keys, added)
+        return cutlass.max(0, length - keys) // self.chunk
 
-    def chunks_of(self, length, seqlen_q, left):
+    def chunks_of(self, length, seqlen_q, left, added):
         """How many chunks of a sequence are read: one, which is not loaded, if it has no key, since somebody
         must say so."""
-        return cutlass.max(1, cute.ceil_div(length, self.chunk) - self.first_chunk(length, seqlen_q, left))
+        behind = cute.ceil_div(length, self.chunk)
+        return cutlass.max(1, behind - self.first_chunk(length, seqlen_q, left, added))
 
     def entries_of(self, chunks):
         return cute.ceil_div(chunks, self.unit) if self.unit else chunks
@@ -102,7 +111,7 @@ class FlatList:
             length = work.mLengths[batch] if const_expr(seen is None) else seen
             if const_expr(self.appends):
                 length = length + work.added
-            entries = self.entries_of(self.chunks_of(length, work.seqlen_q, work.left))
+            entries = self.entries_of(self.chunks_of(length, *work.first_key))
         return entries
 
     @cute.jit
@@ -158,7 +167,7 @@ class FlatList:
     def segment(self, work, entry, entries, left_of_slice, length):
         """What comes next in a slice, of one sequence and column: (its entries, this CTA's first chunk and
         its chunks). The CTAs of a cluster have equally many, or one more."""
-        first = self.first_chunk(length, work.seqlen_q, work.left)
+        first = self.first_chunk(length, *work.first_key)
         chunks = cute.ceil_div(length, self.chunk) - first  # 0 without a key
         if self.unit:
             n, own = Int32(1), entry * self.unit
@@ -192,5 +201,5 @@ class FlatList:
                 if const_expr(self.lengths):
                     if at < end:
                         length = self.length(work, batch)
-                        entries = self.entries_of(self.chunks_of(length, work.seqlen_q, work.left))
+                        entries = self.entries_of(self.chunks_of(length, *work.first_key))
         return at, batch, columns, entry, entries
