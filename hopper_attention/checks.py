@@ -312,7 +312,7 @@ def like_o(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 # ---- of tensors -------------------------------------------------------------------------------------------
 
 
-def name_of(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -321,6 +321,15 @@ def check_tensor(name: str, x: object) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
     if x.is_nested:
         raise TypeError(f"{name} must not be nested: flash_attn_varlen_func takes packed sequences")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be dense, not {name_of(x.layout)}")
+
+
+def check_flags(**flags: object) -> None:
+    """Raise TypeError for what is neither True nor False, nor a number or a tensor for it."""
+    for name, x in flags.items():
+        if not isinstance(x, (bool, int, torch.Tensor)):
+            raise TypeError(f"{name} must be True or False, not {x!r}")
 
 
 def check_one_device(*given: object) -> None:
@@ -352,7 +361,7 @@ def check_scale(softmax_scale: float | None, head_dim: int = 1) -> float | None:
     ValueError for what is no positive finite number."""
     if softmax_scale is None:
         return None
-    if not isinstance(softmax_scale, Real):
+    if not isinstance(softmax_scale, Real) or isinstance(softmax_scale, bool):
         raise TypeError(f"softmax_scale must be a number, not {type(softmax_scale).__name__}")
     if not FP32_LEAST <= softmax_scale <= FP32_MOST / 2:
         raise ValueError(f"softmax_scale must be positive and finite, not {softmax_scale} (in fp32)")

@@ -16,7 +16,7 @@ from .kernels.contract import DTYPES, Problem
 from .launch import DECODE, kernel_for, least_of, sms_option
 from .layouts import dense, dense_like
 from .memory import WHOLE, part_of, scratch_of
-from .plans import plan_of
+from .plans import Plans
 from .production import Plan, margin, run_on
 
 
@@ -28,7 +28,7 @@ class Made(NamedTuple):
     room: int | None  # keys, to which lengths are cut where pieces of scratch follow from them
 
 
-_plans: dict[tuple[object, ...], Made] = {}
+_plans: Plans[Made] = Plans()
 
 
 def decode(
@@ -45,22 +45,21 @@ def decode(
     causal: bool = False,
     window_left: int = -1,
     batch_invariant: bool = False,
+    made: Made | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o like q and lse (batch, heads, queries) on PyTorch's current stream; with k and v the cache has them
-    too.
+    too. `made` is what `recently` found.
 
     Raises TypeError or ValueError before anything is launched.
     """
     tensors = q, k_cache, v_cache, k, v, cache_seqlens, block_table, k_descale, v_descale
     options = softmax_scale, causal, window_left, batch_invariant
-    kind = (
-        *[None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors],
-        q.device,
-        options,
-        margin(),
-    )
     plan_anew = lambda: _plan(*tensors, *options)
-    plan, given, room = plan_of(_plans, kind, plan_anew)
+    if made is None:
+        kind, there = _kind_of(tensors, options)
+        made = _plans.find(kind, *there)
+        made = _plans.keep(kind, there, plan_anew()) if made is None else made
+    plan, given, room = made
     if lengths.CHECKED and cache_seqlens is not None:
         lengths.look_at_cache(k_cache, k, cache_seqlens, block_table)
     device = q.device
@@ -78,6 +77,20 @@ def decode(
         return o, lse
 
     return run_on(device, run, plan_anew)
+
+
+Tensors = tuple[torch.Tensor | None, ...]
+
+
+def recently(tensors: Tensors, options: tuple[object, ...]) -> Made | None:
+    """What was made for a call like this, if there was one of late and PyTorch would dispatch it alike."""
+    kind, there = _kind_of(tensors, options)
+    return _plans.recently(kind, *there)
+
+
+def _kind_of(tensors: Tensors, options: tuple[object, ...]) -> tuple[tuple[object, ...], Tensors]:
+    """The options, among them which tensors there are, and those."""
+    return (*[x is None for x in tensors], *options, margin()), tuple([x for x in tensors if x is not None])
 
 
 def problem_of(

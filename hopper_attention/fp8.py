@@ -10,6 +10,7 @@ from .checks import (
     E4M3,
     FP32_LEAST,
     FP32_MOST,
+    check_flags,
     check_mask,
     check_output,
     check_parts,
@@ -156,6 +157,10 @@ def attention_fp8(
     ahead = not torch.compiler.is_compiling()
     if ahead:
         check_scale(softmax_scale)
+        check_flags(causal=causal, top_left=top_left)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, torch.Tensor):
+            check_tensor(name, x)
     if isinstance(q, torch.Tensor) and q.dtype == E4M3:
         for name, x in (("k", k), ("v", v)):
             _check_in_rows(name, x)
@@ -225,6 +230,8 @@ def descale_of(name: str, x: Descale, device: torch.device) -> torch.Tensor | No
     """A descale as a tensor, a number as one of shape (1,). Raises TypeError or ValueError for what is no
     scale, as far as the host can see."""
     if x is None or isinstance(x, torch.Tensor):
+        if x is not None:
+            check_tensor(name, x)
         return x
     if not isinstance(x, Real):
         raise TypeError(f"{name} must be a tensor or a number, not {type(x).__name__}")

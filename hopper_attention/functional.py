@@ -3,12 +3,14 @@
 
 import torch
 
-from . import lengths, ops, ops_policies, policies
+from . import lengths, ops, ops_decode, ops_policies, policies
 from .checks import (
     E4M3,
+    check_flags,
     check_like,
     check_no_overlap,
     check_scale,
+    check_softcap,
     check_tensor,
     check_window,
     name_of,
@@ -30,8 +32,7 @@ def mask_of(causal: bool, top_left: bool, window_size: Window) -> tuple[bool, tu
     if (left, right) == NO_WINDOW:
         return causal, NO_WINDOW
     check_window((left, right), False, False)
-    if not isinstance(causal, (bool, int)):
-        raise TypeError(f"causal must be True or False, not {causal!r}")
+    check_flags(causal=causal)
     left, right = min(left, UNBOUNDED), min(right, UNBOUNDED)
     if top_left:
         raise ValueError("window_size is aligned at the bottom right: top_left is for masks without a window")
@@ -132,6 +133,9 @@ def attention_backward(
     for name, x in tensors if dlse is None else (*tensors, ("dlse", dlse)):
         check_tensor(name, x)
     causal, window = mask_of(causal, top_left, window_size)
+    if not torch.compiler.is_compiling():
+        check_flags(causal=causal, top_left=top_left, deterministic=deterministic)
+        check_scale(softmax_scale), check_softcap(softcap)
     if window == NO_WINDOW and softcap == 0.0:
         return ops.call_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
     options = softmax_scale, causal, top_left, *window, softcap, deterministic
@@ -180,9 +184,9 @@ def flash_attn_func(
         "flash_attn_func",
         ("qv", "a tensor", qv is not None),
         ("attention_chunk", attention_chunk, attention_chunk != 0),
-        ("num_splits", num_splits, num_splits not in (0, 1)),
+        ("num_splits", num_splits, num_splits not in (None, 0, 1)),
         ("sm_margin", sm_margin, sm_margin != 0),
-        ("dropout_p", dropout_p, dropout_p != 0.0),
+        ("dropout_p", dropout_p, dropout_p not in (None, 0.0)),
         *asked_of(others, "flash_attn_func"),
     )
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -301,9 +305,9 @@ def flash_attn_varlen_func(
         "flash_attn_varlen_func",
         ("qv", "a tensor", qv is not None),
         ("attention_chunk", attention_chunk, attention_chunk != 0),
-        ("num_splits", num_splits, num_splits not in (0, 1)),
+        ("num_splits", num_splits, num_splits not in (None, 0, 1)),
         ("sm_margin", sm_margin, sm_margin != 0),
-        ("dropout_p", dropout_p, dropout_p != 0.0),
+        ("dropout_p", dropout_p, dropout_p not in (None, 0.0)),
         *asked_of(others, "flash_attn_varlen_func"),
     )
     named = ("q", q), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)
@@ -370,7 +374,7 @@ def flash_attn_with_kvcache(
     most what the cache, or the sequence's row of `block_table`, has room for; each entry of the table that
     holds keys must be a page of the cache; otherwise that sequence's o means nothing, and new keys are stored
     only inside the cache. With k and v (batch, new keys, kv heads, head_dim), of the cache's type, these are
-    stored behind them, in the same launch, and count too; under a window no more than its queries reach.
+    stored behind them, in the same launch, and count too; a window hides them as it hides others.
     Nothing behind a length is read, in the page table neither; up to 255 values that a window hides are, and
     must be finite. The last query is at the last key's place: `causal` hides what lies behind a query's own,
     and window_size (left, right) what lies more than `left` before it; right is −1, or 0 for `causal`.
@@ -400,15 +404,19 @@ def flash_attn_with_kvcache(
     if right not in (-1, 0):
         raise NotImplementedError(f"flash_attn_with_kvcache does not take window_size = {(left, right)!r}")
     left = -1 if left >= UNBOUNDED else left
-    if not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
         check_scale(softmax_scale)
+    check_flags(causal=causal, batch_invariant=batch_invariant)
     block_table = _table_of(block_table, page_table)
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, x)
+    if block_table is not None:
+        check_tensor("block_table", block_table)
     if out is not None:
         check_like("out", out, "q", q)
         check_no_overlap("out", out)
-        if out.is_inference() and not torch.is_inference_mode_enabled():
+        if not compiling and out.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError("out was made under torch.inference_mode, and can be written there alone")
     tensors = q, k_cache, v_cache, k, v, out, k_descale, v_descale
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
@@ -421,13 +429,12 @@ def flash_attn_with_kvcache(
     if k_cache.dim() == 4:
         descales = {"k_descale": k_descale, "v_descale": v_descale}
         k_descale, v_descale = (_of_heads(name, x, q, k_cache.shape[2]) for name, x in descales.items())
-    rest = block_table, k_descale, v_descale, softmax_scale, causal or right == 0, left, batch_invariant
-    if k is None and v is None:
-        o, lse = ops.decode(q, k_cache, v_cache, cache_seqlens, *rest)
-    else:
+    if k is not None or v is not None:
         for name, x in (("k", k), ("v", v), ("cache_seqlens", cache_seqlens)):
             check_tensor(name, x)
-        o, lse = ops.decode_append(q, k_cache, v_cache, k, v, cache_seqlens, *rest)
+    options = softmax_scale, bool(causal) or right == 0, left, bool(batch_invariant)
+    rest = cache_seqlens, block_table, k_descale, v_descale, *options
+    o, lse = ops_decode.call(q, k_cache, v_cache, k, v, *rest)
     if out is not None:
         o = out.copy_(o)
     return (o, lse) if return_softmax_lse else o

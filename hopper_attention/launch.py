@@ -220,8 +220,18 @@ def _compile_or_load(stage_id: str, problem: Problem, options: dict[str, object]
         file = ladder.load_file(ladder.FILES.get(stage_id, stage_id))
         return file.compile_kernel(problem, **options)
 
-    what = {"problem": repr(problem), "options": repr(sorted(options.items()))}
-    return kept(compile_now, file=ladder.FILES.get(stage_id, stage_id), **what)
+    return kept(compile_now, **_named(stage_id, problem, options))
+
+
+def is_kept(stage_id: str, least: Problem, options: dict[str, object]) -> bool:
+    """Whether the next process would find what `kernel_for` gives."""
+    return cache.load(cache.key_of(**_named(stage_id, least, options))) is not None
+
+
+def _named(stage_id: str, problem: Problem, options: dict[str, object]) -> dict[str, str]:
+    """What a kernel is in the cache, as `kept` takes it."""
+    file = ladder.FILES.get(stage_id, stage_id)
+    return {"file": file, "problem": repr(problem), "options": repr(sorted(options.items()))}
 
 
 def kept(compile_now: Callable[[], object], **what: str) -> Kernel:

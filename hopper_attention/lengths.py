@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 
 VARIABLE = "HOPPER_ATTENTION_CHECK_LENGTHS"
-CHECKED = os.environ.get(VARIABLE, "") not in ("", "0")
+CHECKED = os.environ.get(VARIABLE, "").lower() not in ("", "0", "false", "no", "off")
 
 
 def can_look(x: torch.Tensor) -> bool:

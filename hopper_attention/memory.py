@@ -66,7 +66,7 @@ def scratch_of(part: Part, device: torch.device) -> list[object]:
     if part.kept is not None:
         kept = part.kept.get(stream)
         return _of_stream(part, stream, device) if kept is None else kept
-    place = stream, device.index, part.counters
+    place = stream, device.index, part.direction, part.counters
     counters = _counters.get(place)
     if counters is None:
         _make_zeros_for_graphs(device)

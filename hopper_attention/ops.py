@@ -2,7 +2,6 @@
 
 forward(q, k, v, softmax_scale, causal, top_left, deterministic) → o, lse
 backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic) → dq, dk, dv
-decode(q, k_cache, v_cache, cache_seqlens, block_table, …) → o, lse; decode_append, which stores k and v too
 
 `functional.attention` says what they compute. All checks are in their implementation, so that a wrong input
 gives the same error called eagerly or from a compiled graph; what tracing sees instead (`register_fake`) only
@@ -18,8 +17,8 @@ from torch.autograd import forward_ad
 from torch.library import Library, register_fake, register_vmap
 from torch.utils.flop_counter import register_flop_formula
 
-from . import decoding, production
-from .checks import check_one_device, check_scale
+from . import production
+from .checks import check_flags, check_one_device, check_scale, check_tensor
 from .kernels.contract import Problem
 
 library = Library("hopper_attention", "DEF")
@@ -35,22 +34,8 @@ library.define(
     "-> (Tensor dq, Tensor dk, Tensor dv)",
     tags=TAGS,
 )
-OF_CACHE = (
-    "Tensor? block_table=None, Tensor? k_descale=None, Tensor? v_descale=None, float? softmax_scale=None, "
-    "bool causal=False, int window_left=-1, bool batch_invariant=False) -> (Tensor o, Tensor lse)"
-)
-library.define(
-    f"decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens=None, {OF_CACHE}", tags=TAGS
-)
-library.define(
-    "decode_append(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
-    f"Tensor cache_seqlens, {OF_CACHE}",
-    tags=TAGS,
-)
 forward = torch.ops.hopper_attention.forward.default
 backward = torch.ops.hopper_attention.backward.default
-decode = torch.ops.hopper_attention.decode.default
-decode_append = torch.ops.hopper_attention.decode_append.default
 below_autograd = torch._C._AutoDispatchBelowAutograd
 are_deterministic, is_grad_enabled = torch._C._get_deterministic_algorithms, torch.is_grad_enabled
 
@@ -71,19 +56,9 @@ def run_backward(
     return production.backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
 
 
-def run_decode(q, k_cache, v_cache, cache_seqlens=None, *options, **named):
-    return decoding.decode(q, k_cache, v_cache, None, None, cache_seqlens, *options, **named)
-
-
-def run_decode_append(q, k_cache, v_cache, k, v, cache_seqlens, *options, **named):
-    return decoding.decode(q, k_cache, v_cache, k, v, cache_seqlens, *options, **named)
-
-
 # For every device: what is not on a Hopper GPU is refused with the device's name.
 library.impl("forward", run_forward, "CompositeExplicitAutograd")
 library.impl("backward", run_backward, "CompositeExplicitAutograd")
-library.impl("decode", run_decode, "CompositeExplicitAutograd")
-library.impl("decode_append", run_decode_append, "CompositeExplicitAutograd")
 
 
 # ---- shapes, for tracing ----------------------------------------------------------------------------------
@@ -102,17 +77,6 @@ def fake_backward(
 ):
     check_one_device(do, q, k, v, o, lse, dlse)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-@register_fake("hopper_attention::decode", lib=library)
-def fake_decode(q, k_cache, v_cache, *options, **more):
-    check_one_device(q, k_cache, v_cache, *options, *more.values())
-    return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-
-
-@register_fake("hopper_attention::decode_append", lib=library)
-def fake_decode_append(q, k_cache, v_cache, k, v, *options, **more):
-    return fake_decode(q, k_cache, v_cache, k, v, *options, **more)
 
 
 # ---- gradients --------------------------------------------------------------------------------------------
@@ -290,6 +254,10 @@ def call_forward(q, k, v, softmax_scale, causal, top_left, deterministic, with_l
         found = directly(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse)
         if found is not None:
             return found
+    if not is_compiling():
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_tensor(name, x)
+        check_flags(causal=causal, top_left=top_left, deterministic=deterministic)
     return forward(q, k, v, softmax_scale, causal, top_left, deterministic)
 
 
@@ -338,6 +306,24 @@ def directly_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left
 
 library.impl("forward", differentiable_forward, "Autograd")
 library.impl("backward", differentiable_backward, "Autograd")
+
+
+# ---- no gradients -----------------------------------------------------------------------------------------
+
+
+def learns(*given: object) -> bool:
+    """Whether autograd would want a gradient of one of these."""
+    return is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
+
+
+def refuse_gradients(operator: OpOverload, *given: object) -> None:
+    """Raise NotImplementedError where autograd would want a gradient of one of these, or a tangent."""
+    if learns(*given):
+        raise NotImplementedError(
+            f"hopper_attention's {operator.__name__.partition('.')[0]} has no gradient: call it under "
+            "torch.no_grad() or on detached tensors"
+        )
+    refuse_tangents(*(x for x in given if isinstance(x, torch.Tensor)))
 
 
 # ---- autocast, vmap, FLOPs --------------------------------------------------------------------------------

@@ -118,21 +118,11 @@ def fake_cast(q, k, v, softmax_scale=None, causal=False, top_left=False):
 # ---- no gradients -----------------------------------------------------------------------------------------
 
 
-def learns(*given: object) -> bool:
-    """Whether autograd would want a gradient of one of these."""
-    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
-
-
 def without_gradients(operator: torch._ops.OpOverload) -> Callable[..., object]:
-    """An operator's Autograd kernel: it runs where no gradient is wanted, and says so where one is."""
+    """An operator's Autograd kernel: 8 bits are for inference."""
 
     def run(*given, **named):
-        if learns(*given, *named.values()):
-            raise NotImplementedError(
-                f"hopper_attention's {operator.__name__.partition('.')[0]} has no gradient: 8 bits are for "
-                "inference; call it under torch.no_grad() or on detached tensors"
-            )
-        ops.refuse_tangents(*(x for x in (*given, *named.values()) if isinstance(x, torch.Tensor)))
+        ops.refuse_gradients(operator, *given, *named.values())
         with ops.below_autograd():
             return operator(*given, **named)
 
@@ -195,7 +185,7 @@ def call_quantize(q, k, v, seed, cos, sin):
     first = k if q is None else q
     tensors = (first if x is None else x for x in (q, k, v))
     direct = type(seed) in (int, type(None)) and ops.unseen(*tensors, cos, sin)
-    direct = direct and not learns(q, k, v, cos, sin)
+    direct = direct and not ops.learns(q, k, v, cos, sin)
     return (run_quantize if direct else quantize)(q, k, v, seed, cos, sin)
 
 
@@ -218,4 +208,4 @@ def call_cast(q, k, v, softmax_scale, causal, top_left):
 
 
 def _direct(tensors, causal, top_left) -> bool:
-    return type(causal) is type(top_left) is bool and ops.unseen(*tensors) and not learns(*tensors)
+    return type(causal) is type(top_left) is bool and ops.unseen(*tensors) and not ops.learns(*tensors)

@@ -16,15 +16,15 @@ from torch.library import Library, register_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from . import ops, policies
-from .checks import check_one_device, check_scale, check_softcap
+from .checks import check_flags, check_one_device, check_scale, check_softcap
 from .kernels.contract import Problem
 
 library = Library("hopper_attention", "FRAGMENT")
 MORE = (
     "Tensor? sink=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, "
     "Tensor? seqused_k=None, float? softmax_scale=None, bool causal=False, bool top_left=False, "
-    "int window_left=-1, int window_right=-1, float softcap=0.0, bool deterministic=False, SymInt longest=0, "
-    "SymInt longest_kv=0"
+    "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, bool deterministic=False, "
+    "SymInt longest=0, SymInt longest_kv=0"
 )
 library.define(f"attend(Tensor q, Tensor k, Tensor v, {MORE}) -> (Tensor o, Tensor lse)", tags=ops.TAGS)
 library.define(
@@ -49,9 +49,9 @@ def _complete(more: tuple[object, ...]) -> tuple[tuple[torch.Tensor | None, ...]
 
 
 def run_forward(q, k, v, *more):
-    tensors, (scale, causal, top_left, left, right, softcap, _, longest, _) = _complete(more)
+    tensors, (scale, causal, top_left, left, right, softcap, _, *longest) = _complete(more)
     options = scale, causal, top_left, (left, right), softcap
-    return policies.forward(q, k, v, policies.Tensors(*tensors), *options, longest=longest)
+    return policies.forward(q, k, v, policies.Tensors(*tensors), *options, *longest)
 
 
 def run_backward(do, q, k, v, o, lse, dlse=None, *more):
@@ -158,6 +158,8 @@ def call_forward(q, k, v, tensors: tuple[torch.Tensor | None, ...], options: tup
     booleans = all(type(x) is bool for x in (*options[1:3], options[6]))
     if not ops.is_compiling():
         check_scale(options[0]), check_softcap(options[5])
+        if not booleans:
+            check_flags(causal=options[1], top_left=options[2], deterministic=options[6])
     if not (ops.unseen(q, k, v, *tensors) and booleans):
         return forward(q, k, v, *tensors, *options)
     if _learns(q, k, v, tensors[0]):

@@ -89,10 +89,11 @@ def forward(
     window: tuple[int, int],
     softcap: float,
     longest: int = 0,
+    longest_kv: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse on PyTorch's current stream, of q (batch, heads, seqlen, head_dim), or of packed sequences
     (total, heads, head_dim) with lse (heads, total). `longest` is how many queries a sequence has at most, or
-    0: a hint, which only time depends on.
+    0: a hint, which only time depends on; lengths that are checked are checked against `longest_kv`.
 
     Raises TypeError or ValueError before anything is launched.
     """
@@ -103,7 +104,7 @@ def forward(
     plan_anew = lambda: _plan_forward(q, k, v, more, *options, equal=equal)
     plan, numbers, rows = _made(("fwd", *options, equal), (q, k, v), more, plan_anew)
     if lengths.CHECKED and packed:
-        lengths.look_at_packing(q, k, *more[1:])
+        lengths.look_at_packing(q, k, *more[1:], longest_kv)
     device = q.device
     if plan.launch is None:
         return _of_no_key(q, v, more)

@@ -13,6 +13,7 @@ Needs no GPU. One process a core, each compiles what no other is compiling.
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Iterable
@@ -30,6 +31,7 @@ from .launch import (
     QUANTIZE,
     WITH_POLICIES,
     Job,
+    is_kept,
     kernel_for,
     reachable,
     reachable_in_decode,
@@ -58,18 +60,24 @@ def jobs_of(stage_id: str, sms: int = SMS) -> list[Job]:
     return [(stage_id, problem, options) for problem in reachable(stage_id)]
 
 
+class NotKept(RuntimeError):
+    """Kernels that were compiled, and that the next process will compile again."""
+
+
 def fill(jobs: Iterable[Job], workers: int | None = None) -> int:
-    """Compile what the cache lacks; how many kernels that are. Raises what a compile raises, and RuntimeError
-    where nothing can be kept."""
+    """Compile what the cache lacks; how many kernels it has then. Raises what a compile raises, and NotKept
+    where some cannot be kept."""
     if cache.folder() is None:
-        raise RuntimeError(
+        raise NotKept(
             "there is no folder to keep compiled kernels in that is the user's own and that nobody else can "
             f"write; name one in {cache.VARIABLE}"
         )
     jobs = list({repr(job): job for job in jobs}.values())
     workers = min(workers or len(os.sched_getaffinity(0)), len(jobs)) or 1
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        list(pool.map(_compile, jobs))
+        kept = list(pool.map(_compile, jobs))
+    if lost := kept.count(False):
+        raise NotKept(f"{lost} of {len(jobs)} kernels cannot be written to {cache.folder()}")
     return len(jobs)
 
 
@@ -77,11 +85,14 @@ def ahead(jobs: Iterable[Job]) -> None:
     """`fill` for who is about to run the kernels, one after the other. Where nothing can be kept each is
     compiled when it is run."""
     if cache.folder() is not None:
-        fill(jobs)
+        with contextlib.suppress(NotKept):
+            fill(jobs)
 
 
-def _compile(job: Job) -> None:
+def _compile(job: Job) -> bool:
+    """Whether it could be kept, too."""
     kernel_for(*job)
+    return is_kept(*job)
 
 
 def _wanted(job: Job, args: argparse.Namespace) -> bool:

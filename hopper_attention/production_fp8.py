@@ -296,7 +296,8 @@ def signs(head_dim: int, seed: int = 0) -> torch.Tensor:
     """The signs that Q and K are multiplied by before the Walsh–Hadamard transform: fp32 ±1 (head_dim,), −1
     where Python's `random.Random(seed).getrandbits(head_dim)` has a one, bit 0 first."""
     bits = random.Random(seed).getrandbits(head_dim)
-    return torch.tensor([1.0 - 2.0 * (bits >> i & 1) for i in range(head_dim)], device="cpu")
+    of_bits = [1.0 - 2.0 * (bits >> i & 1) for i in range(head_dim)]
+    return torch.tensor(of_bits, dtype=torch.float32, device="cpu")
 
 
 @functools.cache

@@ -87,13 +87,14 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m hopper_attention.tune", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--forget", action="store_true", help="go back to the built-in costs")
-    if parser.parse_args(arguments).forget:
-        tuned.forget()
-        return 0
-    if not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
+    forgets = parser.parse_args(arguments).forget
+    if not forgets and not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
         print("hopper_attention.tune: needs a Hopper GPU", file=sys.stderr)
         return 2
     try:
+        if forgets:
+            tuned.forget()
+            return 0
         tiles = measured(tuned.gpu().sms, on_this_gpu)
         for head_dim, of_rows in tiles.items():
             for rows, tile in of_rows.items():
@@ -101,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
                     f"head_dim {head_dim}, {rows} queries: {tile}, built in: {division.TILES[head_dim][rows]}"
                 )
         print(f"wrote {tuned.save(torch.cuda.get_device_name(), tiles)}")
-    except (RuntimeError, OSError) as error:  # OSError: a full disk
+    except (RuntimeError, OSError) as error:  # OSError: a full disk, what is no file
         print(f"hopper_attention.tune: {error}", file=sys.stderr)
         return 1
     return 0

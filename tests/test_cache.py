@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -270,6 +271,18 @@ def test_precompile_fills_the_cache(own: Path, capsys: pytest.CaptureFixture[str
     assert len(list(own.glob("*.json"))) == 2
     assert precompile.main(["k99"]) == 2
     assert capsys.readouterr().err.startswith("hopper_attention.precompile: unknown stage 'k99'")
+
+
+def test_what_could_not_be_written_is_no_success(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(precompile, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+    monkeypatch.setattr(precompile, "kernel_for", lambda *job: job)
+    with pytest.raises(precompile.NotKept, match=f"1 of 1 kernels cannot be written to {own}"):
+        precompile.fill([("k2", PROBLEM, {})])
+    precompile.ahead([("k2", PROBLEM, {})])  # each is compiled when it is run
+    assert precompile.main(["k1", "--head-dim", "64"]) == 2
+    assert "kernels cannot be written to" in capsys.readouterr().err
 
 
 def test_nothing_is_compiled_ahead_that_could_not_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,8 @@
-"""Context parallelism on two GPUs: the public call with its gradients, by the pass rule."""
+"""Context parallelism on two GPUs: the public call with its gradients, by the pass rule.
+
+By itself: python -m pytest tests/test_context_parallel_on_gpu.py -n 0. Each of several workers would run all
+cases, which share two processes.
+"""
 
 import datetime
 import functools

@@ -1,4 +1,8 @@
-"""Every case of every stage on the GPU, where there is one."""
+"""Every case of every stage on the GPU, where there is one.
+
+By itself: python -m pytest tests/test_kernels_on_gpu.py -n 0. Several workers share the GPU's memory, which
+the first stages need for all their scores, and a sanitizer has five minutes.
+"""
 
 import shutil
 

@@ -99,10 +99,11 @@ def test_calls_look_if_they_are_asked_to(monkeypatch: pytest.MonkeyPatch) -> Non
     plan = policies.Plan(lambda *_: None, (), (), ())
     launched = lambda *_: "launched"
     for module, name, made in (
-        (decoding, "plan_of", decoding.Made(plan, (), None)),
+        (decoding._plans, "find", decoding.Made(plan, (), None)),
         (policies, "_made", policies.Made(plan, ())),
     ):
         monkeypatch.setattr(module, name, lambda *_, made=made: made)
+    for module in (decoding, policies):
         monkeypatch.setattr(module, "run_on", launched)
     offsets = policies.Tensors(None, integers(0, 9), integers(0, 21))
     q, k = ones(9, 8, 64), ones(20, 2, 64)

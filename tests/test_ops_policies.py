@@ -458,3 +458,13 @@ def test_packed_tensors_of_another_rank_are_refused() -> None:
         CHECKED(q[None], k, v, None, cu_q, cu_k)
     with pytest.raises(TypeError, match=r"cu_seqlens_k must be a torch\.Tensor, not NoneType"):
         CHECKED(q, k, v, None, cu_q)
+
+
+def test_a_window_that_follows_the_length_is_one_graph() -> None:
+    counter = torch._dynamo.testing.CompileCounter()
+    half = lambda q, k, v: attention(q, k, v, window_size=(k.shape[2] // 2, 0))
+    compiled = torch.compile(half, backend=counter, fullgraph=True)
+    for n in range(20, 40, 3):
+        x = random(2, HEADS, n, HEAD_DIM)
+        assert compiled(x, x, x).equal(half(x, x, x))
+    assert counter.frame_count <= 2

@@ -84,7 +84,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
 
     monkeypatch.setattr(decoding, "kernel_for", lambda *job: SimpleNamespace(launch=launch))
     monkeypatch.setattr(decoding, "check_device", lambda stage_id, q: None)
-    monkeypatch.setattr(decoding, "_plans", {})
+    monkeypatch.setattr(decoding, "_plans", Plans())
     return found
 
 

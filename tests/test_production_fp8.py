@@ -139,6 +139,17 @@ def test_what_is_empty_is_not_launched(launched: list[Launch]) -> None:
     assert launched[0].given[0] is launched[0].given[3] is None and launched[1].given[1] is None
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_signs_are_fp32_whatever_the_default(default: torch.dtype) -> None:
+    expected = production_fp8.signs(64)
+    torch.set_default_dtype(default)
+    try:
+        assert production_fp8.signs(64).dtype == torch.float32
+        assert production_fp8.signs(64).equal(expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_signs_are_copied_once_and_not_in_a_capture(
     launched: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -237,6 +237,11 @@ def test_explanations(called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.detach() for x in inputs())
     explain = hopper_attention.explain
     assert explain(q, k, v, enable_gqa=True) == sdpa.Explanation("k6_r64", "bwd4_one")
+    wide = [x.float() for x in (q, k, v)]
+    with torch.autocast(q.device.type, torch.bfloat16):
+        assert explain(*wide, enable_gqa=True) == sdpa.Explanation("k6_r64", "bwd4_one")
+    with pytest.raises(TypeError, match=r"query must be a torch\.Tensor, not NoneType"):
+        explain(None, k, v)
     assert "enable_gqa is not set" in explain(q, k, v).forward
     assert explain(q, k, v, dropout_p=0.1, enable_gqa=True).backward == "PyTorch's: dropout"
     assert "mask" in explain(q, k, v, attn_mask=torch.ones(16, 16)).forward

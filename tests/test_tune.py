@@ -119,9 +119,13 @@ def test_without_a_folder_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     tuned.forget()
 
 
-def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_nothing_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     assert tune.main([]) == 2
     assert "needs a Hopper GPU" in capsys.readouterr().err
     assert tune.main(["--forget"]) == 0
+    monkeypatch.setattr(tuned, "path", lambda: tmp_path)  # which is no file
+    assert tune.main(["--forget"]) == 1

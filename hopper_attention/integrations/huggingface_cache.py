@@ -36,6 +36,8 @@ class KeyValueCache(Cache):
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
             raise ValueError("KeyValueCache is for models whose layers all see every key")
+        if not isinstance(longest, int):
+            raise TypeError(f"longest must be an integer, not {longest!r}")
         if longest < 1:
             raise ValueError(f"longest must be positive, not {longest}")
         self.lengths: torch.Tensor | None = None  # int32 (batch,): tokens that every layer has stored

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch.library import Library, get_kernel
 
-from .. import production, selection, tuned
-from ..checks import problem_of
+from .. import ops, production, selection, tuned
+from ..checks import check_tensor, problem_of
 from ..choice import slower
 from ..kernels.device.constants import VECTOR
 from . import varlen
@@ -127,6 +127,11 @@ def explain(
     these arguments. Runs nothing."""
     from torch.nn.attention.bias import CausalBias, CausalVariant  # a prototype, which may go
 
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x)
+    if torch.is_autocast_enabled(query.device.type):  # as SDPA is cast
+        to = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(to) if x.dtype in ops.CAST else x for x in (query, key, value))
     top_left = True
     if isinstance(attn_mask, CausalBias):
         is_causal, top_left = True, attn_mask.variant == CausalVariant.UPPER_LEFT

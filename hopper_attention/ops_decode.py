@@ -1,0 +1,127 @@
+"""Operators for attention to a cache: what PyTorch must know of `flash_attn_with_kvcache`.
+
+decode(q, k_cache, v_cache, cache_seqlens, block_table, k_descale, v_descale, softmax_scale, causal,
+       window_left, batch_invariant) → o, lse
+decode_append(q, k_cache, v_cache, k, v, cache_seqlens, …the same) → o, lse; k and v are stored in the cache
+
+Neither has a gradient. Checks are in their implementation, as `ops`'s are.
+"""
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.library import Library, register_fake
+
+from . import decoding, ops
+from .checks import check_one_device
+
+library = Library("hopper_attention", "FRAGMENT")
+REST = (
+    "Tensor? block_table=None, Tensor? k_descale=None, Tensor? v_descale=None, float? softmax_scale=None, "
+    "bool causal=False, SymInt window_left=-1, bool batch_invariant=False) -> (Tensor o, Tensor lse)"
+)
+library.define(
+    f"decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens=None, {REST}", tags=ops.TAGS
+)
+library.define(
+    "decode_append(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
+    f"Tensor cache_seqlens, {REST}",
+    tags=ops.TAGS,
+)
+decode = torch.ops.hopper_attention.decode.default
+append = torch.ops.hopper_attention.decode_append.default
+
+
+# ---- what runs --------------------------------------------------------------------------------------------
+
+
+def run(tensors: decoding.Tensors, *options: object, made: decoding.Made | None = None):
+    """`decoding.decode` of q, both caches, k and v, cache_seqlens, block_table and both descales."""
+    found = decoding.decode(*tensors, *options, made=made)
+    if tensors[3] is not None:  # who has kept the cache for a backward pass is told that it has changed
+        increment_version([x for x in tensors[1:3] if not x.is_inference()])
+    return found
+
+
+def run_decode(
+    q, k_cache, v_cache, cache_seqlens=None, block_table=None, k_descale=None, v_descale=None, *options
+):
+    return run((q, k_cache, v_cache, None, None, cache_seqlens, block_table, k_descale, v_descale), *options)
+
+
+def run_append(
+    q, k_cache, v_cache, k, v, cache_seqlens, block_table=None, k_descale=None, v_descale=None, *options
+):
+    return run((q, k_cache, v_cache, k, v, cache_seqlens, block_table, k_descale, v_descale), *options)
+
+
+library.impl("decode", run_decode, "CompositeExplicitAutograd")
+library.impl("decode_append", run_append, "CompositeExplicitAutograd")
+
+
+# ---- shapes, for tracing ----------------------------------------------------------------------------------
+
+
+@register_fake("hopper_attention::decode", lib=library)
+def fake_decode(q, k_cache, v_cache, *options):
+    check_one_device(q, k_cache, v_cache, *options)
+    return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+
+
+@register_fake("hopper_attention::decode_append", lib=library)
+def fake_append(q, k_cache, v_cache, k, v, *options):
+    return fake_decode(q, k_cache, v_cache, k, v, *options)
+
+
+# ---- no gradients -----------------------------------------------------------------------------------------
+
+
+def directly(tensors: decoding.Tensors, options: tuple[object, ...]):
+    """o and lse, or None where something would see the operator. None of the tensors is nested."""
+    if not ops.unwatched() or ops.learns(*tensors):
+        return None
+    made = decoding.recently(tensors, options)
+    if made is None and not ops.undispatched(*tensors):
+        return None
+    return run(tensors, *options, made=made)
+
+
+def call(q, k_cache, v_cache, k, v, *rest):
+    """`decode`, or with k and v `decode_append`, as `ops.call_forward` is `ops.forward`. `rest` is theirs,
+    complete, and none of the tensors nested."""
+    found = directly((q, k_cache, v_cache, k, v, *rest[:4]), rest[4:])
+    if found is not None:
+        return found
+    return decode(q, k_cache, v_cache, *rest) if k is None else append(q, k_cache, v_cache, k, v, *rest)
+
+
+OPTIONS = (None, False, -1, False)  # the last of REST, where they are not given
+
+
+def without_gradient(operator, tensors: decoding.Tensors, options: tuple[object, ...]):
+    """The operators' Autograd kernel, whose way to Python is all that a call costs."""
+    options = *options, *OPTIONS[len(options) :]
+    if not any(x is not None and x.is_nested for x in tensors):
+        if (found := directly(tensors, options)) is not None:
+            return found
+    ops.refuse_gradients(operator, *tensors)
+    given = tensors if operator is append else tensors[:3] + tensors[5:]
+    with ops.below_autograd():
+        return operator(*given, *options)
+
+
+def differentiable_decode(
+    q, k_cache, v_cache, cache_seqlens=None, block_table=None, k_descale=None, v_descale=None, *options
+):
+    of_cache = cache_seqlens, block_table, k_descale, v_descale
+    return without_gradient(decode, (q, k_cache, v_cache, None, None, *of_cache), options)
+
+
+def differentiable_append(
+    q, k_cache, v_cache, k, v, cache_seqlens, block_table=None, k_descale=None, v_descale=None, *options
+):
+    of_cache = cache_seqlens, block_table, k_descale, v_descale
+    return without_gradient(append, (q, k_cache, v_cache, k, v, *of_cache), options)
+
+
+library.impl("decode", differentiable_decode, "Autograd")
+library.impl("decode_append", differentiable_append, "Autograd")
