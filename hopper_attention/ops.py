@@ -361,10 +361,15 @@ def _unbatched(outputs, size: int, x, at: int | None):
     return tuple(o.unflatten(0, (size, batch)) for o in outputs)
 
 
+def vmap_with(operator, info, in_dims, inputs, options):
+    """q, k and v with the mapped dimension as a part of the batch."""
+    merged = (_batched(x, at, info.batch_size) for x, at in zip(inputs, in_dims))
+    return _unbatched(operator(*merged, *options), info.batch_size, inputs[0], in_dims[0]), (0, 0)
+
+
 @register_vmap("hopper_attention::forward", lib=library)
-def vmap_forward(info, in_dims, q, k, v, *options, **more):
-    inputs = (_batched(x, at, info.batch_size) for x, at in zip((q, k, v), in_dims))
-    return _unbatched(forward(*inputs, *options, **more), info.batch_size, q, in_dims[0]), (0, 0)
+def vmap_forward(info, in_dims, q, k, v, *options):
+    return vmap_with(forward, info, in_dims, (q, k, v), options)
 
 
 @register_vmap("hopper_attention::backward", lib=library)

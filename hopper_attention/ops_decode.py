@@ -10,9 +10,11 @@ Neither has a gradient. Checks are in their implementation, as `ops`'s are.
 import torch
 from torch.autograd.graph import increment_version
 from torch.library import Library, register_fake
+from torch.utils.flop_counter import register_flop_formula
 
-from . import decoding, ops
+from . import decoding, lengths, ops
 from .checks import check_one_device
+from .kernels.contract import Problem
 
 library = Library("hopper_attention", "FRAGMENT")
 REST = (
@@ -125,3 +127,33 @@ def differentiable_append(
 
 library.impl("decode", differentiable_decode, "Autograd")
 library.impl("decode_append", differentiable_append, "Autograd")
+
+
+# ---- FLOPs ------------------------------------------------------------------------------------------------
+
+
+def _flops(q, k_cache, added: int, cache_seqlens=None, block_table=None, *rest) -> int:
+    """Of the pairs that lengths, mask and window show. Lengths are read here; of tensors without values all
+    that the cache has room for counts."""
+    _, _, _, causal, left, *_ = *rest, *(None, None, *OPTIONS)[len(rest) :]
+    batch, queries, heads, head_dim = q.shape
+    known = cache_seqlens is not None and not (
+        isinstance(cache_seqlens, torch._subclasses.FakeTensor) or cache_seqlens.is_meta
+    )
+    room = lengths.room_of(k_cache, block_table)
+    kept = cache_seqlens.tolist() if known else [room - added * (cache_seqlens is not None)] * batch
+    sequences = tuple((queries, n + added) for n in kept)
+    total = sum(n for _, n in sequences)
+    window = None if left < 0 else (left, 0 if causal else -1)
+    mask = {"causal": causal and window is None, "window": window, "sequences": sequences}
+    return int(Problem(1, heads, k_cache.shape[2], batch * queries, total, head_dim, **mask).flops)
+
+
+@register_flop_formula(torch.ops.hopper_attention.decode, get_raw=True)
+def decode_flops(q, k_cache, v_cache, *rest, out_val=None, **named) -> int:
+    return _flops(q, k_cache, 0, *rest)
+
+
+@register_flop_formula(torch.ops.hopper_attention.decode_append, get_raw=True)
+def append_flops(q, k_cache, v_cache, k, v, *rest, out_val=None, **named) -> int:
+    return _flops(q, k_cache, k.shape[1], *rest)

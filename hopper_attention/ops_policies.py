@@ -12,7 +12,7 @@ plain calls keep.
 """
 
 import torch
-from torch.library import Library, register_fake
+from torch.library import Library, register_fake, register_vmap
 from torch.utils.flop_counter import register_flop_formula
 
 from . import ops, policies
@@ -172,10 +172,36 @@ library.impl("attend", differentiable_forward, "Autograd")
 library.impl("attend_backward", differentiable_backward, "Autograd")
 
 
-# ---- autocast, FLOPs --------------------------------------------------------------------------------------
+# ---- autocast, vmap, FLOPs --------------------------------------------------------------------------------
 
 
 library.impl("attend", ops.autocast_on("cuda", forward), "AutocastCUDA")
+
+
+@register_vmap("hopper_attention::attend", lib=library)
+def vmap_forward(info, in_dims, q, k, v, *more):
+    rest, batched = in_dims[3:], q.dim() - (in_dims[0] is not None) == 4
+    if not batched or any(at is not None for at in rest):  # packed, or a sink of each
+        return _one_by_one(forward, info, in_dims, q, k, v, *more)
+    return ops.vmap_with(forward, info, in_dims[:3], (q, k, v), more)
+
+
+@register_vmap("hopper_attention::attend_backward", lib=library)
+def vmap_backward(info, in_dims, *given):
+    return _one_by_one(backward, info, in_dims, *given)
+
+
+def _one_by_one(operator, info, in_dims, *given):
+    """One call for each; of nothing one with zeros says what none of them looks like."""
+
+    def one(x, at, i):
+        if at is None:
+            return x
+        return x.select(at, i) if info.batch_size else x.new_zeros(x.movedim(at, 0).shape[1:])
+
+    found = [operator(*(one(x, at, i) for x, at in zip(given, in_dims))) for i in range(info.batch_size or 1)]
+    outputs = tuple(torch.stack(x)[: info.batch_size] for x in zip(*found))
+    return outputs, (0,) * len(outputs)
 
 
 def _flops(direction: str, q, v, *more) -> int:

@@ -15,7 +15,7 @@ from harness.decoding_cases import Case
 from harness.judging import Verdict
 from harness.machine_code import disassemble
 from harness.read_only import compile_read_only
-from hopper_attention import decoding, flash_attn_with_kvcache, ops_decode
+from hopper_attention import decoding, flash_attn_with_kvcache
 from hopper_attention.kernels import calls_decode, ladder
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import compile_kernel
@@ -290,7 +290,7 @@ def test_there_is_no_gradient() -> None:
         flash_attn_with_kvcache(q.detach(), *[k.to(E4M3)] * 2, k_descale=descale, v_descale=1.0)
 
 
-# ---- the operators ----------------------------------------------------------------------------------------
+# ---- the judge --------------------------------------------------------------------------------------------
 
 
 def stand_in(
@@ -336,73 +336,6 @@ def test_a_key_that_a_long_sequence_lacks_is_seen_beside_a_short_one(
     wrong, verdict = decoding_on_gpu.judge(case, "cpu")
     assert "of (b, h) = (1, 0)" in wrong and verdict.row_rms_ratio > 10
     assert verdict.max_ratio < 2 and verdict.rms_ratio < 1.25
-
-
-def random_inputs(queries: int = 2) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = (2, queries, 8, 64), (2, 40, 2, 64), (2, 40, 2, 64)
-    return [torch.randn(x, generator=generator).bfloat16() for x in shapes]
-
-
-def test_out_is_written_in_a_compiled_graph_too(on_cpu: None) -> None:
-    q, k, v = random_inputs()
-    out = torch.full_like(q, torch.nan)
-    step = lambda *given, **named: flash_attn_with_kvcache(*given, **named)
-    with torch.no_grad():
-        found = torch.compile(step, backend="aot_eager", fullgraph=True)(q, k, v, out=out)
-    assert found.equal(flash_attn_with_kvcache(q, k, v)) and out.equal(found)
-
-
-def test_no_derivative_is_silently_zero(on_cpu: None) -> None:
-    """Neither in forward mode nor of the operator itself."""
-    q, k, v = random_inputs()
-    calls = (lambda x: flash_attn_with_kvcache(x, k, v), q), (lambda x: flash_attn_with_kvcache(q, x, v), k)
-    for of, x in calls:
-        with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
-            torch.func.jvp(of, (x,), (torch.ones_like(x),))
-    with pytest.raises(NotImplementedError, match="decode has no gradient"):
-        ops_decode.decode(q.clone().requires_grad_(), k, v)
-    with pytest.raises(NotImplementedError, match="decode_append has no gradient"):
-        lengths = torch.tensor([5, 7], dtype=torch.int32)
-        ops_decode.append(q, k, v, k[:, :2].clone().requires_grad_(), v[:, :2], lengths)
-
-
-def test_who_has_kept_a_cache_for_a_gradient_is_told_that_it_changes(on_cpu: None) -> None:
-    q, k, v = random_inputs()
-    weight = torch.ones(2, 40, 2, 64, requires_grad=True)
-    kept = (weight * k).sum()
-    lengths = torch.tensor([5, 7], dtype=torch.int32)
-    with torch.no_grad():
-        flash_attn_with_kvcache(q, k, v, k[:, :2] + 1, v[:, :2] + 1, cache_seqlens=lengths)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        kept.backward()
-    with torch.inference_mode():  # whose tensors nobody keeps
-        caches = k.clone(), v.clone()
-        flash_attn_with_kvcache(q, *caches, k[:, :2] + 1, v[:, :2] + 1, cache_seqlens=lengths)
-
-
-def test_opcheck(on_cpu: None) -> None:
-    q, k, v = random_inputs()
-    lengths = torch.tensor([5, 38], dtype=torch.int32)
-    tests = "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"
-    torch.library.opcheck(ops_decode.decode, (q, k, v, lengths), {"causal": True}, test_utils=tests)
-    torch.library.opcheck(ops_decode.append, (q, k, v, k[:, :2], v[:, :2], lengths), test_utils=tests)
-
-
-def test_a_compiled_step_stores_what_is_new(on_cpu: None) -> None:
-    def step(q, k_cache, v_cache, k, v, lengths):
-        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
-
-    q, k, v = random_inputs()
-    lengths = torch.tensor([5, 38], dtype=torch.int32)
-    caches = [(k.clone(), v.clone()) for _ in range(2)]
-    results = [
-        run(q, *cache, k[:, :2] + 1, v[:, :2] + 1, lengths)
-        for run, cache in zip((step, torch.compile(step, backend="aot_eager", fullgraph=True)), caches)
-    ]
-    assert torch.equal(*results)
-    assert all(torch.equal(a, b) for a, b in zip(*caches))
-    assert torch.equal(caches[0][0][1, 38:], k[1, :2] + 1)
 
 
 # ---- launches and machine code ----------------------------------------------------------------------------

@@ -415,28 +415,6 @@ def test_what_other_calls_have_beside_may_ask_for_nothing() -> None:
     assert o.equal(flash_attn_func(q, k, v))
 
 
-def test_vmap_over_nothing() -> None:
-    x = torch.zeros(0, 2, 4, 9, 16, dtype=torch.bfloat16)
-    assert torch.vmap(attention)(x, x, x).shape == x.shape
-
-
-def test_vmap_and_functional_gradients() -> None:
-    q, k, v = (torch.stack([x, 2 * x, 3 * x]) for x in inputs())
-    for in_dims, args in (
-        (0, (q, k, v)),
-        ((0, None, None), (q, k[0], v[0])),
-        ((1, 0, 0), (q.movedim(0, 1), k, v)),
-    ):
-        found = torch.vmap(lambda q, k, v: attention(q, k, v, causal=True), in_dims=in_dims)(*args)
-        for i, o in enumerate(found):
-            ks, vs = (k[0], v[0]) if in_dims == (0, None, None) else (k[i], v[i])
-            assert o.equal(attention(q[i], ks, vs, causal=True))
-    loss = lambda q, k, v: attention(q, k, v).float().square().sum()
-    leaves = inputs(grad=True)
-    for x, y in zip(torch.func.grad(loss, (0, 1, 2))(*inputs()), torch.autograd.grad(loss(*leaves), leaves)):
-        assert x.equal(y)
-
-
 @every_mask
 def test_flops(mask: dict[str, bool]) -> None:
     q, k, v = inputs(seqlen_q=32, seqlen_kv=32, grad=True)
