@@ -191,7 +191,7 @@ def environment_line(measured: Mapping[str, Results]) -> str:
     versions: dict[str, list[str]] = {}  # providers that share a version share a mention
     for peer in sorted({peer for e in environments for peer in e.get("peers") or {}}, key=peer_order):
         found = dict.fromkeys(str(e["peers"][peer]) for e in environments if peer in (e.get("peers") or {}))
-        whole = [x for x in found if not any(y != x and y.startswith(x) for y in found)]
+        whole = [x for x in found if not any(y != x and y.startswith(f"{x},") for y in found)]
         versions.setdefault(" or ".join(whole), []).append(label(peer))
     peers = "; ".join(f"{', '.join(names)} {version}" for version, names in versions.items())
     parts = [

@@ -328,7 +328,8 @@ def check_tensor(name: str, x: object) -> None:
 def check_flags(**flags: object) -> None:
     """Raise TypeError for what is neither True nor False, nor a number or a tensor for it."""
     for name, x in flags.items():
-        if not isinstance(x, (bool, int, torch.Tensor)):
+        symbol_or_numpys = isinstance(x, (torch.SymBool, torch.SymInt)) or type(x).__module__ == "numpy"
+        if not (isinstance(x, (bool, int, torch.Tensor)) or symbol_or_numpys):
             raise TypeError(f"{name} must be True or False, not {x!r}")
 
 

@@ -132,6 +132,8 @@ def attention_backward(
     tensors = ("do", do), ("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse)
     for name, x in tensors if dlse is None else (*tensors, ("dlse", dlse)):
         check_tensor(name, x)
+    if not torch.compiler.is_compiling():
+        ops.know_subclass(q)
     causal, window = mask_of(causal, top_left, window_size)
     if not torch.compiler.is_compiling():
         check_flags(causal=causal, top_left=top_left, deterministic=deterministic)
@@ -313,6 +315,8 @@ def flash_attn_varlen_func(
     named = ("q", q), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)
     for name, x in named:
         check_tensor(name, x)
+    if not torch.compiler.is_compiling():
+        ops.know_subclass(q)
     table = _table_of(block_table, page_table)
     if table is not None:
         learns = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
@@ -375,9 +379,10 @@ def flash_attn_with_kvcache(
     holds keys must be a page of the cache; otherwise that sequence's o means nothing, and new keys are stored
     only inside the cache. With k and v (batch, new keys, kv heads, head_dim), of the cache's type, these are
     stored behind them, in the same launch, and count too; a window hides them as it hides others.
-    Nothing behind a length is read, in the page table neither; up to 255 values that a window hides are, and
-    must be finite. The last query is at the last key's place: `causal` hides what lies behind a query's own,
-    and window_size (left, right) what lies more than `left` before it; right is −1, or 0 for `causal`.
+    Nothing behind a length is read, in the page table neither; up to 255 values that a window hides, and new
+    ones, are, and must be finite. The last query is at the last key's place: `causal` hides what lies behind
+    a query's own, and window_size (left, right) what lies more than `left` before it; right is −1, or 0 for
+    `causal`.
 
     Returns o like q, or `out`, and with `return_softmax_lse` also the LSE, fp32 (batch, heads, queries): 0
     and −∞ for a query that sees no key. Keys are split among all SMs in any case, heads of a group packed,
@@ -415,7 +420,8 @@ def flash_attn_with_kvcache(
         check_tensor("block_table", block_table)
     if out is not None:
         check_like("out", out, "q", q)
-        check_no_overlap("out", out)
+        if not compiling:  # a graph has PyTorch's refusal, when it copies
+            check_no_overlap("out", out)
         if not compiling and out.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError("out was made under torch.inference_mode, and can be written there alone")
     tensors = q, k_cache, v_cache, k, v, out, k_descale, v_descale
@@ -426,9 +432,9 @@ def flash_attn_with_kvcache(
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     elif cache_seqlens is not None:
         check_tensor("cache_seqlens", cache_seqlens)
-    if k_cache.dim() == 4:
-        descales = {"k_descale": k_descale, "v_descale": v_descale}
-        k_descale, v_descale = (_of_heads(name, x, q, k_cache.shape[2]) for name, x in descales.items())
+    descales = {"k_descale": k_descale, "v_descale": v_descale}
+    heads = k_cache.shape[2] if k_cache.dim() == 4 else -1  # which is refused later
+    k_descale, v_descale = (_of_heads(name, x, q, heads) for name, x in descales.items())
     if k is not None or v is not None:
         for name, x in (("k", k), ("v", v), ("cache_seqlens", cache_seqlens)):
             check_tensor(name, x)

@@ -214,16 +214,18 @@ is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def unwatched() -> bool:
-    """Whether nothing would see an operator that its tensors' dispatch keys do not show: no compiler,
-    function mode, profiler or tangent."""
-    return not (is_compiling() or function_modes() or profiles()) and forward_ad._current_level < 0
+    """Whether nothing would see an operator that a plan's check does not show: no compiler, mode, profiler
+    or tangent. Of modes it sees a user's, but neither fake tensors nor a trace."""
+    if is_compiling() or function_modes() or dispatch_modes() or profiles():
+        return False
+    return forward_ad._current_level < 0
 
 
 def undispatched(*tensors: torch.Tensor | None) -> bool:
-    """Whether nothing would see an operator on these that does show: no mode, autocast, transform or trace,
-    and only tensors that are what they seem, not all on the meta device."""
+    """Whether nothing would see an operator on these that does show: no autocast, transform or trace, and
+    only tensors that are what they seem, not all on the meta device."""
     return (
-        not (dispatch_modes() or autocasts() or transforms())
+        not (autocasts() or transforms())
         and tracing() is None
         and all(map(is_plain, tensors))
         and not all(x is None or x.is_meta for x in tensors)
@@ -257,7 +259,7 @@ def call_forward(q, k, v, softmax_scale, causal, top_left, deterministic, with_l
     if not is_compiling():
         for name, x in (("q", q), ("k", k), ("v", v)):
             check_tensor(name, x)
-        check_flags(causal=causal, top_left=top_left, deterministic=deterministic)
+    check_flags(causal=causal, top_left=top_left, deterministic=deterministic)
     return forward(q, k, v, softmax_scale, causal, top_left, deterministic)
 
 

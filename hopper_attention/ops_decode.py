@@ -102,7 +102,8 @@ OPTIONS = (None, False, -1, False)  # the last of REST, where they are not given
 def without_gradient(operator, tensors: decoding.Tensors, options: tuple[object, ...]):
     """The operators' Autograd kernel, whose way to Python is all that a call costs."""
     options = *options, *OPTIONS[len(options) :]
-    if not any(x is not None and x.is_nested for x in tensors):
+    # What these operators are on other devices, somebody else may have registered.
+    if tensors[0].is_cuda and not any(x is not None and x.is_nested for x in tensors):
         if (found := directly(tensors, options)) is not None:
             return found
     ops.refuse_gradients(operator, *tensors)

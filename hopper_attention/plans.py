@@ -20,7 +20,7 @@ class Plans(dict[tuple[object, ...], Kept]):
     Reading and hashing all that takes longer than anything else Python does in a call. So the last few kinds
     are looked for first, with the check that a compiled graph makes of its inputs, one call for all tensors.
     It asks for more: that each tensor would now be dispatched to what it was dispatched to when the plan was
-    made, so that no mode, autocast, transform or trace has come between, and that it is no subclass.
+    made, so that no user's mode, autocast, transform or trace has come between, and that it is no subclass.
     """
 
     def __init__(self) -> None:
@@ -36,10 +36,12 @@ class Plans(dict[tuple[object, ...], Kept]):
         return None
 
     def find(self, options: Options, *tensors: torch.Tensor) -> Kept | None:
-        """The plan for inputs of this kind, or None. Raises TypeError for nested tensors."""
+        """The plan for inputs of this kind, or None. Raises TypeError for nested and sparse tensors."""
         for x in tensors:
             if x.is_nested:
                 raise TypeError("nested tensors are not taken: flash_attn_varlen_func takes packed sequences")
+            if x.layout is not torch.strided:
+                raise TypeError(f"tensors must be dense, not {x.layout}")
         plan = self.recently(options, *tensors)
         if plan is not None:
             return plan

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from test_decoding import stand_in
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from hopper_attention import decoding, flash_attn_with_kvcache, ops_decode
+from hopper_attention import attention, decoding, flash_attn_with_kvcache, ops_decode
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +26,12 @@ def test_out_is_written_in_a_compiled_graph_too() -> None:
     out = torch.full_like(q, torch.nan)
     step = lambda *given, **named: flash_attn_with_kvcache(*given, **named)
     with torch.no_grad():
-        found = torch.compile(step, backend="aot_eager", fullgraph=True)(q, k, v, out=out)
-    assert found.equal(flash_attn_with_kvcache(q, k, v)) and out.equal(found)
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+        found = compiled(q, k, v, out=out)
+        assert found.equal(flash_attn_with_kvcache(q, k, v)) and out.equal(found)
+        for n in (1, 2):  # of any batch
+            out = torch.full_like(q[:n], torch.nan)
+            assert compiled(q[:n], k[:n], v[:n], out=out).equal(out)
 
 
 def test_no_derivative_is_silently_zero() -> None:
@@ -42,8 +48,11 @@ def test_no_derivative_is_silently_zero() -> None:
         ops_decode.append(q, k, v, k[:, :2].clone().requires_grad_(), v[:, :2], lengths)
 
 
-def test_who_has_kept_a_cache_for_a_gradient_is_told_that_it_changes() -> None:
+def test_who_has_kept_a_cache_for_a_gradient_is_told_that_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     q, k, v = random_inputs()
+    monkeypatch.setattr(decoding, "decode", lambda q, *rest, **named: (q, None))  # writes behind its back
     weight = torch.ones(2, 40, 2, 64, requires_grad=True)
     kept = (weight * k).sum()
     lengths = torch.tensor([5, 7], dtype=torch.int32)
@@ -70,6 +79,35 @@ def test_flops() -> None:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             flash_attn_with_kvcache(q, k.clone(), v.clone(), **options)
         assert counter.get_total_flops() == of_pair * pairs
+
+
+def test_a_window_that_follows_the_length_is_one_graph() -> None:
+    counter = torch._dynamo.testing.CompileCounter()
+    half = lambda q, k, v: flash_attn_with_kvcache(q, k, v, window_size=(k.shape[1] // 2, 0))
+    compiled = torch.compile(half, backend=counter, fullgraph=True)
+    q, k, v = random_inputs()
+    with torch.no_grad():
+        for n in range(20, 40, 3):
+            assert compiled(q, k[:, :n], v[:, :n]).equal(half(q, k[:, :n], v[:, :n]))
+    assert counter.frame_count <= 2
+
+
+def test_who_looks_sees_the_operator_of_a_call_like_one_before() -> None:
+    """Fake tensors and traces, which the check of a recent plan does not see, and kernels of others."""
+    q, k, v = random_inputs()
+    with torch.no_grad():
+        flash_attn_with_kvcache(q, k, v)
+        graph = make_fx(lambda *x: flash_attn_with_kvcache(*x))(q, k, v)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert isinstance(flash_attn_with_kvcache(q, k, v), FakeTensor)
+            assert isinstance(attention(*(x.transpose(1, 2) for x in (q, k, v))), FakeTensor)
+    assert str(graph.code).count("hopper_attention.decode") == 1
+    theirs = torch.library.Library("hopper_attention", "IMPL", "CPU")
+    theirs.impl("decode", lambda q, *rest: (q + 1, q.new_zeros(2, 8, 2).float()))
+    try:
+        assert ops_decode.decode(q, k, v)[0].equal(q + 1)
+    finally:
+        theirs._destroy()
 
 
 def test_opcheck() -> None:

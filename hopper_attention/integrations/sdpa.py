@@ -128,10 +128,11 @@ def explain(
     from torch.nn.attention.bias import CausalBias, CausalVariant  # a prototype, which may go
 
     for name, x in (("query", query), ("key", key), ("value", value)):
-        check_tensor(name, x)
-    if torch.is_autocast_enabled(query.device.type):  # as SDPA is cast
-        to = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (x.to(to) if x.dtype in ops.CAST else x for x in (query, key, value))
+        if not (isinstance(x, torch.Tensor) and x.layout is torch.jagged):
+            check_tensor(name, x)
+    device = query.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        query, key, value = (_cast(x, torch.get_autocast_dtype(device)) for x in (query, key, value))
     top_left = True
     if isinstance(attn_mask, CausalBias):
         is_causal, top_left = True, attn_mask.variant == CausalVariant.UPPER_LEFT
@@ -155,6 +156,13 @@ def explain(
         kernels = {"fwd": selection.forward_stage(problem, gpu=gpu), "bwd": backward}
     answers = [kernels[x] if (why := against[x]) is None else f"PyTorch's: {why}" for x in ("fwd", "bwd")]
     return Explanation(*answers)
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor as autocast hands it to SDPA, without its values."""
+    return (
+        torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device) if x.dtype in ops.CAST else x
+    )
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
