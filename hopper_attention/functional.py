@@ -425,7 +425,7 @@ def flash_attn_with_kvcache(
         if not compiling and out.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError("out was made under torch.inference_mode, and can be written there alone")
     tensors = q, k_cache, v_cache, k, v, out, k_descale, v_descale
-    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
+    if ops.learns(*tensors):
         raise NotImplementedError("flash_attn_with_kvcache has no gradient: call it under torch.no_grad()")
     if isinstance(cache_seqlens, int):
         _check_number_of_keys(cache_seqlens, k_cache, k, block_table)

@@ -381,6 +381,10 @@ def vmap_backward(info, in_dims, do, q, k, v, o, lse, dlse=None, *options, **mor
     return _unbatched(backward(*inputs, *options, **more), info.batch_size, q, in_dims[1]), (0, 0, 0)
 
 
+def has_values(x: torch.Tensor) -> bool:
+    return not (isinstance(x, torch._subclasses.FakeTensor) or x.is_meta)
+
+
 def _flops(q_shape, v_shape, causal: bool, top_left: bool, direction: str) -> int:
     (batch, heads, seqlen_q, head_dim), (_, kv_heads, seqlen_kv, of_values) = q_shape, v_shape
     shape = batch, heads, kv_heads, seqlen_q, seqlen_kv, head_dim

@@ -138,9 +138,7 @@ def _flops(q, k_cache, added: int, cache_seqlens=None, block_table=None, *rest) 
     that the cache has room for counts."""
     _, _, _, causal, left, *_ = *rest, *(None, None, *OPTIONS)[len(rest) :]
     batch, queries, heads, head_dim = q.shape
-    known = cache_seqlens is not None and not (
-        isinstance(cache_seqlens, torch._subclasses.FakeTensor) or cache_seqlens.is_meta
-    )
+    known = cache_seqlens is not None and ops.has_values(cache_seqlens)
     room = lengths.room_of(k_cache, block_table)
     kept = cache_seqlens.tolist() if known else [room - added * (cache_seqlens is not None)] * batch
     sequences = tuple((queries, n + added) for n in kept)

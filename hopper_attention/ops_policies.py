@@ -124,16 +124,12 @@ class Gradients(ops.Gradients):
             return backward(*inputs)
 
 
-def _learns(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
 def differentiable_forward(q, k, v, *more):
     tensors, options = _complete(more)
     if type(q) is not torch.Tensor:
         ops.know_subclass(q)
     ops.refuse_tangents(*(x for x in (q, k, v, tensors[0]) if x is not None))
-    if _learns(q, k, v, tensors[0]):
+    if ops.learns(q, k, v, tensors[0]):
         with ops.at_this_level():
             return Attention.apply(False, q, k, v, *tensors, *options)
     with ops.below_autograd():
@@ -146,7 +142,7 @@ def differentiable_backward(do, q, k, v, o, lse, dlse=None, *more):
     if type(q) is not torch.Tensor:
         ops.know_subclass(q)
     ops.refuse_tangents(*learning)
-    if _learns(*learning):
+    if ops.learns(*learning):
         with ops.at_this_level():
             return Gradients.apply(*inputs)
     with ops.below_autograd():
@@ -162,7 +158,7 @@ def call_forward(q, k, v, tensors: tuple[torch.Tensor | None, ...], options: tup
             check_flags(causal=options[1], top_left=options[2], deterministic=options[6])
     if not (ops.unseen(q, k, v, *tensors) and booleans):
         return forward(q, k, v, *tensors, *options)
-    if _learns(q, k, v, tensors[0]):
+    if ops.learns(q, k, v, tensors[0]):
         with ops.at_this_level():
             return Attention.apply(True, q, k, v, *tensors, *options)
     return run_forward(q, k, v, *tensors, *options)
@@ -224,7 +220,7 @@ def _flops(direction: str, q, v, *more) -> int:
 def lengths_of(total: int, cu: torch.Tensor, used: torch.Tensor | None = None) -> list[int]:
     """Those of packed sequences, read on the host."""
     sequences = cu.shape[0] - 1
-    if isinstance(cu, torch._subclasses.FakeTensor) or cu.is_meta:
+    if not ops.has_values(cu):
         return [total // max(1, sequences)] * sequences
     return (cu.diff() if used is None else used).tolist()
 

@@ -16,14 +16,10 @@ Shardings = list[tuple[list[Placement], list[Placement | None]]]
 def register() -> None:
     """Tell DTensor. Once; the first DTensor that comes to an operator does it."""
     of = torch.ops.hopper_attention
-    register_sharding(of.forward.default)(forward_shardings)
+    register_sharding(of.forward.default)(attend_shardings)
     register_sharding(of.backward.default)(backward_shardings)
     register_sharding(of.attend.default)(attend_shardings)
     register_sharding(of.attend_backward.default)(attend_backward_shardings)
-
-
-def forward_shardings(q, k, v, *options: object) -> Shardings:
-    return attend_shardings(q, k, v, *options)
 
 
 def backward_shardings(do, q, k, v, o, lse, dlse=None, *options: object) -> Shardings:
@@ -32,6 +28,7 @@ def backward_shardings(do, q, k, v, o, lse, dlse=None, *options: object) -> Shar
 
 
 def attend_shardings(q, k, v, *more: object) -> Shardings:
+    """Of `forward` too, which is given no more tensors."""
     return [([rows, lse], [rows] * 3 + _placed(more, sink)) for rows, lse, sink in _ways(q, k)]
 
 
