@@ -9,6 +9,7 @@ says what shapes come out.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -64,9 +65,24 @@ library.impl("backward", run_backward, "CompositeExplicitAutograd")
 # ---- shapes, for tracing ----------------------------------------------------------------------------------
 
 
+IN_GRAPHS: dict[OpOverload, Callable] = {}  # what a compiled graph calls in an operator's place
+
+
+def check_traced(*given: object) -> None:
+    """What every shape for tracing begins with: one device, and Inductor, which traces before it lowers, is
+    told what to call."""
+    check_one_device(*given)
+    if "torch._inductor.lowering" in sys.modules:
+        with contextlib.suppress(ImportError, AttributeError):  # another Inductor calls the operators
+            from .integrations import inductor
+
+            for operator, call in IN_GRAPHS.items():
+                inductor.call_in_place_of(operator, call)
+
+
 @register_fake("hopper_attention::forward", lib=library)
 def fake_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
-    check_one_device(q, k, v)
+    check_traced(q, k, v)
     o = torch.empty_strided((*q.shape[:-1], *v.shape[-1:]), q.stride(), dtype=q.dtype, device=q.device)
     return torch.empty_like(o), q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -75,7 +91,7 @@ def fake_forward(q, k, v, softmax_scale=None, causal=False, top_left=False, dete
 def fake_backward(
     do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
 ):
-    check_one_device(do, q, k, v, o, lse, dlse)
+    check_traced(do, q, k, v, o, lse, dlse)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -306,6 +322,19 @@ def directly_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left
     return run_backward(*inputs, dlse, *options)
 
 
+def forward_in_graph(q, k, v, *options):
+    if q.is_cuda and unwatched() and (found := directly(q, k, v, *options, True)) is not None:
+        return found
+    return forward(q, k, v, *options)
+
+
+def backward_in_graph(do, q, *rest):
+    if q.is_cuda and unwatched() and (found := directly_backward(do, q, *rest)) is not None:
+        return found
+    return backward(do, q, *rest)
+
+
+IN_GRAPHS |= {forward: forward_in_graph, backward: backward_in_graph}
 library.impl("forward", differentiable_forward, "Autograd")
 library.impl("backward", differentiable_backward, "Autograd")
 

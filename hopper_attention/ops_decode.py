@@ -13,7 +13,6 @@ from torch.library import Library, register_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from . import decoding, lengths, ops
-from .checks import check_one_device
 from .kernels.contract import Problem
 
 library = Library("hopper_attention", "FRAGMENT")
@@ -65,7 +64,7 @@ library.impl("decode_append", run_append, "CompositeExplicitAutograd")
 
 @register_fake("hopper_attention::decode", lib=library)
 def fake_decode(q, k_cache, v_cache, *options):
-    check_one_device(q, k_cache, v_cache, *options)
+    ops.check_traced(q, k_cache, v_cache, *options)
     return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
 
 
@@ -126,6 +125,17 @@ def differentiable_append(
     return without_gradient(append, (q, k_cache, v_cache, k, v, *of_cache), options)
 
 
+def decode_in_graph(q, k_cache, v_cache, *rest):
+    if q.is_cuda:
+        return call(q, k_cache, v_cache, None, None, *rest)
+    return decode(q, k_cache, v_cache, *rest)
+
+
+def append_in_graph(*given):
+    return (call if given[0].is_cuda else append)(*given)
+
+
+ops.IN_GRAPHS |= {decode: decode_in_graph, append: append_in_graph}
 library.impl("decode", differentiable_decode, "Autograd")
 library.impl("decode_append", differentiable_append, "Autograd")
 

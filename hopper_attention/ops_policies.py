@@ -16,7 +16,7 @@ from torch.library import Library, register_fake, register_vmap
 from torch.utils.flop_counter import register_flop_formula
 
 from . import ops, policies
-from .checks import check_flags, check_one_device, check_scale, check_softcap
+from .checks import check_flags, check_scale, check_softcap
 from .kernels.contract import Problem
 
 library = Library("hopper_attention", "FRAGMENT")
@@ -71,7 +71,7 @@ library.impl("attend_backward", run_backward, "CompositeExplicitAutograd")
 
 @register_fake("hopper_attention::attend", lib=library)
 def fake_forward(q, k, v, *more):
-    check_one_device(q, k, v, *more)
+    ops.check_traced(q, k, v, *more)
     shape = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
     o = torch.empty_strided((*q.shape[:-1], *v.shape[-1:]), q.stride(), dtype=q.dtype, device=q.device)
     return torch.empty_like(o), q.new_empty(shape, dtype=torch.float32)
@@ -79,7 +79,7 @@ def fake_forward(q, k, v, *more):
 
 @register_fake("hopper_attention::attend_backward", lib=library)
 def fake_backward(do, q, k, v, o, lse, dlse=None, sink=None, *more):
-    check_one_device(do, q, k, v, o, lse, dlse, sink, *more)
+    ops.check_traced(do, q, k, v, o, lse, dlse, sink, *more)
     dsink = q.new_empty(0, dtype=torch.float32) if sink is None else torch.empty_like(sink)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsink
 
@@ -164,6 +164,21 @@ def call_forward(q, k, v, tensors: tuple[torch.Tensor | None, ...], options: tup
     return run_forward(q, k, v, *tensors, *options)
 
 
+def forward_in_graph(*given):
+    direct = given[0].is_cuda and _unseen(given[: 3 + TENSORS])
+    return (run_forward if direct else forward)(*given)
+
+
+def backward_in_graph(*given):
+    direct = given[0].is_cuda and _unseen(given[: 7 + TENSORS])
+    return (run_backward if direct else backward)(*given)
+
+
+def _unseen(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+    return ops.unseen(*tensors) and not ops.learns(*tensors)
+
+
+ops.IN_GRAPHS |= {forward: forward_in_graph, backward: backward_in_graph}
 library.impl("attend", differentiable_forward, "Autograd")
 library.impl("attend_backward", differentiable_backward, "Autograd")
 
