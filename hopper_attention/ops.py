@@ -322,6 +322,9 @@ def directly_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left
     return run_backward(*inputs, dlse, *options)
 
 
+# Called by compiled graphs, by these names, which Inductor keeps on disk (`integrations.inductor`).
+
+
 def forward_in_graph(q, k, v, *options):
     if q.is_cuda and unwatched() and (found := directly(q, k, v, *options, True)) is not None:
         return found

@@ -37,6 +37,7 @@ def call_in_place_of(operator: torch._ops.OpOverload, call: Callable) -> None:
 
 
 def lower(operator: torch._ops.OpOverload, *given, **named):
+    """As Inductor lowers it by itself, but for the name, and the places of arguments."""
     rest = operator._schema.arguments[len(given) :]
     given = *given, *(named.get(x.name, x.default_value) for x in rest)
     wrap = lambda x: ir.TensorBox.create(x) if isinstance(x, ir.IRNode) else x
