@@ -73,7 +73,7 @@ def check_traced(*given: object) -> None:
     told what to call."""
     check_one_device(*given)
     if "torch._inductor.lowering" in sys.modules:
-        with contextlib.suppress(ImportError, AttributeError):  # another Inductor calls the operators
+        with contextlib.suppress(ImportError, AttributeError, TypeError):  # another calls the operators
             from .integrations import inductor
 
             for operator, call in IN_GRAPHS.items():
