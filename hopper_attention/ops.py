@@ -325,16 +325,20 @@ def directly_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left
 # Called by compiled graphs, by these names, which Inductor keeps on disk (`integrations.inductor`).
 
 
-def forward_in_graph(q, k, v, *options):
+def forward_in_graph(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
+    options = softmax_scale, causal, top_left, deterministic
     if q.is_cuda and unwatched() and (found := directly(q, k, v, *options, True)) is not None:
         return found
     return forward(q, k, v, *options)
 
 
-def backward_in_graph(do, q, *rest):
-    if q.is_cuda and unwatched() and (found := directly_backward(do, q, *rest)) is not None:
+def backward_in_graph(
+    do, q, k, v, o, lse, dlse=None, softmax_scale=None, causal=False, top_left=False, deterministic=False
+):
+    inputs = do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic
+    if q.is_cuda and unwatched() and (found := directly_backward(*inputs)) is not None:
         return found
-    return backward(do, q, *rest)
+    return backward(*inputs)
 
 
 IN_GRAPHS |= {forward: forward_in_graph, backward: backward_in_graph}

@@ -95,7 +95,8 @@ def call(q, k_cache, v_cache, k, v, *rest):
     return decode(q, k_cache, v_cache, *rest) if k is None else append(q, k_cache, v_cache, k, v, *rest)
 
 
-OPTIONS = (None, False, -1, False)  # the last of REST, where they are not given
+OPTIONS = (None, False, -1, False)  # the last of their arguments, where they are not given
+DEFAULTS = None, None, None, None, *OPTIONS  # of all behind the tensors that are always given
 
 
 def without_gradient(operator, tensors: decoding.Tensors, options: tuple[object, ...]):
@@ -127,12 +128,14 @@ def differentiable_append(
 
 def decode_in_graph(q, k_cache, v_cache, *rest):
     if q.is_cuda:
-        return call(q, k_cache, v_cache, None, None, *rest)
+        return call(q, k_cache, v_cache, None, None, *rest, *DEFAULTS[len(rest) :])
     return decode(q, k_cache, v_cache, *rest)
 
 
-def append_in_graph(*given):
-    return (call if given[0].is_cuda else append)(*given)
+def append_in_graph(q, k_cache, v_cache, k, v, *rest):
+    if q.is_cuda:
+        return call(q, k_cache, v_cache, k, v, *rest, *DEFAULTS[len(rest) :])
+    return append(q, k_cache, v_cache, k, v, *rest)
 
 
 ops.IN_GRAPHS |= {decode: decode_in_graph, append: append_in_graph}

@@ -171,3 +171,20 @@ def test_on_a_gpu_nothing_is_dispatched_unless_somebody_looks(
             )
         assert found == ([f"hopper_attention::{name}"] if watched else [])
         assert operators_of(call, *given) == [f"hopper_attention::{name}"]
+
+
+def test_whose_lowering_there_is_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import lowering
+
+    from hopper_attention.integrations import inductor
+
+    theirs = object()
+    monkeypatch.delitem(inductor.IN_PLACE, ops.forward, raising=False)
+    monkeypatch.setitem(lowering.lowerings, ops.forward, theirs)
+    lowering.fallbacks.discard(ops.forward)
+    try:
+        inductor.call_in_place_of(ops.forward, ops.forward_in_graph)
+        assert lowering.lowerings[ops.forward] is theirs
+        assert ops.forward not in inductor.IN_PLACE
+    finally:
+        lowering.fallbacks.add(ops.forward)

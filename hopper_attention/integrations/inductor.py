@@ -17,7 +17,9 @@ class Call(ir.FallbackKernel):
     """An operator that Inductor has no code for, called by another name."""
 
     def codegen(self, wrapper) -> None:
-        if not V.graph.cpp_wrapper:  # C++ can only call the operator
+        if V.graph.cpp_wrapper:  # which can only call the operator
+            self.set_python_kernel_name(None)
+        else:
             call = IN_PLACE[self.op_overload]
             wrapper.add_import_once(f"import {call.__module__}")
             self.python_kernel_name = f"{call.__module__}.{call.__name__}"
@@ -25,14 +27,16 @@ class Call(ir.FallbackKernel):
 
 
 def call_in_place_of(operator: torch._ops.OpOverload, call: Callable) -> None:
-    """Graphs that are lowered from now on call `call`, with all of the operator's arguments in their places.
-    Inductor keeps what it has written on disk: its module and name are for good."""
-    if operator in IN_PLACE:
+    """Graphs that are lowered from now on call `call`, with all of the operator's arguments in their places,
+    unless somebody else has a lowering. Inductor keeps what it has written on disk, under a key that knows
+    of no other version: `call` stays where it is, by its name, and takes fewer arguments too."""
+    known = operator in IN_PLACE or (operator in lowering.lowerings and operator not in lowering.fallbacks)
+    if known:
         return
-    IN_PLACE[operator] = call
     # What Inductor does for an operator that it does not know.
     lowering.fallbacks.add(operator)
     lowering.add_needs_realized_inputs(operator)
+    IN_PLACE[operator] = call
     lowering.register_lowering(operator, type_promotion_kind=None)(functools.partial(lower, operator))
 
 
