@@ -322,7 +322,11 @@ def directly_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left
     return run_backward(*inputs, dlse, *options)
 
 
-# Called by compiled graphs, by these names, which Inductor keeps on disk (`integrations.inductor`).
+library.impl("forward", differentiable_forward, "Autograd")
+library.impl("backward", differentiable_backward, "Autograd")
+
+
+# ---- what compiled graphs call, by these names, which Inductor keeps on disk (`integrations.inductor`) -----
 
 
 def forward_in_graph(q, k, v, softmax_scale=None, causal=False, top_left=False, deterministic=False):
@@ -342,8 +346,6 @@ def backward_in_graph(
 
 
 IN_GRAPHS |= {forward: forward_in_graph, backward: backward_in_graph}
-library.impl("forward", differentiable_forward, "Autograd")
-library.impl("backward", differentiable_backward, "Autograd")
 
 
 # ---- no gradients -----------------------------------------------------------------------------------------
@@ -352,6 +354,11 @@ library.impl("backward", differentiable_backward, "Autograd")
 def learns(*given: object) -> bool:
     """Whether autograd would want a gradient of one of these."""
     return is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
+
+
+def is_direct(*tensors: torch.Tensor | None) -> bool:
+    """Whether an operator on these may be computed past the dispatcher, and gives no gradient."""
+    return unseen(*tensors) and not learns(*tensors)
 
 
 def refuse_gradients(operator: OpOverload, *given: object) -> None:

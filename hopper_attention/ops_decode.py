@@ -95,13 +95,13 @@ def call(q, k_cache, v_cache, k, v, *rest):
     return decode(q, k_cache, v_cache, *rest) if k is None else append(q, k_cache, v_cache, k, v, *rest)
 
 
-OPTIONS = (None, False, -1, False)  # the last of their arguments, where they are not given
-DEFAULTS = None, None, None, None, *OPTIONS  # of all behind the tensors that are always given
+# Of the arguments behind the tensors that are always given: four tensors, four options.
+DEFAULTS = (*(None,) * 4, None, False, -1, False)
 
 
 def without_gradient(operator, tensors: decoding.Tensors, options: tuple[object, ...]):
     """The operators' Autograd kernel, whose way to Python is all that a call costs."""
-    options = *options, *OPTIONS[len(options) :]
+    options = *options, *DEFAULTS[4 + len(options) :]
     # What these operators are on other devices, somebody else may have registered.
     if tensors[0].is_cuda and not any(x is not None and x.is_nested for x in tensors):
         if (found := directly(tensors, options)) is not None:
@@ -149,7 +149,7 @@ library.impl("decode_append", differentiable_append, "Autograd")
 def _flops(q, k_cache, added: int, cache_seqlens=None, block_table=None, *rest) -> int:
     """Of the pairs that lengths, mask and window show. Lengths are read here; of tensors without values all
     that the cache has room for counts."""
-    _, _, _, causal, left, *_ = *rest, *(None, None, *OPTIONS)[len(rest) :]
+    _, _, _, causal, left, *_ = *rest, *DEFAULTS[2 + len(rest) :]
     batch, queries, heads, head_dim = q.shape
     known = cache_seqlens is not None and ops.has_values(cache_seqlens)
     room = lengths.room_of(k_cache, block_table)

@@ -184,8 +184,7 @@ def call_quantize(q, k, v, seed, cos, sin):
     """`quantize`, as `ops.call_forward` is `forward`."""
     first = k if q is None else q
     tensors = (first if x is None else x for x in (q, k, v))
-    direct = type(seed) in (int, type(None)) and ops.unseen(*tensors, cos, sin)
-    direct = direct and not ops.learns(q, k, v, cos, sin)
+    direct = type(seed) in (int, type(None)) and ops.is_direct(*tensors, cos, sin)
     return (run_quantize if direct else quantize)(q, k, v, seed, cos, sin)
 
 
@@ -208,4 +207,4 @@ def call_cast(q, k, v, softmax_scale, causal, top_left):
 
 
 def _direct(tensors, causal, top_left) -> bool:
-    return type(causal) is type(top_left) is bool and ops.unseen(*tensors) and not ops.learns(*tensors)
+    return type(causal) is type(top_left) is bool and ops.is_direct(*tensors)

@@ -165,17 +165,13 @@ def call_forward(q, k, v, tensors: tuple[torch.Tensor | None, ...], options: tup
 
 
 def forward_in_graph(*given):
-    direct = given[0].is_cuda and _unseen(given[: 3 + TENSORS])
+    direct = given[0].is_cuda and ops.is_direct(*given[: 3 + TENSORS])
     return (run_forward if direct else forward)(*given)
 
 
 def backward_in_graph(*given):
-    direct = given[0].is_cuda and _unseen(given[: 7 + TENSORS])
+    direct = given[0].is_cuda and ops.is_direct(*given[: 7 + TENSORS])
     return (run_backward if direct else backward)(*given)
-
-
-def _unseen(tensors: tuple[torch.Tensor | None, ...]) -> bool:
-    return ops.unseen(*tensors) and not ops.learns(*tensors)
 
 
 ops.IN_GRAPHS |= {forward: forward_in_graph, backward: backward_in_graph}

@@ -8,6 +8,7 @@ import test_ops
 import test_ops_decode
 import test_ops_policies
 import torch
+from torch._inductor import lowering
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +20,7 @@ from hopper_attention import (
     ops_decode,
     ops_policies,
 )
+from hopper_attention.integrations import inductor
 
 on_cpu = test_ops.on_cpu
 policies_on_cpu = test_ops_policies.on_cpu
@@ -32,8 +34,8 @@ def anew() -> Iterator[None]:
         yield
 
 
-def plain_step(grad: bool = True):
-    q, k, v = test_ops.inputs(grad=grad)
+def plain_step():
+    q, k, v = test_ops.inputs(grad=True)
     return lambda q, k, v: attention(q, k, v, causal=True, softmax_scale=0.3), (q, k, v)
 
 
@@ -155,11 +157,7 @@ def test_on_a_gpu_nothing_is_dispatched_unless_somebody_looks(
         (ops_policies.forward_in_graph, "attend", (q, k, v, *of_policies)),
         (ops_policies.backward_in_graph, "attend_backward", (o, q, k, v, o, lse, None, *of_policies)),
         (ops_decode.decode_in_graph, "decode", (*cache, *of_decoding)),
-        (
-            ops_decode.append_in_graph,
-            "decode_append",
-            (*cache, *new, *of_decoding[1:]),
-        ),
+        (ops_decode.append_in_graph, "decode_append", (*cache, *new, *of_decoding[1:])),
     )
     monkeypatch.setattr(ops, "is_plain", lambda x: True)
     if not watched:
@@ -174,10 +172,6 @@ def test_on_a_gpu_nothing_is_dispatched_unless_somebody_looks(
 
 
 def test_whose_lowering_there_is_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import lowering
-
-    from hopper_attention.integrations import inductor
-
     theirs = object()
     monkeypatch.delitem(inductor.IN_PLACE, ops.forward, raising=False)
     monkeypatch.setitem(lowering.lowerings, ops.forward, theirs)
