@@ -27,7 +27,7 @@ from cutlass.memory import SmemAllocator
 
 from .calls_decode import CHUNK_BYTES, PIECES, ROWS, WARPS, refuse_decode
 from .contract import Problem, Stage
-from .device.cache_loads import CONSUMER_THREADS, Barrier, CacheLoads, Inputs, Ring
+from .device.cache_loads import CONSUMER_THREADS, Barrier, CacheLoads, Inputs, Ring, kept, unkept
 from .device.cache_rows import append, blank
 from .device.compiling import ELEMENTS, compile_for_torch
 from .device.constants import LOG2_E, SMEM_MAX, SMS, VECTOR, WARP, WARPGROUP
@@ -233,11 +233,12 @@ class Decode:
         all_rows = work.seqlen_q * group.divisor
         seen = None
         if const_expr(self.loads.guesses):
-            seen = self.list.lanes_lengths(work, True)
+            lanes_place = self.list.lanes_place(work)
+            seen = unkept(lanes_place)
         mine, share, at, end, batch, columns, entry, entries = self.list.own_slice(work, seen)
         self.loads.wait_for_inputs()
         if const_expr(self.loads.guesses):
-            if not self.list.unchanged(work, seen, self.list.lanes_lengths(work, False)):
+            if not self.list.unchanged(work, seen, kept(lanes_place)):
                 mine, share, at, end, batch, columns, entry, entries = self.list.own_slice(work)
         tile, key_slice = warp_idx % self.tiles, warp_idx // self.tiles
         team_slices = self.slices // self.teams

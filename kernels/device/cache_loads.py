@@ -137,13 +137,15 @@ class CacheLoads:
         # While the launch before ends: where the slice is if that leaves the lengths as they are, and the way
         # to its first keys. Lengths and pages may be anything yet: what they lead to is fetched, if it is
         # there, and not looked at.
-        seen, guessed = None, None
+        seen, lanes_place, guessed = None, None, None
         if const_expr(self.guesses):
-            seen = self.list.lanes_lengths(work, True)
+            lanes_place = self.list.lanes_place(work)
+            seen = unkept(lanes_place)
         if const_expr(self.loads_on_guess):
             guessed = Boolean(False)
         mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(work, seen)
-        first, page, length, kv_head = Int32(-1), Int32(0), Int32(0), Int32(0)
+        n, first, count, length = Int32(1), Int32(-1), Int32(0), Int32(0)
+        kv_head, block, page, entry_place = Int32(0), Int32(0), Int32(0), None
         if const_expr(self.pdl):
             if (at < end) & (batch < work.batch_size):
                 length = Int32(work.seqlen_kv)
@@ -151,47 +153,50 @@ class CacheLoads:
                     length = cute.arch.shuffle_sync(seen, batch) + work.added
                 n, first, count = self.list.segment(work, entry, entries, end - at, length)
                 first = cutlass.max(0, first)
-                page = self.table_window(x, batch, self.page_of(x, first), True)
                 kv_head, block = divmod(columns * work.division.together.divisor + mine, x.blocks)
+            if const_expr(self.paged):
+                entry_place = self.entry_place(x, batch, first, lanes_place)
+                page = unkept(entry_place)
+            if first >= 0:
                 self.prefetch_first(x, page, batch, kv_head, first)
                 if const_expr(self.loads_on_guess):
                     inside = self.inside(x, page, first, self.boxes_of(length, first))
                     guessed = (count > 0) & (work.batch_size <= WARP) & inside
         # The launch before ends, and what is read counts. The first chunk is loaded from where the slice was
         # before, without waiting for lengths and pages to be read again; if one has changed, it is dropped.
-        if const_expr(self.loads_on_guess):
-            if guessed:
-                parts = self.parts(x, ring, batch, kv_head)
-                self.chunk_to(
-                    x, ring, Int32(0), parts, kv_head, first, length, page, self.page_of(x, first), False,
-                    None, True,
-                )  # fmt: skip
+        # Memory has nothing else to do until the next loads, so whatever of them is known already is kept.
+        known = first >= 0
         if const_expr(self.guesses):
-            self.wait_for_inputs()
-            now, page_now = self.list.lanes_lengths(work, False), Int32(0)
-            if first >= 0:
-                page_now = self.table_window(x, batch, self.page_of(x, first))
-            same = self.list.unchanged(work, seen, now)
-            if not same:
-                mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(work)
-                first = Int32(-1)
+            now, page_now = Int32(0), Int32(0)
             if const_expr(self.loads_on_guess):
                 if guessed:
-                    guessed = same & cute.arch.vote_all_sync(page_now == page)
-                    if not guessed:
+                    now, page_now = self.load_on_guess(
+                        x, ring, batch, kv_head, first, length, page, lanes_place, entry_place
+                    )
+                else:
+                    now, page_now = self.read_again(lanes_place, entry_place)
+            else:
+                now, page_now = self.read_again(lanes_place, entry_place)
+            same = self.list.unchanged(work, seen, now)
+            if const_expr(self.paged):
+                same = same & cute.arch.vote_all_sync(page_now == page)
+            if not same:
+                mine, _, at, end, batch, columns, entry, entries = self.list.own_slice(work)
+                if const_expr(self.loads_on_guess):
+                    if guessed:
                         self.drop(ring)
-            page = page_now
+                    guessed = Boolean(False)
+            known = known & same
 
         done, turn = Int32(0), Int32(0)  # chunks that went through the ring; sequences, whose Q did
         while at < end:
-            length = self.list.length(work, batch)
-            known = first  # of which `page` is
-            n, first, count = self.list.segment(work, entry, entries, end - at, length)
-            if count > 0:
+            if not known:
+                length = self.list.length(work, batch)
+                n, first, count = self.list.segment(work, entry, entries, end - at, length)
                 kv_head, block = divmod(columns * work.division.together.divisor + mine, x.blocks)
-                if const_expr(self.paged):
-                    if (turn > 0) | (first != known):
-                        page = self.table_window(x, batch, self.page_of(x, first))
+                page = self.table_window(x, batch, self.page_of(x, first))
+            known = Boolean(False)
+            if count > 0:
                 self.chunks(x, ring, batch, kv_head, block, first, count, length, done, turn, page, guessed)
                 done += count
                 turn += 1
@@ -212,21 +217,23 @@ class CacheLoads:
         return page
 
     @cute.jit
-    def table_window(self, x, batch, known, early: cutlass.Constexpr = False):
-        """Of each lane one entry of a sequence's page table, from entry `known` on. `early`: before the
-        launch before has ended, which may still write it."""
+    def table_window(self, x, batch, begin):
+        """Of each lane one entry of a sequence's page table, from entry `begin` on."""
         page = Int32(0)
         if const_expr(self.paged):
-            at = known + cute.arch.lane_idx()
-            inside = at < x.mTable.shape[1]
-            if const_expr(early):
-                inside = inside & (at >= 0)  # what is not a length may lead anywhere
-            if inside:
-                if const_expr(early):
-                    page = unkept(x.mTable.iterator + cute.crd2idx((batch, at), x.mTable.layout))
-                else:
-                    page = x.mTable[batch, at]
+            at = begin + cute.arch.lane_idx()
+            if at < x.mTable.shape[1]:
+                page = x.mTable[batch, at]
         return page
+
+    @cute.jit
+    def entry_place(self, x, batch, first, otherwise):
+        """Where the entry is that a lane has of `table_window` at chunk `first`, which may lead anywhere; for
+        lanes without one it is `otherwise`, so that nothing has to ask."""
+        place, at = otherwise.toint(), self.page_of(x, first) + cute.arch.lane_idx()
+        if (first >= 0) & (at >= 0) & (at < x.mTable.shape[1]):
+            place = (x.mTable.iterator + cute.crd2idx((batch, at), x.mTable.layout)).toint()
+        return cute.make_ptr(Int32, place, cute.AddressSpace.gmem, assumed_align=4)
 
     @cute.jit
     def prefetch_first(self, x, page, batch, kv_head, first):
@@ -280,27 +287,52 @@ class CacheLoads:
         )
 
     @cute.jit
+    def read_again(self, lanes_place, entry_place):
+        """When the launch before has ended, of each lane a length and an entry of the page table."""
+        self.wait_for_inputs()
+        now, page_now = kept(lanes_place), Int32(0)
+        if const_expr(self.paged):
+            page_now = kept(entry_place)
+        return now, page_now
+
+    @cute.jit
+    def load_on_guess(self, x, ring, batch, kv_head, chunk, length, page, lanes_place, entry_place):
+        """`read_again`, and right behind it the first chunk into the first stage: with the reads behind the
+        loads, pages of 16 are 0.2 µs slower. This is other code than that of the main loop, and not unrolled:
+        both want more uniform registers than there are, and spill."""
+        parts, box_bytes = self.parts(x, ring, batch, kv_head), self.box * self.head_dim * self.kv_bytes
+        boxes = self.boxes_of(length, chunk)
+        expect(ring.full_k, boxes * box_bytes)
+        expect(ring.full_v, boxes * box_bytes)
+        if const_expr(not self.paged):
+            now, page_now = self.read_again(lanes_place, entry_place)
+            self.whole_to(x, ring, 0, parts, chunk)
+        else:
+            inside = Int32(0)
+            if const_expr(self.boxes == 1):
+                inside = chunk % x.per_page
+            place = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, 0))
+            now, page_now = self.read_again(lanes_place, entry_place)
+            for b in range(boxes, unroll=1):
+                self.box_to(x, ring, Int32(0), kv_head, inside, b, place)
+                place = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, b + 1))
+        return now, page_now
+
+    @cute.jit
     def chunk_to(
-        self, x, ring, stage, parts, kv_head, chunk, length, page, known, waits: cutlass.Constexpr, begins,
-        early: cutlass.Constexpr = False,
-    ):  # fmt: skip
-        """K and V of one chunk. `page` is of each lane an entry of the page table, from `known` on. `waits`:
-        at the CTA's first load, which `begins` says, the launch before is waited for. `early`: on a guess,
-        when the launch before has ended, from `page` on. This is other code than that of the main loop, and
-        not unrolled: both want more uniform registers than there are, and spill."""
+        self, x, ring, stage, parts, kv_head, chunk, length, page, begin, waits: cutlass.Constexpr, is_first
+    ):
+        """K and V of one chunk. `page` is of each lane an entry of the page table, from `begin` on. `waits`:
+        at the CTA's first load, which `is_first` says, the launch before is waited for."""
         full_k, full_v = ring.full_k, ring.full_v
         box_bytes = self.box * self.head_dim * self.kv_bytes
         if const_expr(not self.paged):
-            tKgK, tKsK, tVgV, tVsV = parts
             expect(full_k + stage, box_bytes)
             expect(full_v + stage, box_bytes)
-            if const_expr(early):
-                cute.arch.griddepcontrol_wait()
-            elif const_expr(waits):
-                if begins:
+            if const_expr(waits):
+                if is_first:
                     cute.arch.griddepcontrol_wait()
-            load_once(x.load_K, tKgK[None, chunk], tKsK[None, stage], full_k + stage)
-            load_once(x.load_V, tVgV[None, chunk], tVsV[None, stage], full_v + stage)
+            self.whole_to(x, ring, stage, parts, chunk)
         else:
             at, inside = self.page_of(x, chunk), Int32(0)
             if const_expr(self.boxes == 1):
@@ -308,21 +340,19 @@ class CacheLoads:
             boxes = self.boxes_of(length, chunk)
             expect(full_k + stage, boxes * box_bytes)
             expect(full_v + stage, boxes * box_bytes)
-            whole = x, ring, stage, kv_head, inside
-            if const_expr(early):
-                place = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, 0))
-                cute.arch.griddepcontrol_wait()
-                for b in range(boxes, unroll=1):
-                    self.box_to(*whole, b, place)
-                    place = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, b + 1))
-            else:
-                places = [
-                    cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, at + b - known))
-                    for b in range(self.boxes)
-                ]
-                for b in range_constexpr(self.boxes):
-                    if b < boxes:
-                        self.box_to(*whole, b, places[b])
+            places = [
+                cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, at + b - begin))
+                for b in range(self.boxes)
+            ]
+            for b in range_constexpr(self.boxes):
+                if b < boxes:
+                    self.box_to(x, ring, stage, kv_head, inside, b, places[b])
+
+    def whole_to(self, x, ring, stage, parts, chunk):
+        """A chunk that has no pages."""
+        tKgK, tKsK, tVgV, tVsV = parts
+        load_once(x.load_K, tKgK[None, chunk], tKsK[None, stage], ring.full_k + stage)
+        load_once(x.load_V, tVgV[None, chunk], tVsV[None, stage], ring.full_v + stage)
 
     @cute.jit
     def box_to(self, x, ring, stage, kv_head, inside, b, place):
@@ -339,18 +369,17 @@ class CacheLoads:
         page table, from that of the first chunk on; `guessed` whether the CTA's first chunk has been loaded
         already, None where none ever is."""
         parts = self.parts(x, ring, batch, kv_head)
-        known = self.page_of(x, first)
-        page_after = self.table_window(x, batch, known + WARP)
+        begin, page_after = self.page_of(x, first), Int32(0)
         for i in range(count, unroll=1):
             stage, phase = (done + i) % self.stages, ((done + i) // self.stages & 1) ^ 1
             if done + i >= self.stages:
                 cute.arch.mbarrier_wait(ring.empty + stage, phase)
             if const_expr(self.paged):
                 # A chunk's pages are never in two windows of the table.
-                if self.page_of(x, first + i) >= known + WARP:
-                    known += WARP
+                if self.page_of(x, first + i) >= begin + WARP:
+                    begin += WARP
                     page = page_after
-                    page_after = self.table_window(x, batch, known + WARP)
+                    page_after = self.table_window(x, batch, begin + WARP)
             wanted = Boolean(True)
             if const_expr(guessed is not None):
                 wanted = (done + i > 0) | (not guessed)
@@ -358,13 +387,17 @@ class CacheLoads:
                 # For the launch before it waits when everything else is ready for the first load.
                 waits = self.pdl and not self.list.lengths
                 self.chunk_to(
-                    x, ring, stage, parts, kv_head, first + i, length, page, known, waits, done + i == 0
+                    x, ring, stage, parts, kv_head, first + i, length, page, begin, waits, done + i == 0
                 )
             if i == 0:
                 if turn == 0:
                     wait_for_others()
                 cute.arch.mbarrier_wait(ring.q_empty, (turn & 1) ^ 1)
                 self.rows_of_q(x, ring, batch, kv_head, block * self.rows)
+            if const_expr(self.paged):
+                # Not with the first chunk, which would wait for it; a window has the pages of two at least.
+                if i == 1:
+                    page_after = self.table_window(x, batch, begin + WARP)
 
     @cute.jit
     def rows_of_q(self, x, ring, batch, kv_head, first_row):
@@ -388,6 +421,11 @@ def wait_for_others() -> None:
 def unkept(place: cute.Pointer) -> Int32:
     """What is there now, past L1: a later plain load finds what will be there then."""
     return cute.arch.load(place.llvm_ptr, Int32, sem="relaxed", scope="gpu")
+
+
+def kept(place: cute.Pointer) -> Int32:
+    """By such a plain load."""
+    return cute.arch.load(place.llvm_ptr, Int32)
 
 
 def load_once(atom, source, target, barrier) -> None:

@@ -72,18 +72,10 @@ class FlatList:
             length = cute.arch.make_warp_uniform(work.mLengths[batch])
         return length + work.added if self.appends else length
 
-    @cute.jit
-    def lanes_lengths(self, work, early: cutlass.Constexpr):
-        """Of each lane one of the first sequences' lengths. `early`: those that the launch before may still
-        change, read past L1, so that a plain load finds later what they are then."""
-        length, lane = Int32(0), cute.arch.lane_idx()
-        if lane < work.batch_size:
-            if const_expr(early):
-                place = (work.mLengths.iterator + lane).llvm_ptr
-                length = cute.arch.load(place, Int32, sem="relaxed", scope="gpu")
-            else:
-                length = work.mLengths[lane]
-        return length
+    def lanes_place(self, work):
+        """Of each lane where the length of one of the first sequences is; lanes without one share the last,
+        so that nothing has to ask."""
+        return work.mLengths.iterator + cutlass.min(cute.arch.lane_idx(), work.batch_size - 1)
 
     def first_chunk(self, length, seqlen_q, left, added):
         """The chunk with the first key that is seen, as the first query sees `left` keys besides the one at
@@ -184,7 +176,7 @@ class FlatList:
 
     @cute.jit
     def unchanged(self, work, seen, now):
-        """Whether the lengths are now what the lanes have seen of them, and these were all."""
+        """Whether what the lanes have seen is now the same, all lengths among it."""
         return (work.batch_size <= WARP) & cute.arch.vote_all_sync(now == seen)
 
     @cute.jit
