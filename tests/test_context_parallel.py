@@ -278,6 +278,20 @@ def test_where_packed_chunks_lie() -> None:
             assert torch.equal(packing.order(halves), rows)
 
 
+@pytest.mark.parametrize("lengths", [(8, 4, 12), (16, 0, 8), (4,), (0,), ()])
+@pytest.mark.parametrize("padding", [2, 10])
+def test_rows_behind_the_last_sequence(lengths: tuple[int, ...], padding: int) -> None:
+    """Each row once, and those of the sequences in each half as if there were no others."""
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    count = int(cu[-1])
+    own, padded = (packed_ring.Packing(cu, n) for n in (count, count + padding))
+    rows = torch.arange(count + padding)
+    first, second = padded.halves(rows).chunk(2)
+    assert torch.equal(padded.order(padded.halves(rows)), rows)
+    found = torch.cat((first[: count // 2], second[: count // 2]))
+    assert torch.equal(found, own.halves(rows[:count]))
+
+
 @pytest.mark.parametrize("case", ["numbers(rank, ranks, True, 2, None", "packed(rank, ranks, True, 2"])
 def test_a_compiled_graph_is_whole(case: str, tmp_path: Path) -> None:
     passed(ring(2, f"{case}, compiled=True)", tmp_path))

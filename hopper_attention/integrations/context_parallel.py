@@ -414,7 +414,7 @@ def context_parallel_attention(
     With `cu_seqlens`, int32 (n + 1,) on the GPU, they are of n sequences packed behind one another, as
     `packed_ring.shard` cuts them: (tokens, heads, head_dim), with the LSE (heads, tokens). `cu_seqlens` say
     where each whole sequence begins, and where the last ends; every length is a multiple of 2·ranks, which is
-    not looked at, as nothing is of what they hold.
+    not looked at, as nothing is of what they hold. Rows behind the last sequence may hold anything.
 
     Kernels leave `sm_margin` SMs to the communicator. Under autocast q, k and v are cast to its type. The
     rest as in `attention`. Raises ValueError before anything is launched: the same on every rank where any

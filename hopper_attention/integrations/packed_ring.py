@@ -10,6 +10,7 @@ import functools
 import itertools
 
 import torch
+import torch.nn.functional as F
 
 from .. import ops_policies
 from ..policies import as_batch
@@ -24,13 +25,12 @@ class Packing:
 
     def __init__(self, cu_seqlens: torch.Tensor, rows: int, ranks: int = 1):
         """`cu_seqlens` are of the whole sequences, whose lengths are multiples of 2·ranks; a rank has so many
-        `rows`."""
+        `rows`, of which those behind the last sequence count for nothing."""
         whole = cu_seqlens // ranks
         self.rows, self.cu_seqlens = rows, {rows: whole, rows // 2: whole // 2}
-        whole = whole.long()
+        whole = F.pad(whole.long(), (0, 1), value=rows)  # rows of no sequence are cut as another one's
         row = torch.arange(rows, device=whole.device)
         sequence = torch.searchsorted(whole, row, right=True) - 1
-        sequence = sequence.clamp_(max=max(0, whole.shape[0] - 2))
         begin, chunk = whole[sequence], (whole.diff() // 2)[sequence]
         second = row - begin >= chunk
         self.in_halves = begin // 2 + (row - begin) + torch.where(second, rows // 2 - chunk, 0)
