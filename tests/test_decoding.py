@@ -10,8 +10,9 @@ import torch
 
 import bench
 from harness import decoding as decoding_on_gpu
+from harness import decoding_fuzz
 from harness import decoding_model as model
-from harness.decoding_cases import Case
+from harness.decoding_cases import Case, cases, kernel_of
 from harness.judging import Verdict
 from harness.machine_code import disassemble
 from harness.read_only import compile_read_only
@@ -159,6 +160,28 @@ def test_bench_without_a_gpu(capsys: pytest.CaptureFixture) -> None:
     assert bench.main(["decode"]) == 0
     assert "no kernel was executed" in capsys.readouterr().out
     assert bench.main(["decode", "k6"]) == bench.main(["decode", "--save"]) == 2
+
+
+def test_a_random_call_follows_from_its_number(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """And the kernels of the cases are all among them; a wrong one is named."""
+    every = [decoding_fuzz.case_of(number) for number in range(decoding_fuzz.COUNT)]
+    assert every == [decoding_fuzz.case_of(number) for number in range(decoding_fuzz.COUNT)]
+    alone = lambda problem, options: (problem, *sorted((options | {"cluster": 1}).items()))  # any batch's
+    compiled_in = lambda some: {alone(*kernel_of(case)) for case in some}
+    assert compiled_in(every) == compiled_in(cases())
+    assert all(len(set(case.lengths)) == 1 for case in every if case.whole)
+    assert {1, 33, 64} <= {len(case.lengths) for case in every}
+    assert {0, 1, 64, 128} <= (lengths := {n for case in every for n in case.lengths}) and max(lengths) > 4000
+
+    assert decoding_fuzz.main(["0", "3"]) == 2  # there is no GPU here
+    monkeypatch.setattr(decoding_fuzz, "hopper_gpu", lambda: True)
+    wrong = decoding_fuzz.case_of(1)
+    monkeypatch.setattr(decoding_fuzz, "judge", lambda case: ("off" if case == wrong else None, None))
+    assert (decoding_fuzz.main(["0", "3"]), decoding_fuzz.main(["2", "1"])) == (1, 0)
+    said = capsys.readouterr()
+    assert "no Hopper GPU" in said.err and f"1: {wrong}: off" in said.out and "2 of 3 passed" in said.out
 
 
 def test_cases_have_a_reference() -> None:
