@@ -40,6 +40,7 @@ TESTED = {
     "python bench.py k6 bwd4 --suite window": PARSED,
     "python bench.py k6 --suite few": PARSED,
     "python bench.py decode": ELSEWHERE,
+    "python -m harness.decoding_fuzz": ELSEWHERE,
     "python -m harness.host": ELSEWHERE,
     "python -m harness.logits": ELSEWHERE,
     "python -m harness.accuracy": ELSEWHERE,
