@@ -148,9 +148,10 @@ class CacheLoads:
         kv_head, block, page, entry_place = Int32(0), Int32(0), Int32(0), None
         if const_expr(self.pdl):
             if (at < end) & (batch < work.batch_size):
-                length = Int32(work.seqlen_kv)
                 if const_expr(self.guesses):
                     length = cute.arch.shuffle_sync(seen, batch) + work.added
+                else:
+                    length = self.list.length(work, batch)
                 n, first, count = self.list.segment(work, entry, entries, end - at, length)
                 first = cutlass.max(0, first)
                 kv_head, block = divmod(columns * work.division.together.divisor + mine, x.blocks)
@@ -228,8 +229,8 @@ class CacheLoads:
 
     @cute.jit
     def entry_place(self, x, batch, first, otherwise):
-        """Where the entry is that a lane has of `table_window` at chunk `first`, which may lead anywhere; for
-        lanes without one it is `otherwise`, so that nothing has to ask."""
+        """Where the entry is that a lane has of `table_window` at chunk `first`, which may lead anywhere.
+        Lanes without one read `otherwise`, a number behind which no key is, so that nothing has to ask."""
         place, at = otherwise.toint(), self.page_of(x, first) + cute.arch.lane_idx()
         if (first >= 0) & (at >= 0) & (at < x.mTable.shape[1]):
             place = (x.mTable.iterator + cute.crd2idx((batch, at), x.mTable.layout)).toint()

@@ -73,8 +73,8 @@ class FlatList:
         return length + work.added if self.appends else length
 
     def lanes_place(self, work):
-        """Of each lane where the length of one of the first sequences is; lanes without one share the last,
-        so that nothing has to ask."""
+        """Of each lane where the length of one of the first sequences is, of which there must be one; lanes
+        without share the last, so that nothing has to ask."""
         return work.mLengths.iterator + cutlass.min(cute.arch.lane_idx(), work.batch_size - 1)
 
     def first_chunk(self, length, seqlen_q, left, added):
