@@ -425,7 +425,7 @@ def unkept(place: cute.Pointer) -> Int32:
 
 
 def kept(place: cute.Pointer) -> Int32:
-    """By such a plain load."""
+    """What is there now, by a plain load, which L1 keeps."""
     return cute.arch.load(place.llvm_ptr, Int32)
 
 
