@@ -4,8 +4,9 @@
     python -m harness.decoding_fuzz 300 40    40 from the 300th on
 
 A call follows from its number (`case_of`) and from nothing else: how many sequences, about and beyond the 32
-whose lengths a warp has in registers, and how long each is, 0, 1 and whole chunks among them. It is judged as
-the cases are: by the pass rule, three runs with the same bits, and of new keys what the cache then holds.
+whose lengths a warp has in registers, and how long each is, 0, 1 and the ends of chunks among them. It is
+judged as the cases are: by the pass rule, three runs with the same bits, and of new keys what the cache then
+holds.
 """
 
 import argparse
@@ -14,12 +15,14 @@ import functools
 import random
 import sys
 
+from harness.fuzz import length_of
 from harness.inputs import hopper_gpu
 
 from .decoding import judge
 from .decoding_cases import Case, cases, kernel_of
 
 COUNT = 512
+KEYS_MAX = 5000  # of a sequence
 ELEMENTS_MAX = 20_000_000  # of K, so that float64 takes a fraction of a second
 
 
@@ -34,14 +37,8 @@ def case_of(number: int) -> Case:
     rng, found = random.Random(f"decode {number}"), one_of_each_kernel()
     case = found[number % len(found)]
     batch, kv_heads = rng.choice((1, 1, 2, 3, 5, 9, 31, 32, 33, 64)), rng.choice((1, 2, 2, 4))
-    room = ELEMENTS_MAX // (batch * kv_heads * case.head_dim)
-
-    def length() -> int:
-        most = min(rng.choice((70, 300, 1500, 5000)), room)
-        keys = rng.randint(0, most)
-        return rng.choice((0, 1, keys, keys, keys // 64 * 64))
-
-    lengths = tuple(length() for _ in range(batch))
+    most = min(KEYS_MAX, ELEMENTS_MAX // (batch * kv_heads * case.head_dim))
+    lengths = tuple(length_of(rng, most) for _ in range(batch))
     if case.whole:  # the call is given no lengths
         lengths = (max(1, lengths[0]),) * batch
     return dataclasses.replace(case, lengths=lengths, kv_heads=kv_heads)

@@ -242,10 +242,7 @@ class CacheLoads:
         the TLBs. Of a page that may not be what it will be."""
         place, key = batch, first * self.chunk
         if const_expr(self.paged):
-            place = cute.arch.shuffle_sync(page, 0)
-            key = Int32(0)
-            if const_expr(self.boxes == 1):
-                key = first % x.per_page * self.chunk
+            place, key = cute.arch.shuffle_sync(page, 0), self.inside_page(x, first) * self.chunk
         if (place >= 0) & (place < x.mK.shape[0]) & (key >= 0) & (key < x.mK.shape[2]):
             with cute.arch.elect_one():
                 for mX in (x.mK, x.mV):
@@ -277,6 +274,15 @@ class CacheLoads:
             return Int32(1)
         return cutlass.min(self.boxes, cute.ceil_div(length - chunk * self.chunk, self.box))
 
+    def inside_page(self, x, chunk):
+        """Which chunk of its page a chunk is."""
+        return chunk % x.per_page if self.boxes == 1 else Int32(0)
+
+    def expect_boxes(self, ring, stage, boxes):
+        """The producer's arrival for a chunk of so many, with their bytes."""
+        for barrier in (ring.full_k, ring.full_v):
+            expect(barrier + stage, boxes * (self.box * self.head_dim * self.kv_bytes))
+
     @cute.jit
     def parts(self, x, ring, batch, kv_head):
         """Of a sequence and head K and V as partitioned for TMA, if they are not in pages."""
@@ -301,17 +307,13 @@ class CacheLoads:
         """`read_again`, and right behind it the first chunk into the first stage: with the reads behind the
         loads, pages of 16 are 0.2 µs slower. This is other code than that of the main loop, and not unrolled:
         both want more uniform registers than there are, and spill."""
-        parts, box_bytes = self.parts(x, ring, batch, kv_head), self.box * self.head_dim * self.kv_bytes
-        boxes = self.boxes_of(length, chunk)
-        expect(ring.full_k, boxes * box_bytes)
-        expect(ring.full_v, boxes * box_bytes)
+        parts, boxes = self.parts(x, ring, batch, kv_head), self.boxes_of(length, chunk)
+        self.expect_boxes(ring, 0, boxes)
         if const_expr(not self.paged):
             now, page_now = self.read_again(lanes_place, entry_place)
             self.whole_to(x, ring, 0, parts, chunk)
         else:
-            inside = Int32(0)
-            if const_expr(self.boxes == 1):
-                inside = chunk % x.per_page
+            inside = self.inside_page(x, chunk)
             place = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, 0))
             now, page_now = self.read_again(lanes_place, entry_place)
             for b in range(boxes, unroll=1):
@@ -325,22 +327,15 @@ class CacheLoads:
     ):
         """K and V of one chunk. `page` is of each lane an entry of the page table, from `begin` on. `waits`:
         at the CTA's first load, which `is_first` says, the launch before is waited for."""
-        full_k, full_v = ring.full_k, ring.full_v
-        box_bytes = self.box * self.head_dim * self.kv_bytes
+        boxes = self.boxes_of(length, chunk)
+        self.expect_boxes(ring, stage, boxes)
         if const_expr(not self.paged):
-            expect(full_k + stage, box_bytes)
-            expect(full_v + stage, box_bytes)
             if const_expr(waits):
                 if is_first:
                     cute.arch.griddepcontrol_wait()
             self.whole_to(x, ring, stage, parts, chunk)
         else:
-            at, inside = self.page_of(x, chunk), Int32(0)
-            if const_expr(self.boxes == 1):
-                inside = chunk % x.per_page
-            boxes = self.boxes_of(length, chunk)
-            expect(full_k + stage, boxes * box_bytes)
-            expect(full_v + stage, boxes * box_bytes)
+            at, inside = self.page_of(x, chunk), self.inside_page(x, chunk)
             places = [
                 cute.arch.make_warp_uniform(cute.arch.shuffle_sync(page, at + b - begin))
                 for b in range(self.boxes)
