@@ -10,6 +10,7 @@ that losses which should be alike are not.
 """
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -190,11 +191,17 @@ def train(
     runs = [Run(config, seqlen, one, compiled, seed) for one in attention]
     text, generator = standard_library().cuda(), torch.Generator().manual_seed(seed)
     order = random.Random(seed)
-    for _ in range(steps):
-        starts = torch.randint(len(text) - seqlen - 1, (batch, 1), generator=generator).cuda()
-        taken = text[starts + torch.arange(seqlen + 1, device="cuda")].long()
-        for run in order.sample(runs, len(runs)):
-            run.step(taken)
+    # Backward in this thread: one that has slept since the last step runs Python up to 1.7 times as slowly,
+    # and leaves this one asleep.
+    with torch.autograd.set_multithreading_enabled(False):
+        for step in range(steps):
+            if step == WARM_UP:
+                gc.freeze()  # or collections look through all that compiling has left
+            starts = torch.randint(len(text) - seqlen - 1, (batch, 1), generator=generator).cuda()
+            taken = text[starts + torch.arange(seqlen + 1, device="cuda")].long()
+            for run in order.sample(runs, len(runs)):
+                run.step(taken)
+    gc.unfreeze()
     parameters = sum(x.numel() for x in runs[0].model.parameters())
     flops = 6 * batch * seqlen * parameters + 12 * config.layers * config.hidden * seqlen**2 * batch
     found = []

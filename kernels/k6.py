@@ -147,9 +147,10 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
         mQ, mK, mV, mO = [self.batch.view(mX) for mX in (mQ, mK, mV, mO)]
         loads = *load_atom(mQ, self.q_box, self.head_dim), *load_atom(mK, self.tile_kv, self.head_dim)
         loads = *loads, *load_atom(mV, self.tile_kv, self.value_dim)
+        sizes = self.prepared(loads[1], loads[3])
         mmas = attention_mmas(self.dtype, self.tile_kv, self.value_dim)
         tensors = *loads, *store_atom(mO, self.o_box, self.value_dim), mLSE, mCounter
-        self.kernel(*mmas, *tensors, tiles, listing, *self.on_host(*given[:3]), given.sink).launch(
+        self.kernel(*mmas, *tensors, tiles, listing, sizes, *self.on_host(*given[:3]), given.sink).launch(
             grid=(cutlass.min(tiles, self.sms * self.config.ctas), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.config.ctas,  # who share the registers of an SM
@@ -161,7 +162,7 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
     @cute.kernel
     def kernel(
         self, mma_qk, mma_pv, load_Q, mQ, load_K, mK, load_V, mV, store_O, mO, mLSE, mCounter, tiles, listing,
-        scale, window, cap, mSink,
+        sizes, scale, window, cap, mSink,
     ):  # fmt: skip
         self.take(scale, window, cap)
         tidx, _, _ = cute.arch.thread_idx()
@@ -169,10 +170,9 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
         consumer_warps, taken = WARPS * self.consumers, None
         if const_expr(self.sliced):
             self.slices, taken = Slices(*listing), Int32(0)
-            self.take_queries(mQ.shape[0], self.slices.group)
+            self.take_queries(mQ.shape[0], sizes[-1].divisor, sizes[-1])
             if tidx == consumer_warps * WARP:
                 taken = cute.arch.atomic_add(mCounter.iterator.llvm_ptr, Int32(1))
-
         extents = self.extents_of(mQ, mK)
         smem = SmemAllocator()
         q_places = self.q_stages * self.consumers  # of Q; a consumer's are its number, and that + consumers
@@ -205,7 +205,7 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
             if warp_idx == consumer_warps:
                 rings = q_ring, k_ring, v_ring, tile_ring
                 loads = load_Q, mQ, sQ, load_K, mK, sK, load_V, mV, sV
-                self.produce(rings, sTile, loads, mCounter, tiles, listing, taken)
+                self.produce(rings, sTile, loads, mCounter, tiles, listing, sizes, taken)
             elif const_expr(self.sliced):
                 if warp_idx == consumer_warps + 1:
                     self.tell_others(sLeft, self.consumers, Barrier.LEFT)

@@ -58,10 +58,10 @@ class FlashAttentionGroups(k6.FlashAttentionForward):
         super().__init__(*kind, sliced=True, **options)
         self.batch = SlicedGroups(self.tile_kv)
 
-    def take_queries(self, queries, group):
-        self.queries, self.group = queries, group
+    def take_queries(self, queries, group, by=None):
+        self.queries, self.group, self.by_group = queries, group, group if by is None else by
         if self.mask.hides:
-            self.mask = CausalOfGroup(group, queries)
+            self.mask = CausalOfGroup(self.by_group, queries)
 
     def rows_of(self, queries, heads, kv_heads):
         return rows_of_group(queries, self.group), kv_heads
@@ -70,16 +70,16 @@ class FlashAttentionGroups(k6.FlashAttentionForward):
         # `row` may begin the next head's octet, and see fewer.
         return self.mask.last_key(row - 1, seqlen_q, seqlen_kv) + 1
 
-    def kv_head_of(self, head, mQ, mK):
+    def kv_head_of(self, head, group):
         return head
 
     def octet(self, number, kv_head):
         """(block, head) of the number-th octet of a group: where its queries are in Q and O."""
-        block, head = octet_at(number, self.group)
+        block, head = octet_at(number, self.by_group)
         return block, kv_head * self.group + head
 
     def query_at(self, row, place):
-        return query_of(row, self.group), self.octet(row // OCTET, place[1])[1]
+        return query_of(row, self.by_group), self.octet(row // OCTET, place[1])[1]
 
     @cute.jit
     def next_octet(self, at, kv_head):

@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 from .calls_slices import NOWHERE
 from .device.equal_tiles import PackedTiles, ask
 from .device.rings import PRODUCER, put, put_both
-from .device.tile_order import fetch, tell
+from .device.tile_order import divisor, fetch, tell
 from .device.tma import partition_tma
 
 END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
@@ -46,9 +46,14 @@ class LoadingQueries(PackedTiles):
         """A place without rows, which consumers hear of at the end."""
         return [0 if self.plain else NOWHERE] + [0] * (self.batch.words - 1)
 
-    def kv_head_of(self, head, mQ, mK):
-        """The key head of a place's head."""
-        return head // (mQ.shape[2] // mK.shape[2])
+    def prepared(self, mQ, mK):
+        """What the kernel divides by, to find a tile, and by the query heads of a key head, the last."""
+        found = [] if self.packed or self.sliced else self.sizes(mQ, mK, divisor)
+        return [*found, divisor(mQ.shape[2] // mK.shape[2])]
+
+    def kv_head_of(self, head, group):
+        """The key head of a place's head, in groups of so many."""
+        return head // group
 
     def partition_queries(self, load_Q, mQ, sQ, place):
         """What `put_queries` takes of the queries of a place's head."""
@@ -59,7 +64,7 @@ class LoadingQueries(PackedTiles):
         put(q_ring, q_put, load_Q, tQgQ[self.queries_at(place, consumer)], tQsQ)
 
     @cute.jit
-    def produce(self, rings, sTile, loads, mCounter, tiles, listing, taken):
+    def produce(self, rings, sTile, loads, mCounter, tiles, listing, sizes, taken):
         """The producer warp, to the end, as far ahead as the rings have room, across the ends of tiles:
 
         for each tile of queries:
@@ -72,6 +77,7 @@ class LoadingQueries(PackedTiles):
         """
         q_ring, k_ring, v_ring, tile_ring = rings
         load_Q, mQ, sQ, load_K, mK, sK, load_V, mV, sV = loads
+        *sizes, group = sizes
         extents = self.extents_of(mQ, mK)
         q_put = pipeline.make_pipeline_state(PRODUCER, self.q_stages * self.consumers)
         kv_put = pipeline.make_pipeline_state(PRODUCER, self.stages)
@@ -91,11 +97,11 @@ class LoadingQueries(PackedTiles):
             elif const_expr(self.sliced):
                 place = self.locate_piece(number, tile, tiles, mQ, mK)
             else:
-                place = self.locate(tile, mQ, mK)
+                place = self.locate(tile, sizes)
             tell(tile_ring, tile_put, sTile, (announced, *place))
             tile_put.advance()
             q_block, head = place[0], place[1]
-            kv_head = self.kv_head_of(head, mQ, mK)
+            kv_head = self.kv_head_of(head, group)
             # (TMA, block of rows) in global memory, (TMA, place or stage) in shared
             tQgQ, tQsQ = self.partition_queries(load_Q, mQ, sQ, place)
             tKgK, tKsK = partition_tma(load_K, self.batch.keys_from(mK, kv_head, place), sK)

@@ -18,6 +18,15 @@ from hopper_attention.ways import Kind, Way
 k6_slices, k6_groups, key_slices = kernels("k6_slices"), kernels("k6_groups"), kernels("device.key_slices")
 group_rows = kernels("device.group_rows")
 key_slices.Int32 = int
+
+
+class Divisor(int):
+    """What a kernel divides by, as a number."""
+
+    divisor = property(int)
+
+
+key_slices.divisor = Divisor
 LEAVES = key_slices.LEAVES
 RNG = random.Random(0)
 SHAPES = [  # batch, heads, queries, keys

@@ -36,6 +36,7 @@ from .constants import WARP, WARPGROUP
 from .limits import BLOCK
 from .packed import Dense
 from .query_tiles import Config, QueryTiles
+from .tile_order import divisor
 
 LEAVES = -1  # in the place of how many pieces are to be added: the piece is left for others to add
 SLOT_BITS = 16
@@ -47,11 +48,12 @@ class Slices(NamedTuple):
     mStates: cute.Tensor  # fp32 (slot, quad, thread, 4): a piece that was left
     mLeft: cute.Tensor  # int32 (slot · warps + 1,): not 0 while it waits to be added; CTAs that have ended
     mO: cute.Tensor  # (batch, heads, seqlen, head_dim), where parts of sums are stored
-    share: Int32  # steps of a slice
-    steps: Int32  # of a head
+    heads: cute.FastDivmodDivisorV2  # of a batch
+    blocks: cute.FastDivmodDivisorV2  # steps of a tile, where all have as many
+    steps: cute.FastDivmodDivisorV2  # of a head
+    share: cute.FastDivmodDivisorV2  # steps of a slice
     divided: Int32  # steps, the first, that are divided into slices
     whole: Int32  # tiles of queries behind them that are not
-    group: Int32  # query heads of a key head
     parts: Int32  # in which a tile's sum is made; 0: whoever has its last step adds its pieces
     sums: Int32  # parts of all tiles that are divided
 
@@ -114,8 +116,9 @@ class SlicedTiles(QueryTiles):
 
     # ---- what tiles are of: here the queries of a head; k6_groups has those of a group of heads ------------
 
-    def take_queries(self, queries, group):
-        """How many a head has, and heads a group: before anything is asked, on the host and in the kernel."""
+    def take_queries(self, queries, group, by=None):
+        """How many a head has, and heads a group, for which `by` may stand where something is divided: before
+        anything is asked, on the host and in the kernel."""
 
     def rows_of(self, queries, heads, kv_heads):
         """Rows of what a tile belongs to, and of how many such a batch consists."""
@@ -133,10 +136,9 @@ class SlicedTiles(QueryTiles):
     def slices_of(self, mStates, mLeft, mQ, mK, mO):
         """On the host, of Q, K and O (batch, heads, seqlen, head_dim): (`Slices`' members, how many CTAs)."""
         batch, heads, queries, _ = mQ.shape
-        group = heads // mK.shape[1]
-        self.take_queries(queries, group)
-        seqlen_q, heads = self.rows_of(queries, heads, mK.shape[1])
-        heads, seqlen_kv, key_rows = batch * heads, mK.shape[2], batch * mK.shape[1] * mK.shape[2]
+        self.take_queries(queries, heads // mK.shape[1])
+        seqlen_q, of_batch = self.rows_of(queries, heads, mK.shape[1])
+        heads, seqlen_kv, key_rows = batch * of_batch, mK.shape[2], batch * mK.shape[1] * mK.shape[2]
         q_blocks, steps = cute.ceil_div(seqlen_q, self.tile_q), Int32(0)
         if const_expr(self.mask.hides):
             for i in range(q_blocks):
@@ -158,8 +160,8 @@ class SlicedTiles(QueryTiles):
             parts = Int32(1)
             while (parts * 2 * tiles <= ctas) & (self.quads % (parts * 2) == 0):
                 parts *= 2
-        of_sums = parts, parts * tiles
-        return (mStates, mLeft, mO, share, steps, divided, whole, group, *of_sums), ctas
+        divided_by = [divisor(x) for x in (of_batch, longest, steps, share)]
+        return (mStates, mLeft, mO, *divided_by, divided, whole, parts, parts * tiles), ctas
 
     @property
     def quads(self) -> int:
@@ -183,11 +185,12 @@ class SlicedTiles(QueryTiles):
     @cute.jit
     def first_piece(self, number, mQ, mK):
         """Where in a slice the producer begins."""
-        begin = cutlass.min(number * self.slices.share, self.slices.divided)
-        end = cutlass.min(begin + self.slices.share, self.slices.divided)
+        share = self.slices.share.divisor
+        begin = cutlass.min(number * share, self.slices.divided)
+        end = cutlass.min(begin + share, self.slices.divided)
         at = -end, -begin, -begin, -begin, number
         if const_expr(self.keeps_whole):
-            if end % self.kv_blocks(self.tile_q, mQ.shape[0], mK.shape[0]) == 0:
+            if end % self.slices.blocks == 0:
                 at = self.next_piece(at, mQ, mK)
         return at
 
@@ -202,7 +205,7 @@ class SlicedTiles(QueryTiles):
             if ahead < self.slices.whole:
                 if ahead < self.sms:  # its first
                     kept = tile
-                blocks = self.kv_blocks(self.tile_q, mQ.shape[0], mK.shape[0])
+                blocks = self.slices.blocks.divisor
                 begin = self.slices.divided + ahead * blocks
                 tile, tiles = -begin - blocks, -begin
                 ahead += self.sms
@@ -213,8 +216,8 @@ class SlicedTiles(QueryTiles):
     @cute.jit
     def locate_piece(self, number, tile, tiles, mQ, mK):
         """The place of the piece of slice `number` that ends at step −tile, and begins at −tiles or later."""
-        seqlen_q, heads = self.rows_of(mQ.shape[0], mQ.shape[2], mK.shape[2])
-        seqlen_kv = mK.shape[0]
+        seqlen_q, _ = self.rows_of(mQ.shape[0], mQ.shape[2], mK.shape[2])
+        seqlen_kv, heads = mK.shape[0], self.slices.heads
         last = -tile - 1
         head, inside = last // self.slices.steps, last % self.slices.steps
         block, blocks = Int32(0), self.kv_blocks(self.tile_q, seqlen_q, seqlen_kv)
@@ -224,7 +227,7 @@ class SlicedTiles(QueryTiles):
                 block += 1
                 blocks = self.kv_blocks((block + 1) * self.tile_q, seqlen_q, seqlen_kv)
         else:
-            block, inside = inside // blocks, inside % blocks
+            block, inside = inside // self.slices.blocks, inside % self.slices.blocks
         begin = last - inside  # the tile's first step
         first = cutlass.max(0, -tiles - begin)
         slot, adds = number, Int32(0)
@@ -273,11 +276,11 @@ class SlicedTiles(QueryTiles):
     @cute.jit
     def locate_part(self, part, mQ, mK):
         """The place of a part of a sum."""
-        seqlen_q, heads = self.rows_of(mQ.shape[0], mQ.shape[2], mK.shape[2])
-        seqlen_kv = mK.shape[0]
+        seqlen_q, _ = self.rows_of(mQ.shape[0], mQ.shape[2], mK.shape[2])
+        seqlen_kv, heads = mK.shape[0], self.slices.heads
         tile, q_blocks = part // self.slices.parts, cute.ceil_div(seqlen_q, self.tile_q)
         head, block = tile // q_blocks, tile % q_blocks
-        begin, blocks = head * self.slices.steps, self.kv_blocks(self.tile_q, seqlen_q, seqlen_kv)
+        begin, blocks = head * self.slices.steps.divisor, self.kv_blocks(self.tile_q, seqlen_q, seqlen_kv)
         if const_expr(self.mask.hides):
             for i in range(block):
                 begin += blocks
