@@ -47,7 +47,8 @@ class LoadingQueries(PackedTiles):
         return [0 if self.plain else NOWHERE] + [0] * (self.batch.words - 1)
 
     def prepared(self, mQ, mK):
-        """What the kernel divides by, to find a tile, and by the query heads of a key head, the last."""
+        """What `locate` finds a tile by, unless it is packed or sliced; and, the last, the query heads of a
+        key head, to be divided by."""
         found = [] if self.packed or self.sliced else self.sizes(mQ, mK, divisor)
         return [*found, divisor(mQ.shape[2] // mK.shape[2])]
 

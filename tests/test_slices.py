@@ -7,7 +7,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from untraced import kernels
+from untraced import Divisor, kernels
 
 from hopper_attention import ways
 from hopper_attention.kernels.calls_slices import rows_of_group
@@ -18,14 +18,6 @@ from hopper_attention.ways import Kind, Way
 k6_slices, k6_groups, key_slices = kernels("k6_slices"), kernels("k6_groups"), kernels("device.key_slices")
 group_rows = kernels("device.group_rows")
 key_slices.Int32 = int
-
-
-class Divisor(int):
-    """What a kernel divides by, as a number."""
-
-    divisor = property(int)
-
-
 key_slices.divisor = Divisor
 LEAVES = key_slices.LEAVES
 RNG = random.Random(0)

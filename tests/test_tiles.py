@@ -6,7 +6,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
-from untraced import kernels
+from untraced import Divisor, kernels
 
 from harness.sweep import HEAD_DIMS
 from hopper_attention.kernels.contract import Problem
@@ -118,6 +118,30 @@ def test_tiles_of_256_columns_end_together(heads: int, n: int) -> None:
     steps = (kernel.kv_blocks((block + 1) * kernel.tile_q, n, n) for block, _ in found)
     loads = division._loads([x * tile.step + tile.tile for x in steps], kernel.sms)
     assert sum(loads) / kernel.sms / max(loads) > 0.98
+
+
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 256])
+@pytest.mark.parametrize("mask", [{"causal": False}, {"causal": True}, {"causal": False, "window": (64, 0)}])
+def test_k6_finds_every_tile_once(
+    head_dim: int, mask: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what its host prepares, in the order that is computed without; and each with its key head."""
+    monkeypatch.setattr(kernels("k6_loads"), "divisor", Divisor)
+    for batch, kv_heads, group, n in ((1, 1, 1, 1), (3, 2, 1, 700), (2, 3, 4, 1025), (1, 5, 8, 4096)):
+        problem = Problem(batch, kv_heads * group, kv_heads, n, n, head_dim, **mask)
+        kernel, heads = k6.kernel_for(problem), batch * problem.heads
+        mQ, mK = (SimpleNamespace(shape=(n, head_dim, x, batch)) for x in (problem.heads, kv_heads))
+        *sizes, of_group = kernel.prepared(mQ, mK)
+        blocks, places = math.ceil(n / kernel.tile_q), []
+        for tile in range(blocks * heads):
+            block, head, at = map(int, kernel.locate(tile, sizes))
+            assert kernel.kv_head_of(head, of_group) == head // group
+            places.append((block, at * problem.heads + head))
+        assert places == [
+            tuple(map(int, kernel.order.locate(tile, blocks, heads, kernel.section(n))))
+            for tile in range(blocks * heads)
+        ]
+        assert {*places} == {(block, head) for block in range(blocks) for head in range(heads)}
 
 
 WINDOWS = ((0, 0), (63, 0), (64, 0), (127, 5), (130, 70), (-1, 10), (10, -1), (500, 3))

@@ -2,4 +2,10 @@
 
 from harness.untraced import kernels
 
-__all__ = ["kernels"]
+__all__ = ["Divisor", "kernels"]
+
+
+class Divisor(int):
+    """What `tile_order.divisor` makes of a number, as a number."""
+
+    divisor = property(int)

@@ -49,7 +49,7 @@ class Slices(NamedTuple):
     mLeft: cute.Tensor  # int32 (slot · warps + 1,): not 0 while it waits to be added; CTAs that have ended
     mO: cute.Tensor  # (batch, heads, seqlen, head_dim), where parts of sums are stored
     heads: cute.FastDivmodDivisorV2  # of a batch
-    blocks: cute.FastDivmodDivisorV2  # steps of a tile, where all have as many
+    blocks: cute.FastDivmodDivisorV2  # steps of a tile, where all have as many, without a mask
     steps: cute.FastDivmodDivisorV2  # of a head
     share: cute.FastDivmodDivisorV2  # steps of a slice
     divided: Int32  # steps, the first, that are divided into slices
@@ -117,8 +117,8 @@ class SlicedTiles(QueryTiles):
     # ---- what tiles are of: here the queries of a head; k6_groups has those of a group of heads ------------
 
     def take_queries(self, queries, group, by=None):
-        """How many a head has, and heads a group, for which `by` may stand where something is divided: before
-        anything is asked, on the host and in the kernel."""
+        """How many a head has, and heads a group, also as what is divided `by`: before anything is asked, on
+        the host and in the kernel."""
 
     def rows_of(self, queries, heads, kv_heads):
         """Rows of what a tile belongs to, and of how many such a batch consists."""

@@ -100,7 +100,8 @@ class BySection(TileOrder):
 
 @cute.jit
 def in_sections(tile, blocks, section, final, tiles, heads, rest):
-    """(block, head) of the tile-th tile; `tiles` and `heads` of a section, `rest` of the last."""
+    """(block, head) of the tile-th tile. What is divided by: a section's `tiles` and its `heads`, as many as
+    `section` says, and the `rest` of the heads, from `final` on."""
     first = tile // tiles * section
     if first >= final:
         first, heads = final, rest
