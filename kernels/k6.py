@@ -147,7 +147,7 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
         mQ, mK, mV, mO = [self.batch.view(mX) for mX in (mQ, mK, mV, mO)]
         loads = *load_atom(mQ, self.q_box, self.head_dim), *load_atom(mK, self.tile_kv, self.head_dim)
         loads = *loads, *load_atom(mV, self.tile_kv, self.value_dim)
-        sizes = self.prepared(loads[1], loads[3])
+        sizes = self.sizes(loads[1], loads[3])
         mmas = attention_mmas(self.dtype, self.tile_kv, self.value_dim)
         tensors = *loads, *store_atom(mO, self.o_box, self.value_dim), mLSE, mCounter
         self.kernel(*mmas, *tensors, tiles, listing, sizes, *self.on_host(*given[:3]), given.sink).launch(

@@ -9,8 +9,9 @@ from cutlass.cute.nvgpu import cpasync
 
 from .calls_slices import NOWHERE
 from .device.equal_tiles import PackedTiles, ask
+from .device.prepared_order import divisor, prepared
 from .device.rings import PRODUCER, put, put_both
-from .device.tile_order import divisor, fetch, tell
+from .device.tile_order import fetch, tell
 from .device.tma import partition_tma
 
 END, FIRST, FOLLOWS = range(3)  # how a CTA's tiles are announced
@@ -23,6 +24,10 @@ class LoadingQueries(PackedTiles):
     q_stages: int  # of each consumer's 64 rows of Q
     stages: int  # of the ring of K, and of V
     keys_first = False  # K before Q
+
+    def __init__(self, *tiles: object):
+        super().__init__(*tiles)
+        self.order = prepared(self.order)
 
     @property
     def plain(self) -> bool:
@@ -46,11 +51,21 @@ class LoadingQueries(PackedTiles):
         """A place without rows, which consumers hear of at the end."""
         return [0 if self.plain else NOWHERE] + [0] * (self.batch.words - 1)
 
-    def prepared(self, mQ, mK):
-        """What `locate` finds a tile by, unless it is packed or sliced; and, the last, the query heads of a
-        key head, to be divided by."""
-        found = [] if self.packed or self.sliced else self.sizes(mQ, mK, divisor)
-        return [*found, divisor(mQ.shape[2] // mK.shape[2])]
+    def sizes(self, mQ, mK):
+        """On the host: what `find` takes, unless tiles are packed or sliced; and, the last, the query heads
+        of a key head, to be divided by."""
+        heads, found = mQ.shape[2], []
+        if not (self.packed or self.sliced):
+            blocks, section = cute.ceil_div(mQ.shape[0], self.tile_q), self.section(mK.shape[0])
+            order = self.order.sizes(blocks, heads * mQ.shape[3], section, by=divisor)
+            found = [*order, divisor(heads)]
+        return [*found, divisor(heads // mK.shape[2])]
+
+    def find(self, tile, sizes):
+        """`locate`, by what was prepared."""
+        *order, heads = sizes
+        q_block, head = self.order.place(tile, *order)
+        return q_block, head % heads, head // heads
 
     def kv_head_of(self, head, group):
         """The key head of a place's head, in groups of so many."""
@@ -98,7 +113,7 @@ class LoadingQueries(PackedTiles):
             elif const_expr(self.sliced):
                 place = self.locate_piece(number, tile, tiles, mQ, mK)
             else:
-                place = self.locate(tile, sizes)
+                place = self.find(tile, sizes)
             tell(tile_ring, tile_put, sTile, (announced, *place))
             tile_put.advance()
             q_block, head = place[0], place[1]

@@ -201,7 +201,7 @@ class FP8Forward(QueryTiles):
                 tile, _, _ = cute.arch.block_idx()
                 announced = Int32(FIRST)
                 while tile < tiles:
-                    q_block, head, batch = self.locate(tile, self.sizes(mQ, mK))
+                    q_block, head, batch = self.locate(tile, mQ, mK)
                     tell(tile_ring, tile_put, sTile, (announced, q_block, head, batch))
                     tile_put.advance()
                     kv_head = head // group

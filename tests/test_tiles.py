@@ -131,10 +131,10 @@ def test_k6_finds_every_tile_once(
         problem = Problem(batch, kv_heads * group, kv_heads, n, n, head_dim, **mask)
         kernel, heads = k6.kernel_for(problem), batch * problem.heads
         mQ, mK = (SimpleNamespace(shape=(n, head_dim, x, batch)) for x in (problem.heads, kv_heads))
-        *sizes, of_group = kernel.prepared(mQ, mK)
+        *sizes, of_group = kernel.sizes(mQ, mK)
         blocks, places = math.ceil(n / kernel.tile_q), []
         for tile in range(blocks * heads):
-            block, head, at = map(int, kernel.locate(tile, sizes))
+            block, head, at = map(int, kernel.find(tile, sizes))
             assert kernel.kv_head_of(head, of_group) == head // group
             places.append((block, at * problem.heads + head))
         assert places == [

@@ -35,8 +35,8 @@ from ..calls_slices import CACHED_BYTES, LEAST_STEPS, MOST_PIECES, QUAD, sums_ar
 from .constants import WARP, WARPGROUP
 from .limits import BLOCK
 from .packed import Dense
+from .prepared_order import divisor
 from .query_tiles import Config, QueryTiles
-from .tile_order import divisor
 
 LEAVES = -1  # in the place of how many pieces are to be added: the piece is left for others to add
 SLOT_BITS = 16

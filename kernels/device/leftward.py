@@ -44,9 +44,7 @@ class TilesOfQueries(Scores, QueryTiles):  # `take` is the former's
 
     def place_of(self, tile, mQ, mK, mList):
         """The tile-th tile's place, of `self.batch`; mList only of packed ones."""
-        if self.packed:
-            return self.locate_listed(tile, mQ, mList)
-        return self.locate(tile, self.sizes(mQ, mK))
+        return self.locate_listed(tile, mQ, mList) if self.packed else self.locate(tile, mQ, mK)
 
     def locate_listed(self, tile, mQ, mList):
         """(q_block, head, start_q, …): as `QueryTiles`, and where in scratch the sequence's queries are."""

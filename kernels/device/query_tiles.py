@@ -16,7 +16,7 @@ from .masks import Mask, Window
 from .packed import DENSE, Batch, Packed
 from .softcap import SoftCap, cap_numbers
 from .tile_list import ListTiles
-from .tile_order import ByHead, BySection, as_it_is, hear_place
+from .tile_order import ByHead, BySection, hear_place
 
 ROWS = 64  # queries of a consumer: the M of a WGMMA
 
@@ -217,16 +217,12 @@ class QueryTiles:
             own = 1 if first_row >= problem.seqlen_q else math.ceil(keys / self.tile_kv)
             yield own, min(own, seen // self.tile_kv)
 
-    def sizes(self, mQ, mK, by=as_it_is):
-        """What `locate` takes of Q and K, (seqlen, head_dim, heads, batch); `by` as `TileOrder.sizes`."""
-        heads, q_blocks = mQ.shape[2], cute.ceil_div(mQ.shape[0], self.tile_q)
-        order = self.order.sizes(q_blocks, heads * mQ.shape[3], self.section(mK.shape[0]), by=by)
-        return *order, by(heads)
-
-    def locate(self, tile, sizes):
+    @cute.jit
+    def locate(self, tile, mQ, mK):
         """(q_block, head, batch) of the tile-th tile in the order they are fetched."""
-        *order, heads = sizes
-        q_block, head = self.order.place(tile, *order)
+        heads, all_heads = mQ.shape[2], mQ.shape[2] * mQ.shape[3]
+        q_blocks = cute.ceil_div(mQ.shape[0], self.tile_q)
+        q_block, head = self.order.locate(tile, q_blocks, all_heads, self.section(mK.shape[0]))
         return q_block, head % heads, head // heads
 
     @cute.jit

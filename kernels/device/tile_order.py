@@ -43,70 +43,42 @@ def final_section(heads, section):
     return cutlass.max(0, heads - FINAL_SECTIONS * section) // section * section
 
 
-def as_it_is(number):
-    """The number, by which one divides with a division: some 25 instructions, each waiting for the last."""
-    return number
-
-
-def divisor(number):
-    """On the host: the number as what a kernel divides by with a multiplication and a shift."""
-    return cute.FastDivmodDivisorV2(Int32(number))
-
-
-class TileOrder:
-    """Which (block, head) the tile-th tile is. What that is found by, `sizes`, is the same for all tiles."""
-
-    def sizes(self, blocks, heads, section=None, final=None, by=as_it_is):
-        """Of heads of so many blocks. `by` prepares what is divided by."""
-        raise NotImplementedError
-
-    def place(self, tile, *sizes):
-        """(block, head) of the tile-th tile."""
-        raise NotImplementedError
-
-    def locate(self, tile, blocks, heads, section=None, final=None):
-        """`place` of `sizes`."""
-        return self.place(tile, *self.sizes(blocks, heads, section, final))
-
-
 @dataclass(frozen=True)
-class ByHead(TileOrder):
+class ByHead:
     """All blocks of a head, then those of the next."""
 
-    def sizes(self, blocks, heads, section=None, final=None, by=as_it_is):
-        return (by(blocks),)
-
-    def place(self, tile, blocks):
+    def locate(self, tile, blocks, heads, section=None, final=None):
+        """(block, head) of the tile-th tile."""
         return tile % blocks, tile // blocks
 
 
 @dataclass(frozen=True)
-class BySection(TileOrder):
-    """The longest tiles of some heads first, so that no long one is left to the end: `section` heads at a
-    time, and of these first everyone's block 0. From the head `final` on, by default `final_section`, the
-    rest are one section. Blocks come from the first on, or `backwards`."""
+class BySection:
+    """`in_sections`: the longest tiles of some heads first, so that no long one is left to the end. Blocks
+    come from the first on, or `backwards`."""
 
     backwards: bool = False
 
-    def sizes(self, blocks, heads, section=None, final=None, by=as_it_is):
-        section = cutlass.max(1, cutlass.min(heads, section))
-        final = final_section(heads, section) if final is None else final
-        return blocks, section, final, by(section * blocks), by(section), by(heads - final)
-
-    def place(self, tile, blocks, section, final, *divided_by):
-        block, head = in_sections(tile, blocks, section, final, *divided_by)
+    def locate(self, tile, blocks, heads, section, final=None):
+        """(block, head) of the tile-th tile."""
+        block, head = in_sections(tile, blocks, heads, section, final)
         return blocks - 1 - block if self.backwards else block, head
 
 
+TileOrder = ByHead | BySection
+
+
 @cute.jit
-def in_sections(tile, blocks, section, final, tiles, heads, rest):
-    """(block, head) of the tile-th tile. What is divided by: a section's `tiles` and its `heads`, as many as
-    `section` says, and the `rest` of the heads, from `final` on."""
-    first = tile // tiles * section
+def in_sections(tile, blocks, heads, section, final=None):
+    """(block, head) of the tile-th tile, `section` heads at a time: of these first everyone's block 0. From
+    the head `final` on, by default `final_section`, the rest are one section."""
+    section = cutlass.max(1, cutlass.min(heads, section))
+    first = tile // (section * blocks) * section
+    final = final_section(heads, section) if const_expr(final is None) else final
     if first >= final:
-        first, heads = final, rest
+        first, section = final, heads - final
     inside = tile - first * blocks
-    return inside // heads, first + inside % heads
+    return inside // section, first + inside % section
 
 
 def message_ring(smem: object, listeners: int) -> PipelineAsync:
