@@ -6,6 +6,6 @@ __all__ = ["Divisor", "kernels"]
 
 
 class Divisor(int):
-    """What `tile_order.divisor` makes of a number, as a number."""
+    """What `prepared_order.divisor` makes of a number, as a number."""
 
     divisor = property(int)
