@@ -147,7 +147,9 @@ def capped_together(s: Array, cap: float) -> Array:
     """Scores (…, TOGETHER) in fp32, each four with one reciprocal, as tiles taken for far are computed."""
     f = np.float32
     with np.errstate(over="ignore", invalid="ignore"):
-        powers = np.exp2(s.astype(f) * f(2 / (cap * np.log(2)))) * f(2.0**-LARGEST)
+        exponents = s.astype(f) * f(2 / (cap * np.log(2)))
+        # In fp64, rounded: NumPy's fp32 powers differ from CPU to CPU.
+        powers = np.exp2(exponents.astype(np.float64)).astype(f) * f(2.0**-LARGEST)
         # An operation that saturates makes 0 of NaN.
         factors = np.clip(np.nan_to_num(powers + f(2.0**-LARGEST), nan=0.0), f(0), f(1))
         a, b, c, d = (factors[..., i] for i in range(TOGETHER))

@@ -125,6 +125,24 @@ def an_lse_about_zero(stage_id, args):
 
 
 @case(direction="fwd", policy="window")
+def rows_of_few_large_scores(stage_id, args):
+    """One key or some equal ones are nearly all of a row, and none of them is in its first tile; or many far
+    below zero are. A rough tanh is then off the same way in all that weighs, each row's elsewhere."""
+    for head_dim in HEAD_DIMS:
+        for cap, most in ((50.0, 60.0), (12.0, 15.0)):
+            fields = {"batch": 1, "softcap": cap, "seqlen_q": 300, "seqlen_kv": 700}
+            given = random_given(plain_of(stage_id, head_dim, **fields), scale=1.0)
+            given.q.zero_()
+            given.q[..., 0] = torch.linspace(most / 10, most, 300, device=given.q.device)
+            for others, largest in ((0.6, 1), (-0.6, 1), (0.2, 3), (-0.6, 25), (0.6, 300), (-1.0, 0)):
+                given.k.zero_()
+                given.k[..., 0] = others
+                given.k[:, :, :3, 0] = 0.75 if largest else 0.1
+                given.k[:, :, 700 - largest :, 0] = 1.0
+                yield from checked(stage_id, replace(given), f"{largest} of 1, others of {others}")
+
+
+@case(direction="fwd", policy="window")
 def equal_keys_far_from_zero(stage_id, args):
     """Many terms of a row are the largest and equal, and none is of its first tile: what rounds one of them
     rounds all."""

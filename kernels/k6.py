@@ -167,12 +167,14 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
         self.take(scale, window, cap)
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
-        consumer_warps, taken = WARPS * self.consumers, None
+        consumer_warps, begun = WARPS * self.consumers, None
         if const_expr(self.sliced):
-            self.slices, taken = Slices(*listing), Int32(0)
+            self.slices, begun = Slices(*listing), Int32(0)
             self.take_queries(mQ.shape[0], sizes[-1].divisor, sizes[-1])
             if tidx == consumer_warps * WARP:
-                taken = cute.arch.atomic_add(mCounter.iterator.llvm_ptr, Int32(1))
+                begun = cute.arch.atomic_add(mCounter.iterator.llvm_ptr, Int32(1))
+        elif const_expr(self.packed):
+            begun = self.begin_loading(warp_idx == consumer_warps, tiles, mCounter, mQ, mK, listing)
         extents = self.extents_of(mQ, mK)
         smem = SmemAllocator()
         q_places = self.q_stages * self.consumers  # of Q; a consumer's are its number, and that + consumers
@@ -205,7 +207,7 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
             if warp_idx == consumer_warps:
                 rings = q_ring, k_ring, v_ring, tile_ring
                 loads = load_Q, mQ, sQ, load_K, mK, sK, load_V, mV, sV
-                self.produce(rings, sTile, loads, mCounter, tiles, listing, sizes, taken)
+                self.produce(rings, sTile, loads, mCounter, tiles, listing, sizes, begun)
             elif const_expr(self.sliced):
                 if warp_idx == consumer_warps + 1:
                     self.tell_others(sLeft, self.consumers, Barrier.LEFT)
@@ -258,7 +260,7 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
                     self.hide(S, -Float32.inf, *rows.limits, first_row, first, *lengths, both_edges=True)
                 elif visible == 0:
                     self.hide(S, -Float32.inf, *rows.limits, first_row, 0, *lengths)
-                lazy.first_softmax(S, row_max, row_sum, self.scale_log2, least)
+                maxima = lazy.first_softmax(S, row_max, row_sum, self.scale_log2, least)
                 round_fragment(x.rS, x.rP, self.dtype)
                 if const_expr(self.mask.hides_first):
                     # Tiles before whose end a row may have seen no key: one or two with the first.
@@ -277,19 +279,16 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
                         await_stores()
                         q_ring.consumer_release(q_get.other)
 
-                # 3. main loop: tiles seen whole (all asked whether far, or none: caps), with hidden keys
+                # 3. main loop: tiles seen whole, under a cap of one kind; then those with hidden keys
                 excess.fill(0.0)  # between the loops it would cost the second one uniform registers
-                asked = visible if self.cap is None else visible - far * (visible - edge)  # all or none
-                for block in range(edge, asked, unroll=1):
-                    self.step(x, rows, room, block, limits, q_get, k_get, v_get, KeyTile.WHOLE)
-                    # V's next stage is K's of now: 2 instructions less than to advance it, below 20 more.
-                    v_get = k_get.clone()
-                    k_get.advance()
-                if const_expr(self.cap is not None):
-                    for block in range(asked, visible, unroll=1):
-                        self.step(x, rows, room, block, limits, q_get, k_get, v_get, KeyTile.FAR)
+                roughly = self.may_be_rough(far, maxima, lengths[1], room, Barrier.FAR + consumer)
+                for tile, rough, start, end in self.loops(edge, visible, far, roughly):
+                    for block in range(start, end, unroll=1):
+                        self.step(x, rows, room, block, limits, q_get, k_get, v_get, tile, rough=rough)
+                        # V's next stage is K's of now: 2 instructions less than to advance it, below 20 more.
                         v_get = k_get.clone()
                         k_get.advance()
+                self.mend(roughly, room, row_max, row_sum, excess)
                 for block in range(cutlass.max(edge, visible), own_blocks, unroll=1):
                     self.step(x, rows, room, block, limits, q_get, k_get, v_get, KeyTile.HIDES)
                     k_get.advance()
@@ -365,9 +364,9 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
                             self.make_part(place, sQuads, mLSE, extents[0], warp_idx)
                         announced, place = self.hear(tile_ring, tile_get, sTile, consumer)
 
-    def step(self, x, rows, room, kv_block, limits, q_get, k_get, v_get, tile: KeyTile, least=None):
-        """Q·Kᵀ of one tile beside P·V of the tile before, and the softmax of the one, part by part: while a
-        part is subtracted and asked for its growth, the part before it is exponentiated."""
+    def step(self, x, rows, room, kv_block, limits, q_get, k_get, v_get, tile, least=None, rough=False):
+        """Q·Kᵀ of one tile, a `KeyTile`, beside P·V of the tile before, and the softmax of the one, part by
+        part: while a part is subtracted and asked for its growth, the part before it is exponentiated."""
         first, first_row, *lengths = limits
         x.k_ring.consumer_wait(k_get)
         multiply_qk(x, q_get, k_get)
@@ -377,6 +376,8 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
         x.k_ring.consumer_release(k_get)
         hides, edge = tile in (KeyTile.HIDES, KeyTile.EDGE), tile == KeyTile.EDGE
         counts_rounding = not self.follows_far and tile in (KeyTile.FAR, KeyTile.HIDES)
+        if rough:
+            self.cap.keep_largest(rows.S, room)
         sums = rows.sum_of_tile() if counts_rounding else rows.sum
         # Capped scores are subtracted before they are hidden: all of them, or a part would miss a growth.
         parts = [rows.S] if edge or (hides and self.cap is not None) else rows.parts
@@ -387,10 +388,8 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
         for p, part in enumerate(parts):
             if self.cap is None:
                 lazy.subtract(part, rows.max, self.scale_log2)
-            elif tile == KeyTile.FAR:
-                self.cap.far_together(part, rows.max)
-            elif tile == KeyTile.WHOLE:
-                self.cap.exponents(part, rows.max)
+            elif not hides:
+                self.cap.cap_whole(tile == KeyTile.FAR, rough, part, rows.max)
             if p > 0:
                 lazy.exponentiate(parts[p - 1], sums)
             if edge:

@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from .calls_slices import NOWHERE
 from .device.equal_tiles import PackedTiles, ask
-from .device.prepared_order import divisor, prepared
+from .device.prepared_order import divisor, find, prepared, sizes_of
 from .device.rings import PRODUCER, put, put_both
 from .device.tile_order import fetch, tell
 from .device.tma import partition_tma
@@ -57,15 +57,8 @@ class LoadingQueries(PackedTiles):
         heads, found = mQ.shape[2], []
         if not (self.packed or self.sliced):
             blocks, section = cute.ceil_div(mQ.shape[0], self.tile_q), self.section(mK.shape[0])
-            order = self.order.sizes(blocks, heads * mQ.shape[3], section, by=divisor)
-            found = [*order, divisor(heads)]
+            found = sizes_of(self.order, blocks, heads, mQ.shape[3], section)
         return [*found, divisor(heads // mK.shape[2])]
-
-    def find(self, tile, sizes):
-        """`locate`, by what was prepared."""
-        *order, heads = sizes
-        q_block, head = self.order.place(tile, *order)
-        return q_block, head % heads, head // heads
 
     def kv_head_of(self, head, group):
         """The key head of a place's head, in groups of so many."""
@@ -80,7 +73,7 @@ class LoadingQueries(PackedTiles):
         put(q_ring, q_put, load_Q, tQgQ[self.queries_at(place, consumer)], tQsQ)
 
     @cute.jit
-    def produce(self, rings, sTile, loads, mCounter, tiles, listing, sizes, taken):
+    def produce(self, rings, sTile, loads, mCounter, tiles, listing, sizes, begun):
         """The producer warp, to the end, as far ahead as the rings have room, across the ends of tiles:
 
         for each tile of queries:
@@ -90,6 +83,8 @@ class LoadingQueries(PackedTiles):
             fetch the next; of packed tiles (`equal_tiles`) it is asked for two tiles of keys before the end,
             and looked up one before it
         tell the consumers that there are no more; `tell_parts`
+
+        `begun` is what was asked for before the rings were there: a slice, or what `begin_loading` returns.
         """
         q_ring, k_ring, v_ring, tile_ring = rings
         load_Q, mQ, sQ, load_K, mK, sK, load_V, mV, sV = loads
@@ -103,9 +98,9 @@ class LoadingQueries(PackedTiles):
         if const_expr(self.packed):
             for atom in (load_Q, load_K, load_V):
                 cpasync.prefetch_descriptor(atom)
-            tile, listed, tiles, alone = self.first_tile(tile, tiles, mCounter, mQ, mK, listing)
+            tile, listed, tiles, alone = begun
         if const_expr(self.sliced):
-            number, at = self.own_slice(taken, mQ, mK)
+            number, at = self.own_slice(begun, mQ, mK)
             tile, tiles, *_ = at
         while tile < tiles:
             if const_expr(self.packed):
@@ -113,7 +108,7 @@ class LoadingQueries(PackedTiles):
             elif const_expr(self.sliced):
                 place = self.locate_piece(number, tile, tiles, mQ, mK)
             else:
-                place = self.find(tile, sizes)
+                place = find(self.order, tile, sizes)
             tell(tile_ring, tile_put, sTile, (announced, *place))
             tile_put.advance()
             q_block, head = place[0], place[1]

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import pytest
 from test_first_tiles import Integers
 from test_shared_tiles import LENGTHS, kernel_of
-from untraced import kernels
+from untraced import Divisor, kernels
 
 from hopper_attention import ways
 from hopper_attention.kernels import division
 from hopper_attention.kernels.contract import Problem
 
 equal_tiles = kernels("device.equal_tiles")
+sizes_of = kernels("device.prepared_order").sizes_of
 BATCHES = (
     ((256, 256),) * 5,
     LENGTHS,
@@ -36,7 +37,9 @@ def walked(
     starts, sequences = starts_of(lengths), len(lengths)
     totals = starts[0][-1], starts[1][-1]
     section = kernel.section(max(1, totals[1] // sequences)) if kernel.mask.hides else 0
-    listing = None, 3, each, section, *starts, *starts, 0, *totals  # nothing of `seqused` counts
+    monkeypatch.setattr(kernels("device.prepared_order"), "divisor", Divisor)
+    sizes = sizes_of(kernel.order, each, heads, sequences, section)
+    listing = None, 3, each, sizes, *starts, *starts, 0, *totals  # nothing of `seqused` counts
     mQ, mK = (SimpleNamespace(shape=(0, 0, n, 1)) for n in (heads, kv_heads))
     tiles = max(1, each * sequences * heads)
     ctas = min(ctas, tiles)
@@ -44,6 +47,8 @@ def walked(
     monkeypatch.setattr(equal_tiles, "ask", lambda counter: next(numbers))
     monkeypatch.setattr(equal_tiles, "fetched", lambda asked, counter, tiles: asked + ctas)
     monkeypatch.setattr(equal_tiles.cute.arch, "griddepcontrol_wait", lambda: None)
+    read = lambda index, given: kernel.lists.read(index, sequences, given)[0]
+    monkeypatch.setattr(equal_tiles, "read_together", read)  # whose lanes have no numbers here
     places = []
     for cta in range(ctas):
         inputs = tiles, None, mQ, mK, listing

@@ -193,19 +193,24 @@ def test_a_cap_counts_nan_as_far() -> None:
     assert code.count(r"FSETP\.GTU\.AND") == 4
 
 
-def test_far_scores_have_a_loop_of_their_own() -> None:
-    """Four to a reciprocal, sums that saturate instead of minima, no vote, and descriptors in uniform
-    registers though what a barrier was told decides between the loops."""
+def test_far_scores_have_loops_of_their_own() -> None:
+    """Four to a reciprocal and sums that saturate instead of minima, or the hardware's tanh; no vote, and
+    descriptors in uniform registers though what a barrier was told decides between the loops."""
     compiled = compile_stage("k6", problem_at("k6", 128, True).with_(softcap=50.0))
     (code,) = machine_code.disassemble(cubin_of(compiled))
     steps = [code.usual(loop) for loop in innermost_with_products(code)]
     count = lambda loop, opcode: sum(i.opcode.startswith(opcode) for i in loop)
+    of_each = lambda opcode: [count(x, opcode) for x in steps]
     scores = k6.CONFIGS[128].tile_kv // 2
-    near, far, hides = [(count(x, "MUFU.EX2"), count(x, "MUFU.RCP"), count(x, "VOTE.")) for x in steps]
-    assert (near, far, hides) == ((scores, 0, 2), (2 * scores, scores // TOGETHER, 0), (scores, 0, 2))
-    assert count(steps[1], "FFMA.FTZ.SAT") == scores
-    assert not any(count(loop, "FMNMX") + count(loop, "R2UR") for loop in steps[:2])
-    assert not count(steps[2], "R2UR")
+    # near zero, far from it exactly and roughly, with hidden keys
+    assert of_each("MUFU.EX2") == [scores, 2 * scores, scores, scores]
+    assert of_each("MUFU.RCP") == [0, scores // TOGETHER, 0, 0]
+    assert of_each("MUFU.TANH") == [0, 0, scores, 0]
+    assert of_each("VOTE.") == [2, 0, 0, 2]
+    assert of_each("FFMA.FTZ.SAT") == [0, scores, 0, 0]
+    assert not sum(of_each("R2UR"))
+    assert not any(count(x, "FMNMX") for x in steps[:2])
+    assert count(steps[2], "FMNMX") == 2  # rows' largest scores so far
 
 
 # Backward

@@ -13,6 +13,7 @@ from hopper_attention.kernels.contract import Problem
 
 k6, bwd4, calls, limits = map(kernels, ("k6", "bwd4", "calls", "device.limits"))
 division = kernels("division")
+find = kernels("device.prepared_order").find
 ROWS, CONSUMERS = kernels("device.query_tiles").ROWS, kernels("device.key_tiles").CONSUMERS
 
 # Beside the ends of tiles of 64 to 256; differences of 62 and 126, where a tile hides a single pair.
@@ -126,7 +127,8 @@ def test_k6_finds_every_tile_once(
     head_dim: int, mask: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what its host prepares, in the order that is computed without; and each with its key head."""
-    monkeypatch.setattr(kernels("k6_loads"), "divisor", Divisor)
+    for module in ("k6_loads", "device.prepared_order"):
+        monkeypatch.setattr(kernels(module), "divisor", Divisor)
     for batch, kv_heads, group, n in ((1, 1, 1, 1), (3, 2, 1, 700), (2, 3, 4, 1025), (1, 5, 8, 4096)):
         problem = Problem(batch, kv_heads * group, kv_heads, n, n, head_dim, **mask)
         kernel, heads = k6.kernel_for(problem), batch * problem.heads
@@ -134,7 +136,7 @@ def test_k6_finds_every_tile_once(
         *sizes, of_group = kernel.sizes(mQ, mK)
         blocks, places = math.ceil(n / kernel.tile_q), []
         for tile in range(blocks * heads):
-            block, head, at = map(int, kernel.find(tile, sizes))
+            block, head, at = map(int, find(kernel.order, tile, sizes))
             assert kernel.kv_head_of(head, of_group) == head // group
             places.append((block, at * problem.heads + head))
         assert places == [

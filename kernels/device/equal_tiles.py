@@ -12,6 +12,8 @@ from cutlass import Int32, const_expr
 
 from .key_slices import SlicedTiles
 from .limits import FINAL_LISTED
+from .prepared_order import find, sizes_of
+from .tile_list import rows_used
 
 
 @cute.jit
@@ -35,6 +37,21 @@ def fetched(taken, mCounter, tiles):
     return taken + grid
 
 
+@cute.jit
+def read_together(index, given):
+    """A warp: (start_q, length_q, start_kv, length_kv) of a sequence. Each lane reads one number of them: all
+    CTAs begin at once, with sequences whose numbers lie in the same lines, of which L2 serves one read after
+    the other."""
+    mCuQ, mCuKV, mUsedQ, mUsedKV, which_used, total_q, total_kv = given
+    lane, place = cute.arch.lane_idx(), (mCuQ.iterator + index).toint()
+    for i, (mX, behind) in enumerate(((mCuQ, 1), (mUsedQ, 0), (mCuKV, 0), (mCuKV, 1), (mUsedKV, 0))):
+        place = (mX.iterator + (index + behind)).toint() if lane == i + 1 else place
+    own = cute.make_tensor(cute.make_ptr(Int32, place, cute.AddressSpace.gmem, assumed_align=4), 1)[0]
+    numbers = [cute.arch.shuffle_sync(own, i) for i in range(6)]
+    of_q = rows_used(*numbers[:3], which_used & 1, total_q)
+    return *of_q, *rows_used(*numbers[3:], which_used & 2, total_kv)
+
+
 class PackedTiles(SlicedTiles):
     """What the warp that loads asks of packed tiles. `listing` is `list_or_count`'s."""
 
@@ -46,13 +63,23 @@ class PackedTiles(SlicedTiles):
         mList = cute.recast_tensor(mList, Int32)
         final = cutlass.min(FINAL_LISTED, cute.ceil_div(2 * ctas, heads))
         sequences, section = given.sequences[0].shape[0] - 1, Int32(0)
-        tiles = each * sequences
+        tiles, some = each * sequences, cutlass.max(1, sequences)
         if const_expr(self.mask.hides):
-            section = self.section(cutlass.max(1, totals[1] // cutlass.max(1, sequences)))
+            section = self.section(cutlass.max(1, totals[1] // some))
         if each == 0:
             self.lists(mList, *given.sequences, *totals, stream, final)
             tiles = Int32(mList.shape[0] - 1)
-        return (mList, final, each, section, *given.sequences, *totals), cutlass.max(1, tiles * heads)
+        sizes = sizes_of(self.order, cutlass.max(1, each), heads, some, section)
+        return (mList, final, each, sizes, *given.sequences, *totals), cutlass.max(1, tiles * heads)
+
+    @cute.jit
+    def begin_loading(self, loads, tiles, mCounter, mQ, mK, listing):
+        """`first_tile`, of the warp that `loads`, while others make the rings: lengths are far away."""
+        tile, _, _ = cute.arch.block_idx()
+        place, alone = (Int32(0),) * self.batch.words, Int32(0)
+        if loads:
+            tile, place, tiles, alone = self.first_tile(tile, tiles, mCounter, mQ, mK, listing)
+        return tile, place, tiles, alone
 
     @cute.jit
     def first_tile(self, tile, tiles, mCounter, mQ, mK, listing):
@@ -124,8 +151,7 @@ class PackedTiles(SlicedTiles):
     def locate_of_each(self, tile, mQ, mK, listing):
         """The place of the tile-th tile, as if each sequence had `each` of them; maybe behind its end. They
         come in the order of equally long sequences, under a mask the longest first."""
-        _, _, each, section, *given = listing
-        heads, kv_heads, sequences = mQ.shape[2], mK.shape[2], given[0].shape[0] - 1
-        block, head = self.order.locate(tile, each, heads * sequences, section)
-        sequence, _ = self.lists.read(head // heads, sequences, given)
-        return self.batch.place(block, head % heads, sequence, False, 0, heads, kv_heads)
+        _, _, _, sizes, *given = listing
+        block, head, index = find(self.order, tile, sizes)
+        sequence = read_together(index, given)
+        return self.batch.place(block, head, sequence, False, 0, mQ.shape[2], mK.shape[2])

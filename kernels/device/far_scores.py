@@ -3,33 +3,46 @@ not followed there.
 
 `SoftCap` asks each tile how large its scores are, and behind the answer lies a branch, before which P·V has
 to end. A consumer whose first tile of keys was far, or nearly, does not ask again of those that hide no key:
-it takes them for far, and four scores of a row share a reciprocal,
+it takes them for far, in one of two ways. The first tile, and those with hidden keys, are computed score by
+score. Of larger caps no tile is taken for far.
+
+Exactly, for all rows: four scores of a row share a reciprocal,
 
     r = 1/(abcd),   1/a = (r·cd)·b,   1/b = (r·cd)·a,   1/c = (r·ab)·d,   1/d = (r·ab)·c,
 
 where a is (1 + e^2y)/2³⁰, but at most 1, as an FFMA that saturates has it: their product stays in fp32. That
-is right to about 2⁻²¹ of the cap, which the LSE of a row of few keys would show: the first tile, and those
-with hidden keys, are computed score by score.
+is right to about 2⁻²¹ of the cap, which the LSE of a row of few keys would show.
 
-Nor does it follow its rows' maxima there, if P is bf16 and has a place for all exponents of the cap: they are
-relative to the first tile's maximum, `raised` to no less than the cap less ABOVE. Of larger caps no tile is
-taken for far. An eager softmax's largest term is 1, and exact in bf16; here it is rounded, and all terms that
-equal it are rounded as it is. O = P·V / sum P shows that error whole unless the sum shares it.
+Roughly, by the hardware's tanh, right to 1.11·10⁻⁵ of a score: where each row has a score of ROUGH_FROM or
+more, so that its LSE is no smaller than the scores that weigh. The LSE may be off by 10⁻⁵ of itself; so the
+term of each row's largest score, which may be all of the row, is made right in the sum that the LSE is of
+(`mend`). Of m scores that are equal that takes 1/m of the error, and ln m is added to the LSE: 0.96·10⁻⁵ of
+it is the most that can be left (tests/test_policies.py).
+
+In neither way are rows' maxima followed, if P is bf16 and has a place for all exponents of the cap: they are
+relative to the first tile's maximum, `raised` to no less than the cap less ABOVE. An eager softmax's largest
+term is 1, and exact in bf16; here it is rounded, and all terms that equal it are rounded as it is. O = P·V /
+sum P shows that error whole unless the sum shares it.
 """
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, const_expr, range_constexpr
 from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from .arithmetic import largest_positive
-from .constants import WARPGROUP
-from .query_tiles import QueryTiles
-from .rows import OWN_ROWS
+from .constants import LOG2_E, WARPGROUP
+from .query_tiles import KeyTile, QueryTiles
+from .rows import LANES, OWN_ROWS, largest_of_row
 from .softcap import SoftCap
 from .wgmma import round_fragment
 
-FIRST = 0.85  # of what a polynomial is for: from there a first tile is far. Later ones reach somewhat further
+# Of what a polynomial is for: from there a first tile is far. Where maxima are followed, at head_dim 64 and
+# under windows, near scores are faster, and later tiles reach somewhat further; otherwise far ones are.
+FIRST, FIRST_OF_WIDE = 0.85, 0.3
+# Which largest score lets a row be capped roughly, at least and at most, in powers of two (`rough_from`).
+ROUGH_FROM = 1.5 * LOG2_E, 5.2 * LOG2_E
 TOGETHER = 4  # scores of a reciprocal
 LARGEST = 30  # of 2y·log₂ e: four factors are 2⁻¹²⁰ or more, and from there on tanh y is 1 in fp32
 # How far exponents in powers of two may reach where maxima are not followed. Sums of P·V have room for values
@@ -51,8 +64,9 @@ class FarScores(SoftCap):
     """`SoftCap`, and what a consumer does of tiles that it takes for far. `follows`: it follows maxima there
     too, under any cap."""
 
-    def __init__(self, numbers: tuple[Float32, ...], follows: bool):
-        self.follows = follows
+    def __init__(self, numbers: tuple[Float32, ...], follows: bool, first: float):
+        *numbers, self.inner = numbers  # `CappedQueries.on_host`
+        self.follows, self.first = follows, first
         super().__init__(numbers)
 
     @cute.jit
@@ -60,7 +74,7 @@ class FarScores(SoftCap):
         """Products S of a tile of queries' first keys become scores in powers of two. Returns 1 if all of the
         warpgroup are to take the tiles that follow for far, else 0; and what exponents are relative to at
         least: None where maxima are followed in any case, −∞ where they are this time."""
-        far, least = self.is_far(S, FIRST), None
+        far, least = self.is_far(S, self.first), None
         if const_expr(not self.follows):
             far = far & (2.0 * self.outer <= ABOVE + BELOW)
         # Through a shuffle: the compiler does not know that a barrier tells all the same, and would hold all
@@ -71,8 +85,60 @@ class FarScores(SoftCap):
         self.exponents(S, [0.0, 0.0])
         return far, least
 
+    @cute.jit
+    def may_be_rough(self, far: Int32, maxima, keys: Int32, room: cute.Tensor, barrier: Int32) -> Int32:
+        """Of what `first_tile` says, once that tile's maxima are known: 1 if the far tiles behind it may be
+        capped `far_roughly`, else 0. From there on the room (row) of rows, whose maxima nobody follows, is
+        for their largest product there."""
+        roughly = Int32(0)
+        if const_expr(not self.follows):
+            if far == 1:
+                log2_keys = cute.math.log2(Float32(keys), fastmath=True)
+                low = cutlass.min(*maxima) < rough_from(log2_keys, self.outer)
+                roughly = 1 - cute.arch.make_warp_uniform(Int32(any_of_warpgroup(low, Int32(barrier))))
+                if roughly == 1:
+                    room.fill(0.0)
+        return roughly
+
+    def cap_whole(self, far: bool, rough: bool, S: cute.Tensor, row_max) -> None:
+        """Products S (row, key) of a tile that hides no pair become scores in powers of two, less row_max."""
+        way = (self.far_roughly if rough else self.far_together) if far else self.exponents
+        way(S, row_max)
+
+    def far_roughly(self, S: cute.Tensor, row_max) -> None:
+        """The same, by the hardware's tanh."""
+        for r in range(cute.size(S, mode=[0])):
+            for c in range(cute.size(S, mode=[1])):
+                S[r, c] = self._rough(S[r, c], row_max[r])
+
+    def _rough(self, product: Float32, row_max: Float32) -> Float32:
+        return tanh_approx(product * self.inner) * self.outer - row_max
+
+    def keep_largest(self, S: cute.Tensor, room: cute.Tensor) -> None:
+        """The largest product of each row of S (row, key), so far, to `room`."""
+        for r, product in enumerate(largest_of_each(S)):
+            room[r] = cute.arch.fmax(room[r], product)
+
+    @cute.jit
+    def mend(self, roughly: Int32, room: cute.Tensor, row_max, row_sum, excess):
+        """Behind tiles capped `far_roughly`: make the term of a row's largest product there right in row_sum,
+        of which the LSE is, but not in the sum that divides O, since P·V has it as it was. Maxima that are
+        followed from here on have no room."""
+        if const_expr(not self.follows):
+            if roughly == 1:
+                for r in range_constexpr(OWN_ROWS):
+                    product = largest_of_row(room[r])
+                    term = cute.math.exp2(self._rough(product, row_max[r]), fastmath=True)
+                    power = cute.math.exp2(product * self.double_log2, fastmath=True)
+                    right = self.outer - row_max[r] - 2.0 * self.outer * cute.arch.rcp_approx(power + 1.0)
+                    off = (cute.math.exp2(right, fastmath=True) - term) * (1.0 / LANES)
+                    row_sum[r] += off
+                    excess[r, 0] -= off
+                room.fill(0.0)
+
     def far_together(self, S: cute.Tensor, row_max) -> None:
-        """As `far`, four scores at a time. One of NaN is a factor of 0: it spoils the others, of its row."""
+        """The same, as right as `far`, four scores at a time. NaN is a factor of 0: it spoils the others,
+        of its row."""
         least = 2.0**-LARGEST
         for r in range(cute.size(S, mode=[0])):
             largest = self.outer - row_max[r]
@@ -92,10 +158,35 @@ class CappedQueries(QueryTiles):
     cap: FarScores | None = None
     follows_far = True  # rows' maxima, there too
 
+    def on_host(self, scale, window, softcap):
+        *given, cap = super().on_host(scale, window, softcap)
+        return *given, None if cap is None else (*cap, scale / softcap)
+
     def take(self, scale, window, cap) -> None:
-        super().take(scale, window, cap)
+        super().take(scale, window, None if cap is None else cap[:-1])
+        near_is_faster = self.follows_far or self.head_dim <= 64 or self.mask.hides_first
         if cap is not None:
-            self.cap = FarScores(cap, self.follows_far)
+            self.cap = FarScores(cap, self.follows_far, FIRST if near_is_faster else FIRST_OF_WIDE)
+
+    def may_be_rough(self, far, maxima, keys, room, barrier):
+        """`FarScores.may_be_rough`; without a cap nothing is."""
+        return 0 if self.cap is None else self.cap.may_be_rough(far, maxima, keys, room, barrier)
+
+    def mend(self, roughly, room, row_max, row_sum, excess) -> None:
+        if self.cap is not None:
+            self.cap.mend(roughly, room, row_max, row_sum, excess)
+
+    def loops(self, first, end, far, roughly) -> list[tuple[KeyTile, bool, object, object]]:
+        """(kind, whether capped roughly, first, end) of the loops over tiles of keys seen whole. Under a cap
+        one of them has all."""
+        if self.cap is None:
+            return [(KeyTile.WHOLE, False, first, end)]
+        asked = end - far * (end - first)
+        if self.follows_far:
+            return [(KeyTile.WHOLE, False, first, asked), (KeyTile.FAR, False, asked, end)]
+        exact = end - roughly * (end - asked)
+        far_ones = (KeyTile.FAR, False, asked, exact), (KeyTile.FAR, True, exact, end)
+        return [(KeyTile.WHOLE, False, first, asked), *far_ones]
 
 
 def shrunk_up_to_1(a: Float32, by: float) -> Float32:
@@ -104,12 +195,32 @@ def shrunk_up_to_1(a: Float32, by: float) -> Float32:
     return cute.arch.inline_ptx(ptx, write_only_types=[Float32], read_only_args=[a, Float32(by)])
 
 
+def tanh_approx(y: Float32) -> Float32:
+    """The hardware's tanh, one MUFU operation: right to 1.11·10⁻⁵ of itself (measured, all fp32)."""
+    ptx = "tanh.approx.f32 {$w0}, {$r0};"
+    return cute.arch.inline_ptx(ptx, write_only_types=[Float32], read_only_args=[y])
+
+
+def rough_from(log2_keys: Float32, outer: Float32) -> Float32:
+    """The largest score, in powers of two, from which on a row of so many keys may be capped roughly. n keys
+    that are all s below zero weigh ln n − s together, and below a quarter of the cap, which is `outer` in
+    powers of two, the hardware's tanh is right to 4·10⁻⁶ (tests/test_policies.py has its errors)."""
+    least, most = ROUGH_FROM
+    return cutlass.min(cutlass.max(log2_keys - outer / 5, least), most)
+
+
 def raised(maximum: Float32, least: Float32) -> Float32:
     """`maximum`, and as many whole powers of two as bring it to `least`: what was 1 stays exact in bf16."""
     return maximum + cute.math.ceil(cute.arch.fmax(least - maximum, 0.0))
 
 
-def add_rounding(P, tile_sum, row_sum, excess) -> None:
+def largest_of_each(values: cute.Tensor) -> list[Float32]:
+    """Of each row of (row, …) this thread's largest value if one is positive, or any of them."""
+    columns = range(cute.size(values, mode=[1]))
+    return [largest_positive([values[r, c] for c in columns]) for r in range(OWN_ROWS)]
+
+
+def add_rounding(P: cute.Tensor, tile_sum, row_sum, excess) -> None:
     """Add a tile's sums to the rows', and what rounding P to bf16 adds to them to `excess` (row, 1).
 
     Taken is that a thread's terms are all rounded, for their size, as its largest is. Where that is not so
@@ -118,8 +229,8 @@ def add_rounding(P, tile_sum, row_sum, excess) -> None:
     of_rows = cute.make_layout(OWN_ROWS)
     largest, bits = cute.make_rmem_tensor(of_rows, Float32), cute.make_rmem_tensor(of_rows, Int32)
     word = cute.make_rmem_tensor(cute.make_layout(1), Int32)
-    for r in range(OWN_ROWS):
-        largest[r] = largest_positive([P[r, c] for c in range(cute.size(P, mode=[1]))])
+    for r, term in enumerate(largest_of_each(P)):
+        largest[r] = term
     round_fragment(largest, word, BFloat16)
     bits[0], bits[1] = word[0] << 16, word[0] & Int32(-1 << 16)
     rounded = cute.recast_tensor(bits, Float32)

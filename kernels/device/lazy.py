@@ -25,16 +25,20 @@ def exponentiate(S, row_sum) -> None:
 
 
 def first_softmax(S, row_max, row_sum, scale_log2, least=None) -> None:
-    """S of a row's first keys becomes P; row_max is scaled, in powers of two, and `raised` to `least`."""
+    """S of a row's first keys becomes P; row_max is scaled, in powers of two, and `raised` to `least`. As it
+    was before that it is returned."""
+    maxima = []
     for r in range(OWN_ROWS):
         tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
         # Not finite of a row that sees none of these keys, and so, but where keys before a first one are
         # hidden too (`follow_maximum`), of one that sees no key.
         row_max[r] = finite(largest_of_row(Float32(tile_max))) * scale_log2
+        maxima.append(row_max[r])
         if least is not None:
             row_max[r] = raised(row_max[r], least)
     subtract(S, row_max, scale_log2)
     exponentiate(S, row_sum)
+    return maxima
 
 
 def first_room(total, part, growth):

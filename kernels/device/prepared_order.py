@@ -69,3 +69,15 @@ def in_sections(tile, blocks, section, final, by_tiles, by_section, by_rest):
 def prepared(order: tile_order.TileOrder) -> ByHead | BySection:
     """The same order."""
     return BySection(order.backwards) if isinstance(order, tile_order.BySection) else ByHead()
+
+
+def sizes_of(order: ByHead | BySection, blocks, heads, sequences, section) -> tuple:
+    """On the host: what `find` takes of so many sequences of so many heads."""
+    return *order.sizes(blocks, heads * sequences, section, by=divisor), divisor(heads)
+
+
+def find(order: ByHead | BySection, tile, sizes):
+    """(block, head, sequence) of the tile-th tile."""
+    *sizes, heads = sizes
+    block, head = order.place(tile, *sizes)
+    return block, head % heads, head // heads
