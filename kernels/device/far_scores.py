@@ -13,11 +13,12 @@ Exactly, for all rows: four scores of a row share a reciprocal,
 where a is (1 + e^2y)/2³⁰, but at most 1, as an FFMA that saturates has it: their product stays in fp32. That
 is right to about 2⁻²¹ of the cap, which the LSE of a row of few keys would show.
 
-Roughly, by the hardware's tanh, right to 1.11·10⁻⁵ of a score: where each row has a score of ROUGH_FROM or
-more, so that its LSE is no smaller than the scores that weigh. The LSE may be off by 10⁻⁵ of itself; so the
-term of each row's largest score, which may be all of the row, is made right in the sum that the LSE is of
-(`mend`). Of m scores that are equal that takes 1/m of the error, and ln m is added to the LSE: 0.96·10⁻⁵ of
-it is the most that can be left (tests/test_policies.py).
+Roughly, by the hardware's tanh, right to 1.11·10⁻⁵ of a score: where each row's first tile has a score of
+`rough_from` or more, so that scores that weigh are hardly larger than the row's LSE, or so small beside the
+cap that they are righter. The LSE may be off by 10⁻⁵ of itself; so the term of each row's largest score,
+which may be all of the row, is made right in the sum that the LSE is of (`mend`). Of m scores that are equal
+that takes 1/m of the error, and ln m is added to the LSE: what is left is at most 0.97·10⁻⁵ of it, of up to a
+million keys (tests/test_policies.py). In kernels that follow maxima all are exact.
 
 In neither way are rows' maxima followed, if P is bf16 and has a place for all exponents of the cap: they are
 relative to the first tile's maximum, `raised` to no less than the cap less ABOVE. An eager softmax's largest
@@ -38,10 +39,11 @@ from .rows import LANES, OWN_ROWS, largest_of_row
 from .softcap import SoftCap
 from .wgmma import round_fragment
 
-# Of what a polynomial is for: from there a first tile is far. Where maxima are followed, at head_dim 64 and
-# under windows, near scores are faster, and later tiles reach somewhat further; otherwise far ones are.
+# From this part of `softcap.NEAR` on a first tile is far; later tiles reach somewhat further. The second is for
+# where far tiles are faster than near ones, whose maxima are followed: from 128 columns on, without a window.
+# Under a small cap it is too small (notes/k6_log.md, "Soft caps: the hardware's tanh where it is harmless").
 FIRST, FIRST_OF_WIDE = 0.85, 0.3
-# Which largest score lets a row be capped roughly, at least and at most, in powers of two (`rough_from`).
+# `rough_from` at least and at most, in powers of two.
 ROUGH_FROM = 1.5 * LOG2_E, 5.2 * LOG2_E
 TOGETHER = 4  # scores of a reciprocal
 LARGEST = 30  # of 2y·log₂ e: four factors are 2⁻¹²⁰ or more, and from there on tanh y is 1 in fp32
@@ -61,8 +63,8 @@ def any_of_warpgroup(here: Boolean, barrier: Int32, *, loc: object = None, ip: o
 
 
 class FarScores(SoftCap):
-    """`SoftCap`, and what a consumer does of tiles that it takes for far. `follows`: it follows maxima there
-    too, under any cap."""
+    """`SoftCap`, and what a consumer does of tiles that it takes for far, its first tile being beyond `first`
+    of what a polynomial is for. `follows`: it follows maxima there too, under any cap."""
 
     def __init__(self, numbers: tuple[Float32, ...], follows: bool, first: float):
         *numbers, self.inner = numbers  # `CappedQueries.on_host`
@@ -202,9 +204,10 @@ def tanh_approx(y: Float32) -> Float32:
 
 
 def rough_from(log2_keys: Float32, outer: Float32) -> Float32:
-    """The largest score, in powers of two, from which on a row of so many keys may be capped roughly. n keys
-    that are all s below zero weigh ln n − s together, and below a quarter of the cap, which is `outer` in
-    powers of two, the hardware's tanh is right to 4·10⁻⁶ (tests/test_policies.py has its errors)."""
+    """Which largest score of its first tile, in powers of two, lets a row of so many keys be capped roughly,
+    under a cap of `outer` in powers of two. n keys that are all s below zero weigh e^(ln n − s) together, and
+    must not outweigh the largest one where s is beyond a fifth of the cap. Up to a quarter of it either the
+    hardware's tanh is right to 4·10⁻⁶, or s is small (tests/test_policies.py has its errors)."""
     least, most = ROUGH_FROM
     return cutlass.min(cutlass.max(log2_keys - outer / 5, least), most)
 
