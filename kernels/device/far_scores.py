@@ -39,7 +39,7 @@ from .rows import LANES, OWN_ROWS, largest_of_row
 from .softcap import SoftCap
 from .wgmma import round_fragment
 
-# From this part of `softcap.NEAR` on a first tile is far; later tiles reach somewhat further. The second is for
+# From this part of `softcap.NEAR` on a first tile is far; later tiles reach somewhat further. The second is
 # where far tiles are faster than near ones, whose maxima are followed: from 128 columns on, without a window.
 # Under a small cap it is too small (notes/k6_log.md, "Soft caps: the hardware's tanh where it is harmless").
 FIRST, FIRST_OF_WIDE = 0.85, 0.3
