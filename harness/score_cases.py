@@ -127,7 +127,8 @@ def an_lse_about_zero(stage_id, args):
 @case(direction="fwd", policy="window")
 def rows_of_few_large_scores(stage_id, args):
     """One key or some equal ones are nearly all of a row, and none of them is in its first tile; or many far
-    below zero are. A rough tanh is then off the same way in all that weighs, each row's elsewhere."""
+    below zero are. A rough tanh is then off the same way in all that weighs, each row's elsewhere.
+    (The last 60 keys are in a tile that hides some, and exact: only of 300 are most rough.)"""
     for head_dim in HEAD_DIMS:
         for cap, most in ((50.0, 60.0), (12.0, 15.0)):
             fields = {"batch": 1, "softcap": cap, "seqlen_q": 300, "seqlen_kv": 700}
@@ -139,7 +140,8 @@ def rows_of_few_large_scores(stage_id, args):
                 given.k[..., 0] = others
                 given.k[:, :, :3, 0] = 0.75 if largest else 0.1
                 given.k[:, :, 700 - largest :, 0] = 1.0
-                yield from checked(stage_id, replace(given), f"{largest} of 1, others of {others}")
+                again = replace(given)  # one that has kept nothing of the keys before
+                yield from checked(stage_id, again, f"{largest} of 1, others of {others}")
 
 
 @case(direction="fwd", policy="window")

@@ -95,7 +95,8 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
     Barrier.Q_READ + c, C      consumer c's threads, 128, done with Q    the same, where O takes Q's place
     Barrier.LEFT + c, C        the same, done with their first piece     the warp behind the producer (slices)
     Barrier.PARTS              all consumers, done with K and V          the same, before pieces are there
-    Barrier.FAR + c, C         consumer c's threads, 128, each tile      the same (soft caps)
+    Barrier.FAR + c, C         consumer c's threads, 128, each tile,     the same (soft caps)
+                               twice of far ones
     """
 
     def __init__(
