@@ -184,20 +184,25 @@ def packed(stage_id: str) -> Iterator[tuple[str, Problem]]:
     yield "GQA, fp16", packed_of(stage_id, PACKED["ragged"], 128, **fields)
 
 
+def counted(stage_id: str, given: Given, name: str) -> Iterator[str]:
+    """Where sequences taken as so many tiles each, which nothing lists then, have other bits."""
+    if ladder.load(stage_id)[0].direction == "bwd":
+        return  # its tiles are always listed
+    listed = given.run(stage_id).outputs
+    for each in (1, 2, 9):
+        for output, x in replace(given, each=each).run(stage_id).outputs.items():
+            if not same(x, listed[output]):
+                yield f"{given.problem}, {name}: {output} as {each} tiles each is not that of listed tiles"
+
+
 @case(policy="sequences")
 def packed_sequences(stage_id, args):
     """Of a forward stage also as if all had so many tiles, which nothing lists then: fewer than the longest
     has, and more than any. The bits are those of listed tiles."""
-    forward = ladder.load(stage_id)[0].direction != "bwd"  # backward tiles are always listed
     for name, problem in packed(stage_id):
         given = random_given(problem, outside=math.inf)
         yield from checked(stage_id, given, name)
-        listed = given.run(stage_id).outputs if forward else {}
-        for each in (1, 2, 9) if forward else ():
-            one = replace(given, each=each)
-            for output, x in one.run(stage_id).outputs.items():
-                if not same(x, listed[output]):
-                    yield f"{problem}, {name}: {output} as {each} tiles each is not that of listed tiles"
+        yield from counted(stage_id, given, name)
 
 
 @case(policy="sequences")
@@ -220,7 +225,7 @@ def short_sequences_of_many_heads(stage_id, args):
 
 @case(policy="sequences")
 def padding_between_sequences(stage_id, args):
-    """`seqused`: rows between sequences hold NaN or Inf, and stay as they are."""
+    """`seqused`: rows between sequences hold NaN or Inf, and stay as they are. Listed or counted."""
     for outside in (math.nan, math.inf):
         for mask in masks_of(stage_id):
             sequences = PACKED["ragged"] + PACKED["without queries or keys"]
@@ -228,7 +233,9 @@ def padding_between_sequences(stage_id, args):
             plain = packed_of(stage_id, sequences, 128, **mask)
             queries, keys = (sum(x) for x in zip(*padding))
             problem = plain.with_(seqlen_q=plain.seqlen_q + queries, seqlen_kv=plain.seqlen_kv + keys)
-            yield from checked(stage_id, random_given(problem, padding=padding, outside=outside))
+            given = random_given(problem, padding=padding, outside=outside)
+            yield from checked(stage_id, given)
+            yield from counted(stage_id, given, "padded")
 
 
 @case(policy="sequences")

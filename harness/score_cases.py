@@ -113,22 +113,26 @@ def keys_behind_those_at_the_lower_end(stage_id, args):
 
 @case(direction="fwd", policy="window")
 def an_lse_about_zero(stage_id, args):
-    """Of equal scores far from zero, as many as bring the LSE back to it: it must be right to 10⁻⁵."""
+    """Of equal scores, as many as bring the LSE back to it: it must be right to 10⁻⁵. Beside a first tile
+    that is far from zero they are taken for far; alone they are not."""
     for head_dim in HEAD_DIMS:
-        for level in (-7.0, -6.5, -6.0, -5.5):  # 636 keys: −6.46 is 0
-            fields = {"batch": 1, "softcap": 50.0, "seqlen_q": 300, "seqlen_kv": 700}
-            given = random_given(plain_of(stage_id, head_dim, **fields), scale=1.0)
-            given.q.fill_(1.0)
-            given.k.fill_(level / head_dim)
-            given.k[:, :, :64] = -20.0 / head_dim
-            yield from checked(stage_id, given, f"{level}")
+        # 636 keys: −6.46 is 0; 700: −6.55; 4000: −8.29
+        of_700, of_4000 = (-7.0, -6.5, -6.0, -5.5), (-8.75, -8.25, -7.75)
+        for keys, levels, first in ((700, of_700, -20.0), (700, of_700, None), (4000, of_4000, None)):
+            for level in levels:
+                fields = {"batch": 1, "softcap": 50.0, "seqlen_q": 300, "seqlen_kv": keys}
+                given = random_given(plain_of(stage_id, head_dim, **fields), scale=1.0)
+                given.q.fill_(1.0)
+                given.k.fill_(level / head_dim)
+                given.k[:, :, :64] = (first or level) / head_dim
+                yield from checked(stage_id, given, f"{level} of {keys}, first {first or level}")
 
 
 @case(direction="fwd", policy="window")
 def rows_of_few_large_scores(stage_id, args):
-    """One key or some equal ones are nearly all of a row, and none of them is in its first tile; or many far
-    below zero are. A rough tanh is then off the same way in all that weighs, each row's elsewhere.
-    (The last 60 keys are in a tile that hides some, and exact: only of 300 are most rough.)"""
+    """One key or some equal ones are nearly all of a row, and none of them is in its first tile, nor in its
+    last; or many far below zero are. A rough tanh is then off the same way in all that weighs, each row's
+    elsewhere."""
     for head_dim in HEAD_DIMS:
         for cap, most in ((50.0, 60.0), (12.0, 15.0)):
             fields = {"batch": 1, "softcap": cap, "seqlen_q": 300, "seqlen_kv": 700}
@@ -139,7 +143,7 @@ def rows_of_few_large_scores(stage_id, args):
                 given.k.zero_()
                 given.k[..., 0] = others
                 given.k[:, :, :3, 0] = 0.75 if largest else 0.1
-                given.k[:, :, 700 - largest :, 0] = 1.0
+                given.k[:, :, 600 - largest : 600, 0] = 1.0
                 again = replace(given)  # one that has kept nothing of the keys before
                 yield from checked(stage_id, again, f"{largest} of 1, others of {others}")
 
@@ -246,3 +250,24 @@ def nan_that_some_rows_do_not_see(stage_id, args):
                 rounding = reference.rounding_of(stage, module, given.problem, **stage.options)
                 for failure in spread_of_nan(given, run, rounding):
                     yield f"{given.problem}, scores up to {size}: {failure}"
+
+
+@case(direction="fwd", policy="window")
+def small_rows_beside_nan(stage_id, args):
+    """Rows with keys far below zero alone, among others with large scores. By what way they are all capped
+    must be chosen with these in mind, though other rows of their threads are NaN."""
+    stage, module = ladder.load(stage_id)
+    run = lambda given: given.run(stage_id).outputs
+    for head_dim in HEAD_DIMS:
+        for cap in (50.0, 12.0):
+            fields = {"batch": 1, "softcap": cap, "seqlen_q": 300, "seqlen_kv": 700}
+            given = random_given(plain_of(stage_id, head_dim, **fields), scale=1.0)
+            given.q.zero_()
+            given.k.zero_()
+            small = slice(SPOILT.start - 8, SPOILT.start)
+            given.q[..., 0], given.q[:, :, small, 0] = 0.8 * cap, 0.0
+            given.q[:, :, small, 1] = torch.linspace(0.5, 0.7, 8, device=given.q.device) * cap
+            given.k[..., 0], given.k[..., 1] = 1.0, -1.0
+            rounding = reference.rounding_of(stage, module, given.problem, **stage.options)
+            for failure in spread_of_nan(given, run, rounding):
+                yield f"{given.problem}: {failure}"

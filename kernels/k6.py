@@ -95,8 +95,7 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
     Barrier.Q_READ + c, C      consumer c's threads, 128, done with Q    the same, where O takes Q's place
     Barrier.LEFT + c, C        the same, done with their first piece     the warp behind the producer (slices)
     Barrier.PARTS              all consumers, done with K and V          the same, before pieces are there
-    Barrier.FAR + c, C         consumer c's threads, 128, each tile,     the same (soft caps)
-                               twice of far ones
+    Barrier.FAR + c, C         consumer c's threads, 128, twice a tile   the same (soft caps)
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
         assert share >= 0.0, "a share of a sum"
         self.share, self.growth = (0.0, 0.0) if exact else (share, GROWTH)
         self.value_dim, config = value_dim or head_dim, config or CONFIGS[head_dim]  # columns of V and O
-        self.has, self.follows_far = has, exact or dtype != "bfloat16" or "softcap" not in has
+        self.has, self.follows_far = has, not self.share or dtype != "bfloat16" or "softcap" not in has
         self.has_policies = bool({*has} - {"scale"})
         batch = SlicedKeys(config.tile_kv) if sliced else DENSE
         batch = packed_tiles(config.consumers) if "sequences" in has else batch
@@ -256,12 +255,14 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
                 row_sum.fill(0.0)
                 lengths, (_, first, edge) = self.batch.lengths(place, extents), begin
                 limits = first, first_row, *lengths
-                far, least = (0, None) if self.cap is None else self.cap.first_tile(S, Barrier.FAR + consumer)
+                far = self.cap_first(S)
                 if const_expr(self.mask.hides_first):
                     self.hide(S, -Float32.inf, *rows.limits, first_row, first, *lengths, both_edges=True)
                 elif visible == 0:
                     self.hide(S, -Float32.inf, *rows.limits, first_row, 0, *lengths)
-                maxima = lazy.first_softmax(S, row_max, row_sum, self.scale_log2, least)
+                lazy.first_maximum(S, row_max, self.scale_log2)
+                far, roughly, least = self.behind_first(far, rows, first_row, lengths, Barrier.FAR + consumer)
+                lazy.first_softmax(S, row_max, row_sum, self.scale_log2, least)
                 round_fragment(x.rS, x.rP, self.dtype)
                 if const_expr(self.mask.hides_first):
                     # Tiles before whose end a row may have seen no key: one or two with the first.
@@ -273,7 +274,7 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
                     for r in range_constexpr(OWN_ROWS):
                         total = sum_of_row(row_sum[r])
                         part = self.part_seen(self.share, own_blocks - first, lengths[1])
-                        room[r] = lazy.first_room(total, part, self.growth)
+                        room[r] = lazy.first_room(total, part, self.most_room(self.growth, roughly))
                 if const_expr(self.o_over_q and self.q_stages == 2):
                     # Leave the place of the Q before, when this warp's part of O has been read from there.
                     if announced == FOLLOWS:
@@ -282,7 +283,6 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
 
                 # 3. main loop: tiles seen whole, under a cap of one kind; then those with hidden keys
                 excess.fill(0.0)  # between the loops it would cost the second one uniform registers
-                roughly = self.may_be_rough(far, maxima, lengths[1], room, Barrier.FAR + consumer)
                 for tile, rough, start, end in self.loops(edge, visible, far, roughly):
                     for block in range(start, end, unroll=1):
                         self.step(x, rows, room, block, limits, q_get, k_get, v_get, tile, rough=rough)

@@ -94,6 +94,7 @@ FORWARD_POLICIES = POLICIES | {
     "keys behind those at the lower end",
     "an lse about zero",
     "rows of few large scores",
+    "small rows beside nan",
 }
 FORWARD = BOTH | {
     "needle",

@@ -13,7 +13,7 @@ from untraced import kernels
 from harness import judging, policy_models, reference, score_cases
 from harness.policies import Given, random_given
 from hopper_attention.kernels.contract import LazyMaximum, Problem
-from hopper_attention.kernels.device import far_scores
+from hopper_attention.kernels.device import far_scores, softcap
 from hopper_attention.kernels.device.constants import LOG2_E
 
 PLAIN = Problem(2, 4, 2, 37, 53, 64, False, direction="bwd", lse_grad=True, scaled=True)
@@ -229,6 +229,19 @@ def test_a_rough_tanh_leaves_the_lse_right(cap: float) -> None:
     assert max(bounded) < 0.98e-5
     assert cap < 8 or max(unbounded) > 1.5e-5
     assert cap < 8 or off_by(s, cap).max() > 1.1e-5
+
+
+@pytest.mark.parametrize("cap", [2.0, 12.0, 20.0, 30.0, 45.0, 50.0, 60.0, 75.0, 100.0, 300.0])
+def test_a_near_tanh_leaves_the_lse_right(cap: float) -> None:
+    """Of up to a million keys that are all as far below zero as brings the LSE back to it. By the polynomial
+    of softcap, which has less to be right about, it would not be."""
+    for of, most in ((far_scores, 0.85e-5), (softcap, 4.5e-5)):
+        y = np.linspace(0.001, of.NEAR, 1000)
+        off = np.abs(y * np.polynomial.polynomial.polyval(y * y, of.OF_NEAR) - np.tanh(y)) * cap
+        lse = np.log(2.0 ** np.arange(6, 21))[:, None] - cap * np.tanh(y)
+        left = (off / np.maximum(1, np.abs(lse))).max()
+        assert left < most
+        assert of == far_scores or cap < 20 or left > 1.5e-5
 
 
 def test_exponents_that_are_not_followed_stay_in_fp32() -> None:

@@ -32,17 +32,22 @@ from cutlass import BFloat16, Boolean, Float32, Int32, const_expr, range_constex
 from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import dsl_user_op
 
+from . import softcap
 from .arithmetic import largest_positive
 from .constants import LOG2_E, WARPGROUP
 from .query_tiles import KeyTile, QueryTiles
 from .rows import LANES, OWN_ROWS, largest_of_row
-from .softcap import SoftCap
 from .wgmma import round_fragment
 
-# From this part of `softcap.NEAR` on a first tile is far; later tiles reach somewhat further. The second is
-# where far tiles are faster than near ones, whose maxima are followed: from 128 columns on, without a window.
-# Under a small cap it is too small (notes/k6_log.md, "Soft caps: the hardware's tanh where it is harmless").
-FIRST, FIRST_OF_WIDE = 0.85, 0.3
+# As softcap's, but right to 5.0·10⁻⁷, not 2.9·10⁻⁶: that an LSE about zero, of many keys far below it, would
+# show (tests/test_policies.py), while the exponents of a backward pass do not.
+NEAR = 0.26
+OF_NEAR = (0.9999995, -0.33320008, 0.12802711)
+# From this part of NEAR on a first tile is far; later tiles reach somewhat further.
+FIRST = 0.85
+# From a score of this part of a cap on a first tile is far if those behind it may be rough, from 128 columns
+# on, without a window. Rough tiles are faster there than near ones, whose maxima are followed.
+EARLY = 0.1
 # `rough_from` at least and at most, in powers of two.
 ROUGH_FROM = 1.5 * LOG2_E, 5.2 * LOG2_E
 TOGETHER = 4  # scores of a reciprocal
@@ -62,45 +67,44 @@ def any_of_warpgroup(here: Boolean, barrier: Int32, *, loc: object = None, ip: o
     return Boolean(nvvm.barrier_cta_red(here, barrier, nvvm.BarrierReduxKind.OR, **rest))
 
 
-class FarScores(SoftCap):
-    """`SoftCap`, and what a consumer does of tiles that it takes for far, its first tile being beyond `first`
-    of what a polynomial is for. `follows`: it follows maxima there too, under any cap."""
+class FarScores(softcap.SoftCap):
+    """`SoftCap`, and what a consumer does of tiles that it takes for far. `follows`: it follows maxima there
+    too, under any cap. `early`: far ones that may be rough begin at EARLY."""
 
-    def __init__(self, numbers: tuple[Float32, ...], follows: bool, first: float):
+    def __init__(self, numbers: tuple[Float32, ...], follows: bool, early: bool):
         *numbers, self.inner = numbers  # `CappedQueries.on_host`
-        self.follows, self.first = follows, first
+        self.follows, self.early = follows, early
         super().__init__(numbers)
+        self.of_near = [c * (own / its) for c, own, its in zip(self.of_near, OF_NEAR, softcap.OF_NEAR)]
 
     @cute.jit
-    def first_tile(self, S: cute.Tensor, barrier: Int32):
-        """Products S of a tile of queries' first keys become scores in powers of two. Returns 1 if all of the
-        warpgroup are to take the tiles that follow for far, else 0; and what exponents are relative to at
-        least: None where maxima are followed in any case, −∞ where they are this time."""
-        far, least = self.is_far(S, self.first), None
-        if const_expr(not self.follows):
-            far = far & (2.0 * self.outer <= ABOVE + BELOW)
+    def first_tile(self, S: cute.Tensor) -> Boolean:
+        """Products S of a tile of queries' first keys become scores in powers of two. Returns whether one of
+        this thread's is far."""
+        far = self.is_far(S, FIRST)
+        self.exponents(S, [0.0, 0.0])
+        return far
+
+    @cute.jit
+    def behind_first(self, far: Boolean, maxima: cute.Tensor, counts, keys: Int32, barrier: Int32):
+        """How all of the warpgroup take the tiles behind a first one, in which its rows' largest scores are
+        `maxima`; of `keys` in all. Returns 1 if for far, else 0; 1 if those may be capped `far_roughly`; and
+        what exponents are relative to at least: None where maxima are followed in any case, −∞ where they are
+        this time. `far`: what `first_tile` says. counts (row): that the row is one of the queries'."""
         # Through a shuffle: the compiler does not know that a barrier tells all the same, and would hold all
         # that depends on it in registers, descriptors of products too (a fifth of the speed).
-        far = cute.arch.make_warp_uniform(Int32(any_of_warpgroup(far, Int32(barrier))))
-        if const_expr(not self.follows):
-            least = self.outer - ABOVE if far == 1 else -Float32.inf
-        self.exponents(S, [0.0, 0.0])
-        return far, least
-
-    @cute.jit
-    def may_be_rough(self, far: Int32, maxima, keys: Int32, room: cute.Tensor, barrier: Int32) -> Int32:
-        """Of what `first_tile` says, once that tile's maxima are known: 1 if the far tiles behind it may be
-        capped `far_roughly`, else 0. From there on the room (row) of rows, whose maxima nobody follows, is
-        for their largest product there."""
-        roughly = Int32(0)
-        if const_expr(not self.follows):
-            if far == 1:
-                log2_keys = cute.math.log2(Float32(keys), fastmath=True)
-                low = cutlass.min(*maxima) < rough_from(log2_keys, self.outer)
-                roughly = 1 - cute.arch.make_warp_uniform(Int32(any_of_warpgroup(low, Int32(barrier))))
-                if roughly == 1:
-                    room.fill(0.0)
-        return roughly
+        any_of_all = lambda here: cute.arch.make_warp_uniform(Int32(any_of_warpgroup(here, Int32(barrier))))
+        if const_expr(self.follows):
+            return any_of_all(far), 0, None
+        bound = rough_from(cute.math.log2(Float32(keys), fastmath=True), self.outer)
+        # One by one: the smaller one of NaN and a number is neither.
+        small = [counts[r] & (maxima[r] < bound) for r in range(OWN_ROWS)]
+        roughly = 1 - any_of_all(small[0] | small[1])
+        if const_expr(self.early):
+            largest = cute.arch.fmax(maxima[0], maxima[1])
+            far = far | ((roughly == 1) & (largest > EARLY * self.outer))
+        far = any_of_all(far & (2.0 * self.outer <= ABOVE + BELOW))
+        return far, far & roughly, self.outer - ABOVE if far == 1 else -Float32.inf
 
     def cap_whole(self, far: bool, rough: bool, S: cute.Tensor, row_max) -> None:
         """Products S (row, key) of a tile that hides no pair become scores in powers of two, less row_max."""
@@ -160,19 +164,34 @@ class CappedQueries(QueryTiles):
     cap: FarScores | None = None
     follows_far = True  # rows' maxima, there too
 
-    def on_host(self, scale, window, softcap):
-        *given, cap = super().on_host(scale, window, softcap)
-        return *given, None if cap is None else (*cap, scale / softcap)
+    def on_host(self, scale, window, cap):
+        *given, numbers = super().on_host(scale, window, cap)
+        if numbers is not None:
+            *numbers, near = numbers
+            numbers = *numbers, near * (NEAR / softcap.NEAR) ** 2, scale / cap
+        return *given, numbers
 
     def take(self, scale, window, cap) -> None:
         super().take(scale, window, None if cap is None else cap[:-1])
-        near_is_faster = self.follows_far or self.head_dim <= 64 or self.mask.hides_first
         if cap is not None:
-            self.cap = FarScores(cap, self.follows_far, FIRST if near_is_faster else FIRST_OF_WIDE)
+            early = self.head_dim > 64 and not self.mask.hides_first
+            self.cap = FarScores(cap, self.follows_far, early)
 
-    def may_be_rough(self, far, maxima, keys, room, barrier):
-        """`FarScores.may_be_rough`; without a cap nothing is."""
-        return 0 if self.cap is None else self.cap.may_be_rough(far, maxima, keys, room, barrier)
+    def cap_first(self, S):
+        """`FarScores.first_tile`; without a cap nothing is far."""
+        return False if self.cap is None else self.cap.first_tile(S)
+
+    def behind_first(self, far, rows, first_row, lengths, barrier):
+        """`FarScores.behind_first`, of rows from first_row on."""
+        if self.cap is None:
+            return 0, 0, None
+        counts = [first_row + rows.where_S[r, 0][0] < lengths[0] for r in range(OWN_ROWS)]
+        return self.cap.behind_first(far, rows.max, counts, lengths[1], barrier)
+
+    def most_room(self, growth, roughly):
+        """How far rows' maxima may rise: `growth`. Rows capped roughly, whose maxima nobody follows, have
+        their largest product in the room's place, so far none."""
+        return growth if self.cap is None or self.follows_far else growth * Float32(1 - roughly)
 
     def mend(self, roughly, room, row_max, row_sum, excess) -> None:
         if self.cap is not None:

@@ -24,21 +24,22 @@ def exponentiate(S, row_sum) -> None:
         row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
 
 
-def first_softmax(S, row_max, row_sum, scale_log2, least=None) -> None:
-    """S of a row's first keys becomes P; row_max is scaled, in powers of two, and `raised` to `least`. As it
-    was before that it is returned."""
-    maxima = []
+def first_maximum(S, row_max, scale_log2) -> None:
+    """row_max becomes the largest of S of a row's first keys, scaled, in powers of two."""
     for r in range(OWN_ROWS):
         tile_max = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
         # Not finite of a row that sees none of these keys, and so, but where keys before a first one are
         # hidden too (`follow_maximum`), of one that sees no key.
         row_max[r] = finite(largest_of_row(Float32(tile_max))) * scale_log2
-        maxima.append(row_max[r])
-        if least is not None:
+
+
+def first_softmax(S, row_max, row_sum, scale_log2, least) -> None:
+    """S of a row's first keys becomes P, relative to row_max, `raised` to `least` if there is one."""
+    if least is not None:
+        for r in range(OWN_ROWS):
             row_max[r] = raised(row_max[r], least)
     subtract(S, row_max, scale_log2)
     exponentiate(S, row_sum)
-    return maxima
 
 
 def first_room(total, part, growth):
