@@ -55,9 +55,9 @@ def zipf(longest: int, shortest: int) -> list[int]:
     return [longest // i for i in range(1, longest // shortest + 1)]
 
 
-def random_lengths(count: int, most: int) -> list[int]:
+def random_lengths(count: int, most: int, least: int = 1) -> list[int]:
     rng = random.Random(count)
-    return [rng.randint(1, most) for _ in range(count)]
+    return [rng.randint(least, most) for _ in range(count)]
 
 
 LENGTHS = {
@@ -67,6 +67,7 @@ LENGTHS = {
     "Zipf, 8192 to 8": zipf(8192, 8),
     "16 of 1 to 2048": random_lengths(16, 2048),
     "512 of 1 to 64": random_lengths(512, 64),
+    "200 of 65 to 128": random_lengths(200, 128, 65),
     "256 × 64": [64] * 256,
     "8192 and 256 × 32": [8192] + [32] * 256,
     "8 × 2048, empty ones between": [2048, 0] * 8,

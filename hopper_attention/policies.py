@@ -98,11 +98,13 @@ def forward(
     Raises TypeError or ValueError before anything is launched.
     """
     options = softmax_scale, causal, top_left, window, softcap
-    # The plan is of equal sequences, or of any: the hint itself is no part of a plan's kind.
-    packed = more.cu_q is not None
-    equal = packed and q.dim() == 3 and ways.are_equal(q.shape[0], more.cu_q.numel() - 1, longest)
-    plan_anew = lambda: _plan_forward(q, k, v, more, *options, equal=equal)
-    plan, numbers, rows = _made(("fwd", *options, equal), (q, k, v), more, plan_anew)
+    # What the hint says of lengths is part of a plan's kind, the hint itself is not.
+    packed, known = more.cu_q is not None, ways.Lengths.ANY
+    if packed and q.dim() == 3:
+        masked = causal is not False or window != (-1, -1)
+        known = ways.lengths_of(q.shape[0], more.cu_q.numel() - 1, longest, masked)
+    plan_anew = lambda: _plan_forward(q, k, v, more, *options, known=known)
+    plan, numbers, rows = _made(("fwd", *options, known), (q, k, v), more, plan_anew)
     if lengths.CHECKED and packed:
         lengths.look_at_packing(q, k, *more[1:], longest_kv)
     device = q.device
@@ -294,16 +296,16 @@ def without_idle_window(problem: Problem) -> Problem:
     return problem.with_(window=None if (left, right) == (-1, -1) else (left, right))
 
 
-def _plan_forward(q, k, v, more: Tensors, *options: object, equal: bool = False) -> Made:
+def _plan_forward(q, k, v, more: Tensors, *options: object, known: ways.Lengths) -> Made:
     problem, numbers = _problem_of("fwd", q, k, v, more, *options)
     lse_shape = q.shape[:3] if more.cu_q is None else (q.shape[1], q.shape[0])
     outputs = dense_like(q, v.shape[-1]), dense(lse_shape, torch.float32)
     if not q.numel() or not k.numel() or problem.sequences == ():
         return Made(Plan(None, outputs, (), ()), numbers)
     gpu = tuned.gpu(q.device)
-    way = ways.way_of(problem, *gpu, equal)
+    way = ways.way_of(problem, *gpu, known)
     part = part_of(WHOLE, WHOLE, forward_scratch(problem, way, gpu.sms))
-    unlisted = equal and not ways.shares_heads(problem, *gpu)
+    unlisted = known is ways.Lengths.EQUAL and not ways.shares_heads(problem, *gpu)
     plan = Plan(forward_launch(problem, way, gpu), outputs, (part,), ())
     return Made(plan, numbers, way.rows if unlisted else 0)
 

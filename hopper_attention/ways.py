@@ -5,7 +5,7 @@ few queries, in equal slices of all keys by the kernel of decoding. Imports no c
 
 import math
 from bisect import bisect
-from enum import Enum
+from enum import Enum, IntEnum
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -64,6 +64,9 @@ READ_AGAIN = {Kind.SLICES: 0.75, Kind.GROUPS: 0.55}
 # Packed sequences are equally long if each counted as the longest gives no more than AT_MOST times the rows
 # that there are: others are empty tiles. And if those are no more than AT_LEAST times what it gives.
 AT_LEAST, AT_MOST = 2.0, 1.1
+# So long may the sequence be to which the mean query belongs for tiles of BLOCK queries to be the fastest, if
+# an SM has several of them at once: without a mask, and with one (notes/k6_rows.md, "Which height").
+SHORT_FULL, SHORT_MASKED = 700, 1100
 READS_SLOWLY = 1.13  # than other tiles a whole one of BLOCK rows, whose loads are fewer
 
 
@@ -72,6 +75,15 @@ class Way(NamedTuple):
 
     rows: int  # of a tile: queries of a head, or of all heads of a group
     kind: Kind = Kind.TILES
+
+
+class Lengths(IntEnum):
+    """What is known of packed sequences' lengths beside their mean."""
+
+    ANY = 0  # nothing, or that many queries may be those of long ones
+    EQUAL = 1
+    SHORT = 2
+    TWO_BLOCKS = 3  # and most have more queries than one block, none more than two
 
 
 def ways_of(problem: Problem) -> list[Way]:
@@ -87,16 +99,44 @@ def ways_of(problem: Problem) -> list[Way]:
     return ways + [Way(decode_rows(problem), Kind.DECODE)] * few_queries.takes(problem)
 
 
-def way_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES, equal: bool = False) -> Way:
-    """The way with the least time. `equal`: packed sequences are known to be about equally long."""
-    alike = equal and not shares_heads(problem, sms, tiles)
-    best = Way(rows_of(as_batch(problem) if alike else problem, sms, tiles))
+def way_of(problem: Problem, sms: int = SMS, tiles: Tiles = TILES, lengths: Lengths = Lengths.ANY) -> Way:
+    """The way with the least time; `lengths` of packed sequences."""
+    best = Way(_rows_of_lengths(problem, sms, tiles, lengths))
     if problem.policies or not problem.seqlen_q:
         return best
     whole = way_us(problem, best, sms, tiles)
     bounds = {way: _clearly(problem, way, sms, tiles) * whole for way in ways_of(problem)}
     us = {way: way_us(problem, way, sms, tiles) for way, bound in bounds.items() if bound}
     return min((way for way in us if us[way] < bounds[way]), key=us.get, default=best)
+
+
+def _rows_of_lengths(problem: Problem, sms: int, tiles: Tiles, lengths: Lengths) -> int:
+    """`division.rows_of`, where more is known of packed sequences."""
+    if lengths is Lengths.EQUAL and not shares_heads(problem, sms, tiles):
+        problem = as_batch(problem)
+    rows, shapes = rows_of(problem, sms, tiles), tiles[tile_dim(problem)]
+    # Where sequences are few, tiles are short in any case; under a window the list knows how many there are.
+    listed = problem.window is not None and problem.window[0] >= 0
+    if lengths < Lengths.SHORT or listed or rows != next(iter(shapes)):
+        return rows
+    if shapes[BLOCK].ctas > 1:
+        return BLOCK
+    return 2 * BLOCK if lengths is Lengths.TWO_BLOCKS and 2 * BLOCK in shapes else rows
+
+
+def lengths_of(total: int, sequences: int, longest: int, masked: bool) -> Lengths:
+    """What is known of the lengths of so many packed sequences with so many rows in all, if the longest has
+    so many (0: nobody says). `masked`: a query does not see all keys."""
+    if not (total and sequences and longest):
+        return Lengths.ANY
+    if are_equal(total, sequences, longest):
+        return Lengths.EQUAL
+    # Lengths are taken for longest·u^k, u being uniform between 0 and 1: their mean is longest/(k + 1), that
+    # of their squares longest²/(2k + 1), and the quotient of both is the length that the mean query meets.
+    mean = min(total / sequences, longest)
+    if longest * longest > (SHORT_MASKED if masked else SHORT_FULL) * (2 * longest - mean):
+        return Lengths.ANY
+    return Lengths.TWO_BLOCKS if longest <= 2 * BLOCK and mean > BLOCK else Lengths.SHORT
 
 
 def are_equal(total: int, sequences: int, longest: int) -> bool:

@@ -2,9 +2,10 @@
 
 import pytest
 
-from hopper_attention import launch, policies, selection
+from hopper_attention import launch, policies, selection, ways
 from hopper_attention.kernels import division
 from hopper_attention.kernels.contract import Problem
+from hopper_attention.ways import Lengths
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -127,3 +128,47 @@ def test_short_packed_sequences_take_turns(head_dim: int, causal: bool, length: 
     assert {selection.backward_stage(x, False)[0] for x in other} == {launch.BACKWARD}
     ungrouped = launch.DETERMINISTIC if head_dim == 128 and causal else launch.BACKWARD
     assert selection.backward_stage(problem.with_(kv_heads=8), False) == (ungrouped, None)
+
+
+@pytest.mark.parametrize(
+    ("total", "sequences", "longest", "masked", "found"),
+    [
+        (16384, 512, 0, True, Lengths.ANY),  # nobody says
+        (0, 3, 5, True, Lengths.ANY),
+        (16384, 0, 64, True, Lengths.ANY),
+        (16384, 16, 1024, True, Lengths.EQUAL),
+        (15991, 512, 64, True, Lengths.SHORT),
+        (19359, 200, 128, True, Lengths.TWO_BLOCKS),
+        (16000, 256, 128, True, Lengths.SHORT),  # half of them have one block
+        (9000, 64, 192, True, Lengths.SHORT),
+        (11067, 128, 2048, True, Lengths.SHORT),  # Zipf
+        (11067, 128, 2048, False, Lengths.ANY),
+        (12500, 64, 768, False, Lengths.SHORT),
+        (61037, 1024, 8192, True, Lengths.ANY),
+        (19525, 16, 1969, True, Lengths.ANY),
+        (40000, 100, 130, True, Lengths.SHORT),  # two thirds of the rows are of no sequence
+    ],
+)
+def test_what_is_known_of_lengths(
+    total: int, sequences: int, longest: int, masked: bool, found: Lengths
+) -> None:
+    assert ways.lengths_of(total, sequences, longest, masked) is found
+
+
+def test_short_sequences_have_short_tiles() -> None:
+    """Where an SM has several of 64 queries; of two blocks each, tiles of two. Not where tiles are few, nor
+    under a window, whose list says."""
+    for head_dim, of_short, of_two in ((64, 64, 64), (96, 192, 128), (128, 192, 128), (256, 128, 128)):
+        of = lambda total, count, **mask: Problem(
+            1, 16, 16, total, total, head_dim, **({"causal": True} | mask), sequences=((0, 0),) * count
+        )
+        rows = lambda problem, lengths: ways.way_of(problem, lengths=lengths).rows
+        own = next(iter(division.TILES[head_dim]))
+        assert rows(of(30000, 500), Lengths.ANY) == own
+        assert rows(of(30000, 500), Lengths.SHORT) == of_short
+        assert rows(of(50000, 500), Lengths.TWO_BLOCKS) == of_two
+        assert rows(of(500, 5), Lengths.TWO_BLOCKS) == 64
+        window = of(50000, 500, causal=False, window=(63, 0))
+        assert {rows(window, x) for x in (Lengths.SHORT, Lengths.TWO_BLOCKS)} == {rows(window, Lengths.ANY)}
+        right = of(50000, 500, causal=False, window=(-1, 3))
+        assert rows(right, Lengths.TWO_BLOCKS) == of_two
