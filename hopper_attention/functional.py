@@ -291,9 +291,10 @@ def flash_attn_varlen_func(
     zero where there is a `seqused`, and may hold anything behind the last sequence.
 
     `max_seqlen_q` and `max_seqlen_k` are used where they are numbers and the call is not in a compiled graph.
-    Of the first follows whether sequences are about equally long: then the call is some microseconds faster,
-    and nothing else depends on it. With the second up to 128, gradients take less time and memory. Hazard:
-    those of a sequence with more than 128 keys are then NaN; lengths that are checked are checked against it.
+    Of the first follows whether sequences are about equally long, or short: then the call may take other
+    tiles, which are faster and whose sums round otherwise; nothing else depends on it. With the second up to
+    128, gradients take less time and memory. Hazard: those of a sequence with more than 128 keys are then
+    NaN; lengths that are checked are checked against it.
 
     With `block_table` (or `page_table`), int32 (n, pages of a sequence), k and v are the pages of a cache,
     (pages, page_size, kv heads, head_dim): what it names is copied to rows first, as many pages of each

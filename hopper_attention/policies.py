@@ -225,7 +225,7 @@ def reason_against(
 def told(longest: object) -> int:
     """How many rows a packed sequence has at most, as the caller says, or 0: only of a number, and not in a
     compiled graph, which would be of this number alone."""
-    known = type(longest) is int and not torch.compiler.is_compiling()
+    known = not torch.compiler.is_compiling() and type(longest) is int
     return max(0, longest) if known else 0
 
 
@@ -276,10 +276,11 @@ def _problem_of(
     if problem.softcap:
         numbers = *numbers, problem.softcap
     rows = [as_batch(x) if packed else x for x in (q, k, v)]
-    stage_id = FORWARD if direction == "fwd" else BACKWARD
-    no_launch = packed and not (problem.seqlen_q and problem.seqlen_kv and problem.sequences)
-    if not no_launch:
-        production._check_inputs(stage_id, problem, **dict(zip("qkv", rows)))
+    stage_id, asked = FORWARD if direction == "fwd" else BACKWARD, problem
+    if packed:  # of which there may be none, without rows; else they are as others
+        extents = {"seqlen_q": max(1, problem.seqlen_q), "seqlen_kv": max(1, problem.seqlen_kv)}
+        asked = problem.with_(**extents, sequences=problem.sequences or ((0, 0),))
+    production._check_inputs(stage_id, asked, **dict(zip("qkv", rows)))
     return problem, numbers
 
 

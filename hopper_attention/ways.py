@@ -115,9 +115,11 @@ def _rows_of_lengths(problem: Problem, sms: int, tiles: Tiles, lengths: Lengths)
     if lengths is Lengths.EQUAL and not shares_heads(problem, sms, tiles):
         problem = as_batch(problem)
     rows, shapes = rows_of(problem, sms, tiles), tiles[tile_dim(problem)]
-    # Where sequences are few, tiles are short in any case; under a window the list knows how many there are.
+    # Where sequences are few, tiles are short in any case; under a window the list knows how many there are;
+    # and what is known of short ones is of as many keys as queries.
     listed = problem.window is not None and problem.window[0] >= 0
-    if lengths < Lengths.SHORT or listed or rows != next(iter(shapes)):
+    other = listed or rows != next(iter(shapes)) or problem.seqlen_kv != problem.seqlen_q
+    if lengths < Lengths.SHORT or other:
         return rows
     if shapes[BLOCK].ctas > 1:
         return BLOCK
@@ -131,6 +133,7 @@ def lengths_of(total: int, sequences: int, longest: int, masked: bool) -> Length
         return Lengths.ANY
     if are_equal(total, sequences, longest):
         return Lengths.EQUAL
+    longest = min(longest, total)
     # Lengths are taken for longest·u^k, u being uniform between 0 and 1: their mean is longest/(k + 1), that
     # of their squares longest²/(2k + 1), and the quotient of both is the length that the mean query meets.
     mean = min(total / sequences, longest)
@@ -143,7 +146,7 @@ def are_equal(total: int, sequences: int, longest: int) -> bool:
     """Whether packed sequences with so many rows in all are about equally long, if the longest has so
     many."""
     rows = sequences * longest
-    return 0 < total <= AT_LEAST * rows and rows <= AT_MOST * total
+    return total > 0 and total / AT_LEAST <= rows <= AT_MOST * total
 
 
 def shares_heads(problem: Problem, sms: int = SMS, tiles: Tiles = TILES) -> bool:

@@ -95,7 +95,7 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
     Barrier.Q_READ + c, C      consumer c's threads, 128, done with Q    the same, where O takes Q's place
     Barrier.LEFT + c, C        the same, done with their first piece     the warp behind the producer (slices)
     Barrier.PARTS              all consumers, done with K and V          the same, before pieces are there
-    Barrier.FAR + c, C         consumer c's threads, 128, twice a tile   the same (soft caps)
+    Barrier.FAR + c, C         consumer c's threads, 128, in each tile   the same (soft caps)
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
         share: float = SHARE, exact: bool = False, has: tuple[str, ...] = (),
         value_dim: int | None = None, sliced: bool = False,
     ):  # fmt: skip
-        """`share` 0 leaves GROWTH alone to decide; `exact` follows the maximum in every tile, as an eager
-        softmax does. `has` names what a launch is given: `calls.given_names`. `sliced`: k6_slices."""
+        """`share` 0 leaves GROWTH alone to decide, of far tiles too; `exact` follows maxima in each, as an
+        eager softmax does. `has` names what a launch is given: `calls.given_names`. `sliced`: k6_slices."""
         assert share >= 0.0, "a share of a sum"
         self.share, self.growth = (0.0, 0.0) if exact else (share, GROWTH)
         self.value_dim, config = value_dim or head_dim, config or CONFIGS[head_dim]  # columns of V and O

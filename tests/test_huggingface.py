@@ -188,10 +188,11 @@ def test_generation_with_a_window(
 @pytest.mark.parametrize("name", ["Llama", *WINDOWED])
 def test_training_without_padding(name: str, taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences in one row: the loss and the gradients are those of the two alone."""
-    packed: list[str] = []
+    packed: list[object] = []
     call = huggingface.flash_attn_varlen_func
+    told = lambda y: (y["max_seqlen_q"], y["max_seqlen_k"])
     monkeypatch.setattr(
-        huggingface, "flash_attn_varlen_func", lambda *x, **y: packed.append("k6") or call(*x, **y)
+        huggingface, "flash_attn_varlen_func", lambda *x, **y: packed.append(told(y)) or call(*x, **y)
     )
     model = (model_of(name) if name == "Llama" else windowed(name)).train()
     generator = torch.Generator().manual_seed(1)
@@ -203,7 +204,7 @@ def test_training_without_padding(name: str, taken: list[str], monkeypatch: pyte
         position_ids=torch.cat([torch.arange(21), torch.arange(12)])[None],
         cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=21, max_length_k=21,
     ).logits  # fmt: skip
-    assert packed == ["k6"] * 2
+    assert packed == [(21, 21)] * 2
     model.set_attn_implementation("eager")
     alone = torch.cat([model(input_ids=x).logits for x in (first, second)], 1)
     assert torch.allclose(together, alone, atol=2**-5 * alone.abs().max().item())

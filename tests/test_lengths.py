@@ -220,3 +220,13 @@ def test_nothing_is_written_beside_a_cache(page: int) -> None:
     before[:, last[0], last[1]] = torch.stack((k[0, 0], v[0, 0]))
     assert torch.equal(memory, before)
     assert o[1].isfinite().all()
+
+
+@pytest.mark.parametrize("queries", [0, 5])
+@pytest.mark.parametrize("keys", [0, 5])
+def test_a_call_without_rows_is_checked_as_one_with_rows(queries: int, keys: int) -> None:
+    q, k = ones(queries, 4, 64), ones(keys, 4, 64)
+    with pytest.raises(ValueError, match=ON_GPU):
+        flash_attn_varlen_func(q, k, k, integers(0, queries), integers(0, keys))
+    with pytest.raises(ValueError, match="head_dim"):
+        flash_attn_varlen_func(q[..., :60], k[..., :60], k[..., :60], integers(0, queries), integers(0, keys))

@@ -234,7 +234,7 @@ def test_a_rough_tanh_leaves_the_lse_right(cap: float) -> None:
 @pytest.mark.parametrize("cap", [2.0, 12.0, 20.0, 30.0, 45.0, 50.0, 60.0, 75.0, 100.0, 300.0])
 def test_a_near_tanh_leaves_the_lse_right(cap: float) -> None:
     """Of up to a million keys that are all as far below zero as brings the LSE back to it. By the polynomial
-    of softcap, which has less to be right about, it would not be."""
+    that softcap has it would not be."""
     for of, most in ((far_scores, 0.85e-5), (softcap, 4.5e-5)):
         y = np.linspace(0.001, of.NEAR, 1000)
         off = np.abs(y * np.polynomial.polynomial.polyval(y * y, of.OF_NEAR) - np.tanh(y)) * cap
@@ -242,6 +242,20 @@ def test_a_near_tanh_leaves_the_lse_right(cap: float) -> None:
         left = (off / np.maximum(1, np.abs(lse))).max()
         assert left < most
         assert of == far_scores or cap < 20 or left > 1.5e-5
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(0.125, 50.0), (0.0883, 12.0), (3.0, 300.0)])
+def test_a_launch_has_the_numbers_of_its_polynomial(scale: float, cap: float) -> None:
+    """Of products: up to where it is for, and of what it makes a score in powers of two."""
+    of = kernels("device.far_scores")
+    tiles = of.CappedQueries.__new__(of.CappedQueries)
+    *_, numbers = tiles.on_host(scale, None, cap)
+    capped = of.FarScores(numbers, follows=False, early=True)
+    assert math.isclose(capped.near, (of.NEAR * cap / scale) ** 2)
+    for y in np.linspace(0.01, of.NEAR, 20):
+        product = y * cap / scale
+        score = product * np.polynomial.polynomial.polyval(product * product, capped.of_near)
+        assert math.isclose(score, LOG2_E * cap * math.tanh(y), rel_tol=6e-7)
 
 
 def test_exponents_that_are_not_followed_stay_in_fp32() -> None:

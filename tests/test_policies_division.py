@@ -147,6 +147,7 @@ def test_short_packed_sequences_take_turns(head_dim: int, causal: bool, length: 
         (61037, 1024, 8192, True, Lengths.ANY),
         (19525, 16, 1969, True, Lengths.ANY),
         (40000, 100, 130, True, Lengths.SHORT),  # two thirds of the rows are of no sequence
+        pytest.param(1000, 100, 10**400, True, Lengths.SHORT, id="more than there can be"),
     ],
 )
 def test_what_is_known_of_lengths(
@@ -157,7 +158,7 @@ def test_what_is_known_of_lengths(
 
 def test_short_sequences_have_short_tiles() -> None:
     """Where an SM has several of 64 queries; of two blocks each, tiles of two. Not where tiles are few, nor
-    under a window, whose list says."""
+    under a window, whose list says, nor with other keys."""
     for head_dim, of_short, of_two in ((64, 64, 64), (96, 192, 128), (128, 192, 128), (256, 128, 128)):
         of = lambda total, count, **mask: Problem(
             1, 16, 16, total, total, head_dim, **({"causal": True} | mask), sequences=((0, 0),) * count
@@ -170,5 +171,7 @@ def test_short_sequences_have_short_tiles() -> None:
         assert rows(of(500, 5), Lengths.TWO_BLOCKS) == 64
         window = of(50000, 500, causal=False, window=(63, 0))
         assert {rows(window, x) for x in (Lengths.SHORT, Lengths.TWO_BLOCKS)} == {rows(window, Lengths.ANY)}
+        cached = of(50000, 500).with_(seqlen_kv=400000)
+        assert rows(cached, Lengths.TWO_BLOCKS) == rows(cached, Lengths.ANY)
         right = of(50000, 500, causal=False, window=(-1, 3))
         assert rows(right, Lengths.TWO_BLOCKS) == of_two

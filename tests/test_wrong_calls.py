@@ -223,6 +223,13 @@ def packed(first: object = None, second: object = None, **changes: object) -> li
         "pages": no(r"4 dimensions \(page", inputs=packed(), block_table=cu(1)),
         "no sequence": yes(packed(cu(0), cu(0))),
         "no token": yes(packed(cu(0, 0, 0), q=t(0, 4, 64))),
+        "no token, of 60 columns": no("head_dim", inputs=packed(**dict.fromkeys("qkv", t(0, 4, 60)))),
+        "no sequence, of fp32": no(
+            "bfloat16", TypeError, packed(cu(0), cu(0), **dict.fromkeys("qkv", t(*PACKED).float()))
+        ),
+        "no sequence, of 60 columns": no(
+            "head_dim", inputs=packed(cu(0), cu(0), **dict.fromkeys("qkv", t(10, 4, 60)))
+        ),
         "lengths that nobody reads": yes([*packed(), "x", None]),
     },
 )

@@ -114,7 +114,8 @@ def hopper_attention_forward(
     transformers' "sdpa" means it; one token sees all keys, or those in its window. With `cu_seq_lens_q` and
     `cu_seq_lens_k` the batch, of one, is sequences packed behind one another, whose masks are aligned in
     each; `attention_mask` says the same then, and is not looked at. A module that is not causal sees
-    `sliding_window` to both sides there; otherwise its mask says so.
+    `sliding_window` to both sides there; otherwise its mask says so. `max_length_q` and `max_length_k` are
+    `flash_attn_varlen_func`'s longest lengths.
     """
     softcap, sink = kwargs.get("softcap") or 0.0, kwargs.get("s_aux")
     unknown = [x for x in kwargs if x not in KNOWN and not isinstance(kwargs[x], bool | None)]
@@ -132,7 +133,8 @@ def hopper_attention_forward(
     if lengths[0] is not None and lengths[1] is not None:
         if unknown:
             raise NotImplementedError(f"hopper_attention does not take {unknown[0]} beside packed sequences")
-        return _packed(query, key, value, lengths, dropout, is_causal, window, extras | rest), None
+        longest = {f"max_seqlen_{x}": kwargs.get(f"max_length_{x}") for x in "qk"}
+        return _packed(query, key, value, lengths, dropout, is_causal, window, extras | rest | longest), None
     several = query.shape[2] > 1
     causal = is_causal and attention_mask is None and several
     top_left = causal and query.shape[2] != key.shape[2]

@@ -40,13 +40,14 @@ from .rows import LANES, OWN_ROWS, largest_of_row
 from .wgmma import round_fragment
 
 # As softcap's, but right to 5.0·10⁻⁷, not 2.9·10⁻⁶: that an LSE about zero, of many keys far below it, would
-# show (tests/test_policies.py), while the exponents of a backward pass do not.
+# show (tests/test_policies.py). No kernel uses softcap's own numbers: they stand because its file is among
+# those that all kernels of gradients are made of, and go when these are made anew.
 NEAR = 0.26
 OF_NEAR = (0.9999995, -0.33320008, 0.12802711)
 # From this part of NEAR on a first tile is far; later tiles reach somewhat further.
 FIRST = 0.85
-# From a score of this part of a cap on a first tile is far if those behind it may be rough, from 128 columns
-# on, without a window. Rough tiles are faster there than near ones, whose maxima are followed.
+# From a score of this part of a cap on a first tile is far if those behind it may be rough, of more than 64
+# columns, without a window. Rough tiles are faster there than near ones, whose maxima are followed.
 EARLY = 0.1
 # `rough_from` at least and at most, in powers of two.
 ROUGH_FROM = 1.5 * LOG2_E, 5.2 * LOG2_E

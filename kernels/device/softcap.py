@@ -2,12 +2,13 @@
 
 tanh.approx.f32 is one MUFU more for each score, right to 10⁻⁵ of it (measured; PTX says 2⁻¹¹). O does not
 show that, but the LSE, from which a backward pass makes P anew, has to be right to 10⁻⁵ of itself, and may be
-smaller than its scores. So a warp looks how large its tile's largest score is. Within a third of the cap a
-polynomial takes three instructions of the FMA pipe for each, which products in flight do not slow down, and
-is right to 3·10⁻⁶; beyond that it is tanh y = 1 − 2/(1 + e^2y), two MUFU, right to about 2⁻²² of the cap.
+smaller than its scores. So a warp looks how large its tile's largest score is. Near zero a polynomial takes
+three instructions of the FMA pipe for each, which products in flight do not slow down; beyond that it is
+tanh y = 1 − 2/(1 + e^2y), two MUFU, right to about 2⁻²² of the cap.
 
 Behind the answer lies a branch, before which P·V has to end: k6 takes tiles behind a far one for far without
-asking, and has its own way to compute them (far_scores.py).
+asking, and has its own way to compute them, and a polynomial that an LSE about zero needs (far_scores.py).
+Gradients are made with the exponential alone (policies.py).
 """
 
 import cutlass.cute as cute
