@@ -6,6 +6,7 @@ few queries, in equal slices of all keys by the kernel of decoding. Imports no c
 import math
 from bisect import bisect
 from enum import Enum, IntEnum
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -126,6 +127,7 @@ def _rows_of_lengths(problem: Problem, sms: int, tiles: Tiles, lengths: Lengths)
     return 2 * BLOCK if lengths is Lengths.TWO_BLOCKS and 2 * BLOCK in shapes else rows
 
 
+@lru_cache(maxsize=64)  # a model's layers ask one after the other
 def lengths_of(total: int, sequences: int, longest: int, masked: bool) -> Lengths:
     """What is known of the lengths of so many packed sequences with so many rows in all, if the longest has
     so many (0: nobody says). `masked`: a query does not see all keys."""
