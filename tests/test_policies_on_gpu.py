@@ -98,8 +98,11 @@ def test_packed_and_dense_agree(head_dim: int) -> None:
         assert (packed.view_as(dense) - dense).abs().max() <= 2**-6
 
 
+MANY_SHORT = [i % 65 for i in range(700)], [65 + i % 64 for i in range(250)]  # for which tiles are shorter
+
+
 @pytest.mark.parametrize(
-    "lengths", [[300] * 4, [300, 1, 0, 900], [7] * 90, [0, 0, 5]], ids=lambda x: f"{len(x)}"
+    "lengths", [[300] * 4, [300, 1, 0, 900], [7] * 90, [0, 0, 5], *MANY_SHORT], ids=lambda x: f"{len(x)}"
 )
 @every_head_dim
 def test_right_or_wrong_the_longest_is_a_hint(head_dim: int, lengths: list[int]) -> None:
