@@ -99,8 +99,7 @@ def chosen_stage(problem: Problem, deterministic: bool = False, longest: int = 0
     many queries one has at most, in the backward pass how many keys."""
     if problem.direction == "fwd":
         gpu, sequences = tuned.gpu(), problem.sequences or ()
-        masked = problem.causal or problem.window is not None
-        known = ways.lengths_of(problem.seqlen_q, len(sequences), longest, masked)
+        known = ways.known_of(problem.seqlen_q, len(sequences), longest)
         return selection.forward_stage(problem, ways.way_of(problem, *gpu, known), gpu)
     short = selection.are_short(longest)
     return selection.backward_stage(problem, deterministic, gpu=tuned.gpu(), short=short)[0]

@@ -238,26 +238,29 @@ def far_scores(stage_id: str, head_dim: int, size: float, device: str = "cuda") 
         yield given
 
 
+def beside_nan(stage_id: str, given: Given, what: str = "") -> Iterator[str]:
+    """`spread_of_nan` of a stage."""
+    stage, module = ladder.load(stage_id)
+    rounding = reference.rounding_of(stage, module, given.problem, **stage.options)
+    for failure in spread_of_nan(given, lambda given: given.run(stage_id).outputs, rounding):
+        yield f"{given.problem}{what}: {failure}"
+
+
 @case(policy="window")
 def nan_that_some_rows_do_not_see(stage_id, args):
     """Beside far scores: by what way a warp computes, and whether it rescales, must not be chosen by a
     comparison that is false of NaN. Scores about the cap, and far beyond it."""
-    stage, module = ladder.load(stage_id)
-    run = lambda given: given.run(stage_id).outputs
+    sizes = (3.0, 15.0) if ladder.load(stage_id)[0].direction != "bwd" else (15.0,)
     for head_dim in HEAD_DIMS:
-        for size in (3.0, 15.0) if stage.direction != "bwd" else (15.0,):
+        for size in sizes:
             for given in far_scores(stage_id, head_dim, size):
-                rounding = reference.rounding_of(stage, module, given.problem, **stage.options)
-                for failure in spread_of_nan(given, run, rounding):
-                    yield f"{given.problem}, scores up to {size}: {failure}"
+                yield from beside_nan(stage_id, given, f", scores up to {size}")
 
 
 @case(direction="fwd", policy="window")
 def small_rows_beside_nan(stage_id, args):
     """Rows with keys far below zero alone, among others with large scores. By what way they are all capped
     must be chosen with these in mind, though other rows of their threads are NaN."""
-    stage, module = ladder.load(stage_id)
-    run = lambda given: given.run(stage_id).outputs
     for head_dim in HEAD_DIMS:
         for cap in (50.0, 12.0):
             fields = {"batch": 1, "softcap": cap, "seqlen_q": 300, "seqlen_kv": 700}
@@ -268,6 +271,4 @@ def small_rows_beside_nan(stage_id, args):
             given.q[..., 0], given.q[:, :, small, 0] = 0.8 * cap, 0.0
             given.q[:, :, small, 1] = torch.linspace(0.5, 0.7, 8, device=given.q.device) * cap
             given.k[..., 0], given.k[..., 1] = 1.0, -1.0
-            rounding = reference.rounding_of(stage, module, given.problem, **stage.options)
-            for failure in spread_of_nan(given, run, rounding):
-                yield f"{given.problem}: {failure}"
+            yield from beside_nan(stage_id, given)

@@ -101,8 +101,7 @@ def forward(
     # What the hint says of lengths is part of a plan's kind, the hint itself is not.
     packed, known = more.cu_q is not None, ways.Lengths.ANY
     if packed and q.dim() == 3:
-        masked = causal is not False or window != (-1, -1)
-        known = ways.lengths_of(q.shape[0], more.cu_q.numel() - 1, longest, masked)
+        known = ways.known_of(q.shape[0], more.cu_q.numel() - 1, longest)
     plan_anew = lambda: _plan_forward(q, k, v, more, *options, known=known)
     plan, numbers, rows = _made(("fwd", *options, known), (q, k, v), more, plan_anew)
     if lengths.CHECKED and packed:

@@ -66,8 +66,8 @@ READ_AGAIN = {Kind.SLICES: 0.75, Kind.GROUPS: 0.55}
 # that there are: others are empty tiles. And if those are no more than AT_LEAST times what it gives.
 AT_LEAST, AT_MOST = 2.0, 1.1
 # So long may the sequence be to which the mean query belongs for tiles of BLOCK queries to be the fastest, if
-# an SM has several of them at once: without a mask, and with one (notes/k6_rows.md, "Which height").
-SHORT_FULL, SHORT_MASKED = 700, 1100
+# an SM has several of them at once: in any case, and under a mask (notes/k6_rows.md, "Which height").
+SHORT_MOST, MASKED_MOST = 700, 1100
 READS_SLOWLY = 1.13  # than other tiles a whole one of BLOCK rows, whose loads are fewer
 
 
@@ -83,8 +83,9 @@ class Lengths(IntEnum):
 
     ANY = 0  # nothing, or that many queries may be those of long ones
     EQUAL = 1
-    SHORT = 2
-    TWO_BLOCKS = 3  # and most have more queries than one block, none more than two
+    SHORT_IF_MASKED = 2
+    SHORT = 3
+    TWO_BLOCKS = 4  # short, and most have more queries than one block, none more than two
 
 
 def ways_of(problem: Problem) -> list[Way]:
@@ -120,7 +121,8 @@ def _rows_of_lengths(problem: Problem, sms: int, tiles: Tiles, lengths: Lengths)
     # and what is known of short ones is of as many keys as queries.
     listed = problem.window is not None and problem.window[0] >= 0
     other = listed or rows != next(iter(shapes)) or problem.seqlen_kv != problem.seqlen_q
-    if lengths < Lengths.SHORT or other:
+    masked = problem.causal or problem.window is not None
+    if other or lengths < (Lengths.SHORT_IF_MASKED if masked else Lengths.SHORT):
         return rows
     if shapes[BLOCK].ctas > 1:
         return BLOCK
@@ -128,9 +130,9 @@ def _rows_of_lengths(problem: Problem, sms: int, tiles: Tiles, lengths: Lengths)
 
 
 @lru_cache(maxsize=64)  # a model's layers ask one after the other
-def lengths_of(total: int, sequences: int, longest: int, masked: bool) -> Lengths:
+def known_of(total: int, sequences: int, longest: int) -> Lengths:
     """What is known of the lengths of so many packed sequences with so many rows in all, if the longest has
-    so many (0: nobody says). `masked`: a query does not see all keys."""
+    so many (0: nobody says)."""
     if not (total and sequences and longest):
         return Lengths.ANY
     if are_equal(total, sequences, longest):
@@ -139,8 +141,9 @@ def lengths_of(total: int, sequences: int, longest: int, masked: bool) -> Length
     # Lengths are taken for longest·u^k, u being uniform between 0 and 1: their mean is longest/(k + 1), that
     # of their squares longest²/(2k + 1), and the quotient of both is the length that the mean query meets.
     mean = min(total / sequences, longest)
-    if longest * longest > (SHORT_MASKED if masked else SHORT_FULL) * (2 * longest - mean):
-        return Lengths.ANY
+    met = longest * longest / (2 * longest - mean)
+    if met > SHORT_MOST:
+        return Lengths.SHORT_IF_MASKED if met <= MASKED_MOST else Lengths.ANY
     return Lengths.TWO_BLOCKS if longest <= 2 * BLOCK and mean > BLOCK else Lengths.SHORT
 
 

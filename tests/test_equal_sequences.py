@@ -124,6 +124,5 @@ def test_equal_sequences_have_the_tiles_of_a_batch(head_dim: int, count: int, le
     dense = Problem(count, 8, 8, length, length, head_dim, True)
     shared = length <= 64 and head_dim in (96, 128)
     assert ways.shares_heads(packed) == shared
-    assert ways.way_of(packed, lengths=ways.Lengths.EQUAL).rows == division.rows_of(
-        packed if shared else dense
-    )
+    rows = ways.way_of(packed, lengths=ways.Lengths.EQUAL).rows
+    assert rows == division.rows_of(packed if shared else dense)

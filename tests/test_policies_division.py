@@ -131,29 +131,26 @@ def test_short_packed_sequences_take_turns(head_dim: int, causal: bool, length: 
 
 
 @pytest.mark.parametrize(
-    ("total", "sequences", "longest", "masked", "found"),
+    ("total", "sequences", "longest", "found"),
     [
-        (16384, 512, 0, True, Lengths.ANY),  # nobody says
-        (0, 3, 5, True, Lengths.ANY),
-        (16384, 0, 64, True, Lengths.ANY),
-        (16384, 16, 1024, True, Lengths.EQUAL),
-        (15991, 512, 64, True, Lengths.SHORT),
-        (19359, 200, 128, True, Lengths.TWO_BLOCKS),
-        (16000, 256, 128, True, Lengths.SHORT),  # half of them have one block
-        (9000, 64, 192, True, Lengths.SHORT),
-        (11067, 128, 2048, True, Lengths.SHORT),  # Zipf
-        (11067, 128, 2048, False, Lengths.ANY),
-        (12500, 64, 768, False, Lengths.SHORT),
-        (61037, 1024, 8192, True, Lengths.ANY),
-        (19525, 16, 1969, True, Lengths.ANY),
-        (40000, 100, 130, True, Lengths.SHORT),  # two thirds of the rows are of no sequence
-        pytest.param(1000, 100, 10**400, True, Lengths.SHORT, id="more than there can be"),
+        (16384, 512, 0, Lengths.ANY),  # nobody says
+        (0, 3, 5, Lengths.ANY),
+        (16384, 0, 64, Lengths.ANY),
+        (16384, 16, 1024, Lengths.EQUAL),
+        (15991, 512, 64, Lengths.SHORT),
+        (19359, 200, 128, Lengths.TWO_BLOCKS),
+        (16000, 256, 128, Lengths.SHORT),  # half of them have one block
+        (9000, 64, 192, Lengths.SHORT),
+        (11067, 128, 2048, Lengths.SHORT_IF_MASKED),  # Zipf
+        (12500, 64, 768, Lengths.SHORT),
+        (61037, 1024, 8192, Lengths.ANY),
+        (19525, 16, 1969, Lengths.ANY),
+        (40000, 100, 130, Lengths.SHORT),  # two thirds of the rows are of no sequence
+        pytest.param(1000, 100, 10**400, Lengths.SHORT, id="more than there can be"),
     ],
 )
-def test_what_is_known_of_lengths(
-    total: int, sequences: int, longest: int, masked: bool, found: Lengths
-) -> None:
-    assert ways.lengths_of(total, sequences, longest, masked) is found
+def test_what_is_known_of_lengths(total: int, sequences: int, longest: int, found: Lengths) -> None:
+    assert ways.known_of(total, sequences, longest) is found
 
 
 def test_short_sequences_have_short_tiles() -> None:
@@ -175,3 +172,7 @@ def test_short_sequences_have_short_tiles() -> None:
         assert rows(cached, Lengths.TWO_BLOCKS) == rows(cached, Lengths.ANY)
         right = of(50000, 500, causal=False, window=(-1, 3))
         assert rows(right, Lengths.TWO_BLOCKS) == of_two
+        full = of(30000, 500, causal=False)
+        assert rows(full, Lengths.SHORT) == of_short
+        assert rows(full, Lengths.SHORT_IF_MASKED) == own
+        assert rows(of(30000, 500), Lengths.SHORT_IF_MASKED) == of_short
