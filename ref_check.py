@@ -17,6 +17,8 @@ from harness.command import Parser, Usage, as_usage, run
 from harness.inputs import hopper_gpu
 from harness.sweep import sweep
 from hopper_attention.kernels import ladder
+from hopper_attention.launch import Job, reachable
+from hopper_attention.precompile import ahead
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -57,12 +59,21 @@ def check_model(stage_id: str) -> bool:
     return not failures
 
 
+def jobs_of(stage_id: str) -> list[Job]:
+    """Most kernels that all cases run: compiled one by one, where each is needed first, they take minutes."""
+    options = ladder.load(stage_id)[0].options
+    kernels = dict.fromkeys((*reachable(stage_id), *policy_cases.kernels(stage_id)))
+    return [(stage_id, kernel, options) for kernel in kernels]
+
+
 def check_stage(stage_id: str, args: argparse.Namespace) -> bool:
     """Run a stage's cases and, with --save, write its record. Returns whether all passed."""
     case_runs.worst_seen.clear()
     cases.forms_passed.clear()
     policy_cases.problems_passed.clear()
     environment = timing.environment({})
+    if args.only is None:
+        ahead(jobs_of(stage_id))
     if args.save:
         results.probe(records.path_of(environment["gpu"], stage_id))
     outcomes = []

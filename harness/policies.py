@@ -275,7 +275,9 @@ def random_given(
 ) -> Given:
     """N(0, 1) inputs, and sinks that weigh enough to be missed. Between packed sequences, and behind the
     last, lie `padding` (queries, keys) rows each, with `seqused` then; the rest of the tensors' rows behind
-    all. Rows that belong to nobody are `outside`."""
+    all. Rows that belong to nobody are `outside`. Raises ValueError for a scale that no kernel would see."""
+    if scale not in (None, problem.head_dim**-0.5) and not problem.scaled:
+        raise ValueError(f"{problem}: its kernels take no scale, and so not {scale}")
     q, k, v, *do = random_inputs(problem, device, seed)
     generator = torch.Generator(device).manual_seed(seed + 1)
     if problem.sink and sink is None:

@@ -133,7 +133,8 @@ def passed(stage_id: str) -> tuple[Checked, ...]:
     identity = functools.partial(_identity, stage_id)
     listed = {*reachable(stage_id), *reachable_with_policies(stage_id)}
     of_forms = [(x, {"forms": tuple(forms)}) for x, forms in cases.forms_passed.items()]
-    others = [(x, {"problems": count}) for x, count in policy_cases.problems_passed.items()]
+    # Cases of policies have plain problems too, of kernels that all forms have passed.
+    others = [(x, {"problems": count}) for x, count in policy_cases.problems_passed.items() if x.policies]
     return tuple(Checked(x, identity(x), **found) for x, found in of_forms + others if x in listed)
 
 

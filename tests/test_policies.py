@@ -282,6 +282,16 @@ def test_nan_that_some_rows_do_not_see(size: float, stage_id: str) -> None:
             assert spread == ({"nan in k", "inf in k", "nan in q"} if wrong else set())
 
 
+def test_a_scale_that_no_kernel_would_see_is_refused() -> None:
+    """A plain problem's kernels divide by √head_dim, and a reference by another scale would say they fail."""
+    plain = Problem.square(1, 2, 9, 64, False)
+    with pytest.raises(ValueError, match="take no scale, and so not"):
+        random_given(plain, device="cpu", scale=1.0)
+    takes_one = plain.with_(scaled=True), plain.with_(softcap=3.0)
+    for problem, scale in ((plain, 64**-0.5), *((x, 1.0) for x in takes_one)):
+        assert random_given(problem, device="cpu", scale=scale).softmax_scale == scale
+
+
 def test_a_blunt_rule_lets_them_survive(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
     for factor in ("MAX_FACTOR", "RMS_FACTOR", "BLOCK_RMS_FACTOR", "ROW_RMS_FACTOR", "SINK_TOLERANCE"):

@@ -3,13 +3,14 @@
 import itertools
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rotating import sample
 
-from harness import case_list, cases, provenance, records
+from harness import case_list, cases, policy_cases, provenance, records
 from hopper_attention import cache
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
@@ -129,6 +130,19 @@ def test_what_a_record_lists_of_policies_is_of_every_head_dim_mask_and_policy(st
 
 def policies_of(stage_id: str) -> set[str]:
     return {name for kernel in reachable_with_policies(stage_id) for name in kernel.policies}
+
+
+def test_what_all_cases_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel a line: forms of plain ones, though cases of policies ran them too, problems of the others; of
+    what no call can reach nothing."""
+    plain = reachable("k6")[0]
+    capped, unreachable = plain.with_(softcap=1.0), plain.with_(head_dim=72)
+    forms = cases.forms_of("k6", plain)
+    monkeypatch.setattr(records, "_identity", lambda stage_id, kernel: "a" * 64)
+    monkeypatch.setattr(cases, "forms_passed", {plain: list(forms)})
+    monkeypatch.setattr(policy_cases, "problems_passed", Counter({plain: 2, capped: 3, unreachable: 1}))
+    expected = [records.Checked(plain, "a" * 64, tuple(forms)), records.Checked(capped, "a" * 64, problems=3)]
+    assert list(records.passed("k6")) == expected
 
 
 # A record that lacks something, or is of other sources
