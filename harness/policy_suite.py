@@ -4,10 +4,11 @@
     python bench.py k6 bwd4 --suite window --save    both directions: results/<gpu>/window/{fwd,bwd}.json
 
 A row is a problem and µs by provider. Ours is what the library's call runs (`policies.forward` and
-`backward`); "dense" is ours of equal sequences as one batch, by which packing is judged. Each call of ours is
-judged by the pass rule before and after the timing, of long problems one key head and its query heads. Peers:
-FlashAttention-2 through PyTorch's operators, FlashAttention-3, -4, and, of windows, FlexAttention, compiled
-with the mask and the score that the problem has. What a peer refuses it has no time of.
+`backward`); "dense" is ours at the speed of dense batches, by which packing is judged (`dense_speed`). Each
+call of ours is judged by the pass rule before and after the timing, of long problems one key head and its
+query heads. Peers: FlashAttention-2 through PyTorch's operators, FlashAttention-3, -4, and, of windows,
+FlexAttention, compiled with the mask and the score that the problem has. What a peer refuses it has no time
+of.
 """
 
 import inspect
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from harness import fa3, peers, row_files, timing
+from harness import dense_speed, fa3, peers, row_files, timing
 from harness.command import Usage
 from harness.fuzz import arguments_of
 from harness.inputs import returned_to_poisoned_memory
@@ -322,21 +323,11 @@ def longest_of(problem: Problem) -> int:
     return max((lengths[side] for lengths in problem.sequences or ()), default=0)
 
 
-def dense_of(problem: Problem) -> Problem | None:
-    """Equal sequences as a batch, of which packing costs what it takes longer; None if they are not equal."""
-    lengths = set(problem.sequences or ())
-    if len(lengths) != 1 or problem.window:
-        return None
-    ((queries, keys),) = lengths
-    extents = {"batch": len(problem.sequences), "seqlen_q": queries, "seqlen_kv": keys}
-    return problem.with_(sequences=None, scaled=False, **extents)
-
-
 def kernels(problem: Problem) -> list[Job]:
     """Those of ours that `measure` runs."""
     found = []
-    for one in (problem, dense_of(problem)):
-        for direction in {"fwd", problem.direction} if one else ():
+    for one in (problem, *dense_speed.batches(problem).values()):
+        for direction in {"fwd", problem.direction}:
             asked = policies.without_idle_window(one.with_(direction=direction))
             asked = asked.with_(scaled=bool(asked.policies) or not has_own_kernel(asked))
             found.append(job_of(chosen_stage(asked, longest=longest_of(asked)), asked))
@@ -348,8 +339,9 @@ def measure(problem: Problem, peer_names: list[str]) -> dict[str, float]:
     one = _Ours(problem)
     one.judge()
     calls: dict[str, Callable[[], object]] = {OURS: one.call}
-    if dense := dense_of(problem):
-        calls["dense"] = _Ours(dense).call
+    dense = dense_speed.batches(problem)
+    if len(dense) == 1:
+        calls["dense"] = _Ours(*dense.values()).call
     rows = Rows(one.given)
     for name in peer_names:
         try:
@@ -362,7 +354,11 @@ def measure(problem: Problem, peer_names: list[str]) -> dict[str, float]:
             calls[name] = call
     times = timing.interleaved(calls, SECONDS)
     one.judge()
-    return {name: round(1e3 * time.ms_median, 2) for name, time in times.items()}
+    us = {name: 1e3 * time.ms_median for name, time in times.items()}
+    if len(dense) > 1:  # one by one: the tensors of all of them are many gigabytes
+        each = {n: timing.interleaved({n: _Ours(x).call}, SECONDS)[n].ms_median for n, x in dense.items()}
+        us["dense"] = dense_speed.together(problem, {n: 1e3 * each[n] / dense[n].batch for n in dense})
+    return {name: round(x, 2) for name, x in us.items()}
 
 
 def run(

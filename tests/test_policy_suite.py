@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from harness import peers, policy_models, policy_suite, policy_tables, timing
+from harness import dense_speed, peers, policy_models, policy_suite, policy_tables, timing
 from harness.command import Usage
 from harness.policies import Given
 from harness.policy_suite import Named
@@ -40,10 +41,34 @@ def test_the_problems(suite: str) -> None:
 
 
 def test_equal_sequences_are_also_a_batch() -> None:
-    dense = policy_suite.dense_of(SMALL[1].problem)
+    (dense,) = dense_speed.batches(SMALL[1].problem).values()
     assert dense == Problem(2, 4, 2, 64, 64, 64, True)
     assert dense.flops == SMALL[1].problem.flops
-    assert policy_suite.dense_of(SMALL[0].problem) is policy_suite.dense_of(SMALL[2].problem) is None
+    assert dense_speed.batches(packed(64, 0, 64)) == {64: dense}  # empty ones take nothing
+    others = SMALL[1].problem.with_(seqlen_kv=160, sequences=((64, 80), (64, 80)))
+    for problem in (others, SMALL[2].problem, SMALL[3].problem):  # other keys, a window, not packed
+        assert dense_speed.batches(problem) == {}
+
+
+def packed(*lengths: int) -> Problem:
+    total = sum(lengths)
+    return Problem(1, 4, 2, total, total, 64, True, sequences=tuple((n, n) for n in lengths))
+
+
+def test_each_sequence_in_a_dense_batch() -> None:
+    """Few lengths are timed each, of many both ends and powers of two, in batches of about as many tokens.
+    Where time is a power of the length that leaves no error."""
+    few, many = packed(100, 7, 100, 3), packed(*range(8, 1001))
+    assert {n: x.batch for n, x in dense_speed.batches(few).items()} == {3: 70, 7: 30, 100: 2}
+    each = {3: 1.0, 7: 2.0, 100: 5.0}
+    assert math.isclose(dense_speed.together(few, each), 13.0)
+    found = dense_speed.batches(many)
+    assert sorted(found) == [8, 16, 32, 64, 128, 256, 512, 1000]
+    for n, dense in found.items():
+        assert (dense.seqlen_q, dense.seqlen_kv) == (n, n) and dense.sequences is None
+        assert 0.9 <= dense.batch * n / many.seqlen_q <= 1
+    time = dense_speed.together(many, {n: 0.01 * n**1.5 for n in found})
+    assert math.isclose(time, sum(0.01 * n**1.5 for n in range(8, 1001)))
 
 
 @pytest.fixture
@@ -113,10 +138,10 @@ def test_a_wrong_output_has_no_time(wrong: dict, tmp_path: Path, capsys: pytest.
     assert "exceeds" in capsys.readouterr().out
 
 
-def test_packed_ones_stand_beside_their_batch(wrong: dict, capsys: pytest.CaptureFixture[str]) -> None:
+def test_packed_ones_stand_beside_their_batches(wrong: dict, capsys: pytest.CaptureFixture[str]) -> None:
     assert policy_suite.run("packed", ["k6"], None, ["fa3"])
     lines = {line.split(":")[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "× dense" in lines["equal"] and "× dense" not in lines["packed"]
+    assert "× dense" in lines["equal"] and "× dense" in lines["packed"]
 
 
 def test_a_suite_without_a_wanted_problem() -> None:
