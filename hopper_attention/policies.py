@@ -23,7 +23,7 @@ from .checks import (
     like_o,
 )
 from .checks import general_problem_of as problem_of
-from .kernels import calls
+from .kernels import calls, division
 from .kernels.contract import Problem
 from .kernels.device.limits import bounds, has_own_kernel
 from .launch import BACKWARD, FORWARD
@@ -40,6 +40,9 @@ from .selection import (
     launch_of,
 )
 
+# What the longest sequence has at most, as compiled graphs are told: few, since PyTorch compiles a function
+# anew for each, and no more than 8 times.
+IN_GRAPHS = (division.ONE_TILE_KEYS, 256, 512, 1024)
 NAMES = ("cu_q", "cu_kv", "used_q", "used_kv")  # of what says where packed sequences lie
 
 
@@ -222,10 +225,21 @@ def reason_against(
 
 
 def told(longest: object) -> int:
-    """How many rows a packed sequence has at most, as the caller says, or 0: only of a number, and not in a
-    compiled graph, which would be of this number alone."""
-    known = not torch.compiler.is_compiling() and type(longest) is int
-    return max(0, longest) if known else 0
+    """How many rows a packed sequence has at most, as the caller says, or 0: only of a number. A graph that
+    is being compiled is told the first of IN_GRAPHS that is enough, so that it serves all numbers up to
+    there, and nothing of a number that only data have."""
+    if type(longest) is not int:
+        return 0
+    if not torch.compiler.is_compiling():
+        return max(0, longest)
+    # Half a second to import, but for who compiles a graph.
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    if guard_or_false(longest > 0):
+        for enough in IN_GRAPHS:
+            if guard_or_false(longest <= enough):
+                return enough
+    return 0
 
 
 def as_batch(x: torch.Tensor) -> torch.Tensor:

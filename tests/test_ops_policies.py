@@ -48,7 +48,11 @@ def as_given(x: torch.Tensor, given: Given) -> torch.Tensor:
     return x if given.problem.sequences is None else x[0].transpose(0, 1)
 
 
+hints: list[tuple[str, int, int]] = []  # the pass, and of each that runs the longest of queries and keys
+
+
 def run_forward(q, k, v, *more):
+    hints.append(("fwd", *ops_policies._complete(more)[1][-2:]))
     given = given_of(q, k, v, more)
     o, lse = zip(*(one.forward for one in given.expected)) if given.groups else ((), ())
     like = torch.empty(given.q.shape[:3])
@@ -60,6 +64,7 @@ def run_forward(q, k, v, *more):
 
 
 def run_backward(do, q, k, v, o, lse, dlse=None, *more):
+    hints.append(("bwd", *ops_policies._complete(more)[1][-2:]))
     given = given_of(q, k, v, more, do, dlse)
     grads = list(zip(*(one.gradients for one in given.expected)))
     found = [
@@ -79,6 +84,7 @@ def run_backward(do, q, k, v, o, lse, dlse=None, *more):
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
+    hints.clear()
     for name, stand_in in (("run_forward", run_forward), ("run_backward", run_backward)):
         monkeypatch.setattr(ops_policies, name, stand_in)
     library = torch.library.Library("hopper_attention", "IMPL")
@@ -212,15 +218,49 @@ def test_lengths_are_values_and_no_part_of_a_graph() -> None:
 @pytest.mark.parametrize(
     ("most", "told"), [(20, 20), (None, 0), (-1, 0), (torch.tensor(20), 0), (True, 0), (10**9, 10**9)]
 )
-def test_who_is_told_the_longest(most: object, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_told_the_longest(most: object, told: int) -> None:
     """Of numbers alone: what a tensor holds is not read. Forward and backward pass, of queries and keys."""
-    hints = []
-    for name, run in (("run_forward", run_forward), ("run_backward", run_backward)):
-        monkeypatch.setattr(ops_policies, name, lambda *x, run=run: hints.append(x[-2:]) or run(*x))
     tensors, starts = packed(grad=True)
     flash_attn_varlen_func(*tensors, *starts, most, 7, causal=True).sum().backward()
     flash_attn_varlen_func(*tensors, *starts, 7, most, causal=True)
-    assert hints == [(told, 7), (told, 7), (7, told)]
+    assert hints == [("fwd", told, 7), ("bwd", told, 7), ("fwd", 7, told)]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_graph_is_told_a_bound_of_the_longest(backend: str, dynamic: bool | None) -> None:
+    """One that serves all numbers up to it: so few that PyTorch, which compiles a function anew 8 times at
+    most, has a graph for each. In both directions."""
+    call = lambda q, k, v, a, b, most: flash_attn_varlen_func(q, k, v, a, b, most, most, causal=True)
+    compiled = torch.compile(call, fullgraph=True, backend=backend, dynamic=dynamic)
+    told = {20: 128, 31: 128, 128: 128, 129: 256, 257: 512, 1024: 1024, 1025: 0, 10**6: 0, -3: 0, 0: 0}
+    for most in (*told, *reversed(told)):
+        tensors, starts = packed(grad=True)
+        hints.clear()
+        o = compiled(*tensors, *starts, most)
+        grads = torch.autograd.grad(o, tensors, torch.ones_like(o))
+        assert hints == [("fwd", told[most], told[most]), ("bwd", told[most], told[most])]
+        eager = call(*tensors, *starts, None)
+        for x, y in zip(grads, torch.autograd.grad(eager, tensors, torch.ones_like(o))):
+            assert o.equal(eager) and x.equal(y)
+
+
+@pytest.mark.parametrize("none", [lambda cu: None, lambda cu: cu.diff().max()], ids=["none", "a tensor"])
+def test_a_graph_is_told_nothing_of_what_is_no_number(none: Callable) -> None:
+    def call(q, k, v, a, b):
+        return flash_attn_varlen_func(q, k, v, a, b, none(a), none(b), causal=True)
+
+    tensors, starts = packed()
+    torch.compile(call, fullgraph=True, backend="eager")(*tensors, *starts)
+    assert hints == [("fwd", 0, 0)]
+
+
+def test_a_number_that_only_data_have_is_no_guard() -> None:
+    call = lambda q, k, v, a, b: flash_attn_varlen_func(q, k, v, a, b, a.diff().max().item(), None)
+    tensors, starts = packed()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        torch.compile(call, fullgraph=True, backend="eager")(*tensors, *starts)
+    assert hints == [("fwd", 0, 0)]
 
 
 def test_compiled_gradients_are_the_eager_ones() -> None:
