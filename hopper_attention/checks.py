@@ -357,6 +357,14 @@ def check_like(name: str, x: object, like_name: str, like: torch.Tensor) -> None
         )
 
 
+def check_no_flags(**numbers: object) -> None:
+    """Raise TypeError for True and False: what can be said of numbers while a graph is compiled, in which
+    others may be symbols."""
+    for name, x in numbers.items():
+        if isinstance(x, bool):
+            raise TypeError(f"{name} must be a number, not bool")
+
+
 def check_scale(softmax_scale: float | None, head_dim: int = 1) -> float | None:
     """`softmax_scale`, or None where it is 1/√head_dim, which kernels have as a constant. Raises TypeError or
     ValueError for what is no positive finite number."""

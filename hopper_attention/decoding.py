@@ -52,6 +52,8 @@ def decode(
 
     Raises TypeError or ValueError before anything is launched.
     """
+    if k is not None and k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel():
+        raise ValueError("k_cache and v_cache are written, and must not be one tensor")
     tensors = q, k_cache, v_cache, k, v, cache_seqlens, block_table, k_descale, v_descale
     options = softmax_scale, causal, window_left, batch_invariant
     plan_anew = lambda: _plan(*tensors, *options)
@@ -162,6 +164,8 @@ def _plan(
         _check_integers("cache_seqlens", cache_seqlens, q, (problem.batch,))
     _check_new(q, k_cache, k, v, cache_seqlens)
     added = 0 if k is None else k.shape[1]
+    if added > problem.seqlen_kv:
+        raise ValueError(f"a sequence has room for {problem.seqlen_kv} keys: k has {added} new ones")
     if not q.numel() and k is not None and k.numel():
         raise ValueError("new keys are stored by who attends to them: k and v beside no query are not")
     for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):

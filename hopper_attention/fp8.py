@@ -12,6 +12,7 @@ from .checks import (
     FP32_MOST,
     check_flags,
     check_mask,
+    check_no_flags,
     check_output,
     check_parts,
     check_scale,
@@ -90,6 +91,9 @@ def quantize(
         raise ValueError(f"seed must have 64 bits, not {seed}")
     if rope is not None and not (isinstance(rope, (tuple, list)) and len(rope) == 2):
         raise TypeError("rope must be two tensors: cos and sin")
+    for name, x in zip(("cos", "sin"), rope or ()):
+        if x is not None:
+            check_tensor(name, x)
     if not isinstance(centred, bool):
         raise TypeError(f"centred must be True or False, not {centred!r}")
     if centred and (k is None or rope is not None):
@@ -155,8 +159,8 @@ def attention_fp8(
     # What would be refused when something has been quantised already. A compiled graph finds it later: if it
     # were checked here there would be a graph for each shape.
     ahead = not torch.compiler.is_compiling()
+    (check_scale if ahead else check_no_flags)(softmax_scale=softmax_scale)
     if ahead:
-        check_scale(softmax_scale)
         check_flags(causal=causal, top_left=top_left)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, torch.Tensor):
@@ -233,7 +237,7 @@ def descale_of(name: str, x: Descale, device: torch.device) -> torch.Tensor | No
         if x is not None:
             check_tensor(name, x)
         return x
-    if not isinstance(x, Real):
+    if not isinstance(x, Real) or isinstance(x, bool):
         raise TypeError(f"{name} must be a tensor or a number, not {type(x).__name__}")
     if not FP32_LEAST <= x <= FP32_MOST:
         raise ValueError(f"{name} must be positive and finite, not {x} (in fp32)")

@@ -8,6 +8,7 @@ from .checks import (
     E4M3,
     check_flags,
     check_like,
+    check_no_flags,
     check_no_overlap,
     check_scale,
     check_softcap,
@@ -94,8 +95,10 @@ def attention(
             check_tensor(name, x)
         if not torch.compiler.is_compiling():
             ops.know_subclass(q)  # under inference_mode no Autograd kernel does it
+    if type(softcap) is not float and not torch.compiler.is_compiling():
+        check_softcap(softcap)
     window = NO_WINDOW
-    if window_size != NO_WINDOW:
+    if type(window_size) is not tuple or window_size != NO_WINDOW:
         causal, window = mask_of(causal, top_left, window_size)
     if window == NO_WINDOW and softcap == 0.0 and learnable_sink is None:
         o, lse = ops.call_forward(q, k, v, softmax_scale, causal, top_left, deterministic, bool(return_lse))
@@ -244,7 +247,8 @@ def asked_of(others: dict[str, object], call: str) -> list[tuple[str, object, bo
     if unknown := [name for name in others if name not in OTHERS]:
         raise TypeError(f"{call}() got an unexpected keyword argument {unknown[0]!r}")
     shown = lambda x: "a tensor" if isinstance(x, torch.Tensor) else x
-    asks = lambda x: isinstance(x, torch.Tensor) or x not in (None, False, 0)
+    # An array says of each of its elements whether it is one of these.
+    asks = lambda x: isinstance(x, torch.Tensor) or getattr(x, "ndim", 0) or x not in (None, False, 0)
     return [(name, shown(x), asks(x)) for name, x in others.items()]
 
 
@@ -314,7 +318,8 @@ def flash_attn_varlen_func(
         *asked_of(others, "flash_attn_varlen_func"),
     )
     named = ("q", q), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)
-    for name, x in named:
+    used = ("seqused_q", seqused_q), ("seqused_k", seqused_k)
+    for name, x in (*named, *(x for x in used if x[1] is not None)):
         check_tensor(name, x)
     if not torch.compiler.is_compiling():
         ops.know_subclass(q)
@@ -411,8 +416,7 @@ def flash_attn_with_kvcache(
         raise NotImplementedError(f"flash_attn_with_kvcache does not take window_size = {(left, right)!r}")
     left = -1 if left >= UNBOUNDED else left
     compiling = torch.compiler.is_compiling()
-    if not compiling:
-        check_scale(softmax_scale)
+    (check_no_flags if compiling else check_scale)(softmax_scale=softmax_scale)
     check_flags(causal=causal, batch_invariant=batch_invariant)
     block_table = _table_of(block_table, page_table)
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
@@ -428,6 +432,10 @@ def flash_attn_with_kvcache(
     tensors = q, k_cache, v_cache, k, v, out, k_descale, v_descale
     if ops.learns(*tensors):
         raise NotImplementedError("flash_attn_with_kvcache has no gradient: call it under torch.no_grad()")
+    if q.dim() != 4:
+        raise ValueError(f"q must have 4 dimensions (batch, seqlen, heads, head_dim), not {q.dim()}")
+    if isinstance(cache_seqlens, bool):
+        raise TypeError("cache_seqlens must be an integer or a tensor, not bool")
     if isinstance(cache_seqlens, int):
         _check_number_of_keys(cache_seqlens, k_cache, k, block_table)
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)

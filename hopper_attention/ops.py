@@ -19,7 +19,7 @@ from torch.library import Library, register_fake, register_vmap
 from torch.utils.flop_counter import register_flop_formula
 
 from . import production
-from .checks import check_flags, check_one_device, check_scale, check_tensor
+from .checks import check_flags, check_no_flags, check_one_device, check_scale, check_tensor
 from .kernels.contract import Problem
 
 library = Library("hopper_attention", "DEF")
@@ -266,8 +266,8 @@ def is_plain(x: torch.Tensor | None) -> bool:
 def call_forward(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse=True):
     """`forward`, but where nothing would see it without the dispatcher, whose way to Python and back takes as
     long as all the rest. Without `with_lse` there may be None in the place of lse."""
-    if softmax_scale is not None and type(softmax_scale) is not float and not is_compiling():
-        check_scale(softmax_scale)
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        (check_no_flags if is_compiling() else check_scale)(softmax_scale=softmax_scale)
     if type(causal) is type(top_left) is type(deterministic) is bool and unwatched():
         found = directly(q, k, v, softmax_scale, causal, top_left, deterministic, with_lse)
         if found is not None:

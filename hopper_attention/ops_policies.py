@@ -16,7 +16,7 @@ from torch.library import Library, register_fake, register_vmap
 from torch.utils.flop_counter import register_flop_formula
 
 from . import ops, policies
-from .checks import check_flags, check_scale, check_softcap
+from .checks import check_flags, check_no_flags, check_scale, check_softcap
 from .kernels.contract import Problem
 
 library = Library("hopper_attention", "FRAGMENT")
@@ -152,10 +152,12 @@ def differentiable_backward(do, q, k, v, o, lse, dlse=None, *more):
 def call_forward(q, k, v, tensors: tuple[torch.Tensor | None, ...], options: tuple[object, ...]):
     """`forward`, but where nothing would see it without the dispatcher, as `ops.call_forward`."""
     booleans = all(type(x) is bool for x in (*options[1:3], options[6]))
-    if not ops.is_compiling():
+    if ops.is_compiling():
+        check_no_flags(softmax_scale=options[0], softcap=options[5])
+    else:
         check_scale(options[0]), check_softcap(options[5])
-        if not booleans:
-            check_flags(causal=options[1], top_left=options[2], deterministic=options[6])
+    if not booleans:
+        check_flags(causal=options[1], top_left=options[2], deterministic=options[6])
     if not (ops.unseen(q, k, v, *tensors) and booleans):
         return forward(q, k, v, *tensors, *options)
     if ops.learns(q, k, v, tensors[0]):

@@ -231,7 +231,7 @@ def told(longest: object) -> int:
     if type(longest) is not int:
         return 0
     if not torch.compiler.is_compiling():
-        return max(0, longest)
+        return max(0, min(longest, 2**63 - 1))  # an operator's number has no more bits
     # Half a second to import, but for who compiles a graph.
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 

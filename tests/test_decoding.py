@@ -248,7 +248,18 @@ REFUSED = [
         ValueError,
         "v must be (batch, new keys, kv heads, head_dim) = (2, n, 2, 128)",
     ),
+    (
+        {"page": 16, "k": new(2, 49, 2, 128), "v": new(2, 49, 2, 128), "cache_seqlens": lengths_of},
+        ValueError,
+        "a sequence has room for 48 keys: k has 49 new ones",
+    ),
+    ({"cache_seqlens": True}, TypeError, "cache_seqlens must be an integer or a tensor, not bool"),
     ({"k_descale": 1.0}, ValueError, "k_descale is for caches in float8_e4m3fn"),
+    (
+        {"cache": E4M3, "k_descale": True, "v_descale": 1.0},
+        TypeError,
+        "k_descale must be a tensor or a number, not bool",
+    ),
     ({"cache": E4M3, "v_descale": 1.0}, ValueError, "needs k_descale"),
     (
         {"cache": E4M3, "k_descale": 0.0, "v_descale": 1.0},
@@ -300,6 +311,28 @@ def test_wrong_inputs_are_refused(options, error, message) -> None:
     with pytest.raises(error) as raised:
         call(**options)
     assert message in str(raised.value)
+
+
+def test_a_q_without_dimensions_is_refused_beside_numbers() -> None:
+    k = new(2, 32, 2, 128)
+    with pytest.raises(ValueError, match="q must have 4 dimensions"):
+        flash_attn_with_kvcache(torch.zeros((), dtype=torch.bfloat16), k, k, cache_seqlens=5)
+
+
+def test_new_keys_and_values_in_one_cache_are_refused() -> None:
+    """Both would be written to the same rows. Beside each other in one tensor they are apart."""
+    q, rows, lengths = new(2, 1, 8, 128), new(2, 1, 2, 128), torch.tensor([3, 5], dtype=torch.int32)
+    together = new(2, 32, 2, 2, 128)
+    k, v = together.unbind(2)
+    for cache in (new(2, 32, 2, 128), k):
+        with pytest.raises(ValueError, match="k_cache and v_cache are written, and must not be one tensor"):
+            flash_attn_with_kvcache(q, cache, cache.view_as(cache), rows, rows, cache_seqlens=lengths)
+        with pytest.raises(
+            ValueError, match="must be on a CUDA device"
+        ):  # nothing else is wrong: none is written
+            flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths)
+    with pytest.raises(ValueError, match="must be on a CUDA device"):
+        flash_attn_with_kvcache(q, k, v, rows, rows, cache_seqlens=lengths)
 
 
 def test_there_is_no_gradient() -> None:

@@ -1,6 +1,7 @@
 """Hugging Face models through the registered implementation, the kernels stood in for by the reference."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,6 +221,39 @@ def test_packed_calls_that_cannot_be_are_refused() -> None:
         huggingface.hopper_attention_forward(torch.nn.Identity(), q, q, q, None, **lengths)
     with pytest.raises(NotImplementedError, match=r"does not take dropout = 0\.5"):
         huggingface.hopper_attention_forward(torch.nn.Identity(), q, q, q, None, dropout=0.5, **lengths)
+
+
+def test_packed_calls_whose_mask_says_more_are_refused(taken: list[str]) -> None:
+    """By their layer's kind, and by what a mask was made of; and half of the lengths is none."""
+    q = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
+    cu = torch.tensor([0, 3, 8], dtype=torch.int32)
+    both = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
+    module = torch.nn.Identity()
+    attend = lambda mask=None, **more: huggingface.hopper_attention_forward(
+        module, q, q, q, mask, **(both | more)
+    )
+    masks = transformers.masking_utils
+    make = lambda function: huggingface.hopper_attention_mask(
+        1, 8, 8, 0, 0, mask_function=function, allow_is_causal_skip=False
+    )
+    packing = masks.packed_sequence_mask_function(torch.tensor([[0] * 3 + [1] * 5]))
+    window = masks.sliding_window_causal_mask_function(4)
+    for plain in (masks.causal_mask_function, window, masks.and_masks(packing, window)):
+        attend(make(plain))
+    chunks = masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int))
+    seen = masks.or_masks(masks.causal_mask_function, lambda b, h, q, kv: kv < 2)
+    for more in (chunks, seen, masks.and_masks(packing, seen)):
+        with pytest.raises(NotImplementedError, match="a mask that says more than they do beside packed"):
+            attend(make(more))
+    module.layer_idx = 1
+    module.config = SimpleNamespace(layer_types=["full_attention", "chunked_attention"])
+    with pytest.raises(NotImplementedError, match="does not take chunked_attention beside packed sequences"):
+        attend()
+    module.layer_idx = 0
+    attend()
+    for name in both:
+        with pytest.raises(TypeError, match=rf"{name} must be a torch\.Tensor, not NoneType"):
+            attend(**{name: None})
 
 
 def test_packed_sequences_of_a_module_that_is_not_causal(

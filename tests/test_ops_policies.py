@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness import reference

@@ -108,6 +108,9 @@ COMPILED_TOO = {  # what the operator itself refuses, wherever it is called from
     "a scale that is 0 in fp32": no("positive and finite, not 1e-50", softmax_scale=1e-50),
     "a cap whose square is ∞": no("softcap must be positive", softcap=1e20),
     "a cap whose square is 0": no("softcap must be positive", softcap=1e-25),
+    "True for a scale": no("softmax_scale must be a number, not bool", TypeError, softmax_scale=True),
+    "True for a cap": no("softcap must be a number, not bool", TypeError, softcap=True),
+    "None for causal beside a cap": no("causal must be True or False", TypeError, causal=None, softcap=3.0),
 }
 EAGER = {  # what Python refuses in front of the operator
     "no tensor": no(r"k must be a torch\.Tensor, not NoneType", TypeError, qkv(k=None)),
@@ -119,7 +122,6 @@ EAGER = {  # what Python refuses in front of the operator
     "a word for turns": no("deterministic must be", TypeError, deterministic="yes"),
     "a flag of numpy's": yes(causal=np.True_),
     "None for causal": no("causal must be True or False", TypeError, causal=None),
-    "True for a scale": no("softmax_scale must be a number, not bool", TypeError, softmax_scale=True),
     "sparse": no(r"must be dense, not torch\.sparse_coo", TypeError, qkv(k=t().to_sparse())),
     "sparse rows": no("must be dense", TypeError, qkv(k=t().flatten(0, 2).to_sparse_csr())),
     "a word for causal beside a window": no("causal must be", TypeError, causal="yes", window_size=(3, 0)),
@@ -127,7 +129,8 @@ EAGER = {  # what Python refuses in front of the operator
     "a tensor for a scale": no("softmax_scale must be a number", TypeError, softmax_scale=torch.tensor(1.0)),
     "a complex scale": no("softmax_scale must be a number", TypeError, softmax_scale=1j),
     "a list for a cap": no("softcap must be a number, not list", TypeError, softcap=[30.0]),
-    "True for a cap": no("softcap must be a number, not bool", TypeError, softcap=True),
+    "a vector for a cap": no("softcap must be a number, not Tensor", TypeError, softcap=torch.ones(2)),
+    "an array for a window": no("must be \\(left, right\\)", TypeError, window_size=np.array([3, 0])),
     "a window before the first": no("from −1", window_size=(-2, 0)),
     "a window of fractions": no("two integers", TypeError, window_size=(1.5, 0)),
     "a window of three": no("must be \\(left, right\\)", TypeError, window_size=(1, 2, 3)),
@@ -190,6 +193,7 @@ def rows(**changes: object) -> list[object]:
         "qv": no("qv = 'a tensor'", NotImplementedError, rows(), qv=t()),
         "a margin": no("sm_margin = 8", NotImplementedError, rows(), sm_margin=8),
         "slopes": no("alibi_slopes = 'a tensor'", NotImplementedError, rows(), alibi_slopes=torch.ones(4)),
+        "slopes of NumPy's": no("alibi_slopes = ", NotImplementedError, rows(), alibi_slopes=np.ones(4)),
         "a mask of its own": no("mask_mod = ", NotImplementedError, rows(), mask_mod=max),
         "an unknown name": no("unexpected keyword argument 'slopes'", TypeError, rows(), slopes=None),
         "a descale": no("belongs to e4m3 tensors", inputs=rows(), k_descale=torch.ones(1)),
@@ -218,6 +222,7 @@ def packed(first: object = None, second: object = None, **changes: object) -> li
         "far apart": no("contiguous in its last", inputs=packed(cu(0, 9, 4, 9, 10, 9)[::2])),
         "another device": no("one dimension and be on cpu", inputs=packed(cu(0, 4, 10).to("meta"))),
         "used, of others": no("seqused_q must have 2", inputs=packed(), seqused_q=cu(1, 2, 3)),
+        "used, a list": no(r"seqused_k must be a torch\.Tensor", TypeError, packed(), seqused_k=[1, 2]),
         "4 dimensions": no("3 dimensions", inputs=packed(q=t(), k=t(), v=t())),
         "tokens of v": no("one shape", inputs=packed(v=t(9, 4, 64))),
         "pages": no(r"4 dimensions \(page", inputs=packed(), block_table=cu(1)),
@@ -231,6 +236,7 @@ def packed(first: object = None, second: object = None, **changes: object) -> li
             "head_dim", inputs=packed(cu(0), cu(0), **dict.fromkeys("qkv", t(10, 4, 60)))
         ),
         "lengths that nobody reads": yes([*packed(), "x", None]),
+        "a longest beyond 64 bits": yes([*packed(), 2**70, 2**70]),
     },
 )
 def test_flash_attn_varlen_func(inputs, options, error, words, launched: Launched) -> None:

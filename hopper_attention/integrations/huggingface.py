@@ -12,11 +12,12 @@ the mask it needs; with a soft cap or sinks, which that lacks, it is refused by 
 decodes from its pages. Nothing is left to "sdpa" there. transformers looks for "flash" and a 3 in the name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from .. import policies, production
+from ..checks import check_tensor
 from ..choice import slower
 from ..functional import attention, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from ..kernels.device.constants import VECTOR
@@ -31,6 +32,15 @@ KNOWN = {
     "position_ids", "position_embeddings", "cache_position", "past_key_values", "token_type_ids",
     "hidden_states", "num_items_in_batch", "logits_to_keep", "labels",
 }  # fmt: skip
+# Mask functions of transformers that are made of others, and those that, with these but for "or", say no more
+# than causality, windows, padding and packing do.
+COMBINED = {"and_masks", "or_masks", "remap_positions_for_packed_sequence"}
+OF_PACKING = COMBINED - {"or_masks"} | {
+    "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay", "padding_mask_function", "packed_sequence_mask_function",
+}  # fmt: skip
+CHUNKED = "chunked_attention"  # a layer's kind
+HIDES_MORE = "_hopper_attention_hides_more"  # of a mask that says more, True
 MARK = "_hopper_attention_layer"  # of what `huggingface_cache` returns for a key it has not stored
 DTYPES = torch.bfloat16, torch.float16
 
@@ -84,16 +94,28 @@ def hopper_attention_mask(
         if sdpa_mask(batch_size, q_length, kv_length, *rest, **options) is None:
             return None
         options["local_size"] = kv_length
-    return sdpa_mask(batch_size, q_length, kv_length, *rest, **options)
+    mask = sdpa_mask(batch_size, q_length, kv_length, *rest, **options)
+    if mask is not None and not torch.compiler.is_compiling():
+        setattr(mask, HIDES_MORE, not {*_made_of(options.get("mask_function"))} <= OF_PACKING)
+    return mask
 
 
 def _is_causal_window(mask_function: Callable | None) -> bool:
     """Whether it is `sliding_window_causal_mask_function`'s, with nothing added."""
-    for cell in getattr(mask_function, "__closure__", None) or ():
-        if isinstance(cell.cell_contents, tuple):
-            names = {getattr(x, "__qualname__", "").split(".")[0] for x in cell.cell_contents}
-            return names == {"sliding_window_overlay", "causal_mask_function"}
-    return False
+    return {*_made_of(mask_function)} == {"and_masks", "sliding_window_overlay", "causal_mask_function"}
+
+
+def _made_of(mask_function: Callable | None) -> Iterator[str]:
+    """The names of the functions that made it, and those that it combines."""
+    if mask_function is None:  # causality alone
+        return
+    name = getattr(mask_function, "__qualname__", "").split(".")[0]
+    yield name
+    for cell in mask_function.__closure__ if name in COMBINED else ():
+        held = cell.cell_contents
+        for x in held if isinstance(held, tuple) else (held,):
+            if callable(x):
+                yield from _made_of(x)
 
 
 def hopper_attention_forward(
@@ -113,9 +135,10 @@ def hopper_attention_forward(
     Without a mask a query of several tokens is causal if the module is, aligned at the top left, as
     transformers' "sdpa" means it; one token sees all keys, or those in its window. With `cu_seq_lens_q` and
     `cu_seq_lens_k` the batch, of one, is sequences packed behind one another, whose masks are aligned in
-    each; `attention_mask` says the same then, and is not looked at. A module that is not causal sees
-    `sliding_window` to both sides there; otherwise its mask says so. `max_length_q` and `max_length_k` are
-    `flash_attn_varlen_func`'s longest lengths.
+    each; `attention_mask` says the same then, and is not looked at. Where it says more, as of chunks or of an
+    image's tokens, the call is refused. A module that is not causal sees `sliding_window` to both sides
+    there; otherwise its mask says so. `max_length_q` and `max_length_k` are `flash_attn_varlen_func`'s
+    longest lengths.
     """
     softcap, sink = kwargs.get("softcap") or 0.0, kwargs.get("s_aux")
     unknown = [x for x in kwargs if x not in KNOWN and not isinstance(kwargs[x], bool | None)]
@@ -130,9 +153,11 @@ def hopper_attention_forward(
     extras = {"softcap": softcap, "learnable_sink": sink} if softcap or sink is not None else {}
     lengths = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     rest = {"softmax_scale": scaling, "deterministic": bool(kwargs.get("deterministic"))}
-    if lengths[0] is not None and lengths[1] is not None:
+    if lengths[0] is not None or lengths[1] is not None:
         if unknown:
             raise NotImplementedError(f"hopper_attention does not take {unknown[0]} beside packed sequences")
+        if more := _hides_more(module, attention_mask):
+            raise NotImplementedError(f"hopper_attention does not take {more} beside packed sequences")
         longest = {f"max_seqlen_{x}": kwargs.get(f"max_length_{x}") for x in "qk"}
         return _packed(query, key, value, lengths, dropout, is_causal, window, extras | rest | longest), None
     several = query.shape[2] > 1
@@ -167,9 +192,22 @@ def _window_mask(queries: int, keys: int, window: int, device: torch.device) -> 
     return (ahead <= 0) & (ahead > -window)
 
 
+def _hides_more(module: torch.nn.Module, attention_mask: torch.Tensor | None) -> str | None:
+    """What of a layer's mask packed sequences do not have, or None: by its kind, and, outside of a compiled
+    graph, by the functions that its mask was made of."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
+    if kinds and isinstance(layer, int) and kinds[layer : layer + 1] == [CHUNKED]:
+        return CHUNKED
+    return "a mask that says more than they do" if getattr(attention_mask, HIDES_MORE, False) else None
+
+
 def _packed(query, key, value, lengths, dropout, is_causal, window, extras) -> torch.Tensor:
     """Attention of packed sequences. Raises NotImplementedError for dropout, ValueError for several
-    batches; without a mask of each sequence there is no other way to compute it."""
+    batches, TypeError for lengths that are no tensors; without a mask of each sequence there is no other way
+    to compute it."""
+    for name, x in zip("qk", lengths):
+        check_tensor(f"cu_seq_lens_{name}", x)
     if dropout:
         raise NotImplementedError(f"hopper_attention does not take dropout = {dropout!r}")
     if query.shape[0] != 1:
