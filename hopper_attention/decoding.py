@@ -52,7 +52,8 @@ def decode(
 
     Raises TypeError or ValueError before anything is launched.
     """
-    if k is not None and k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel():
+    # One without elements, or on the meta device, has the address 0.
+    if k is not None and 0 != k_cache.data_ptr() == v_cache.data_ptr():
         raise ValueError("k_cache and v_cache are written, and must not be one tensor")
     tensors = q, k_cache, v_cache, k, v, cache_seqlens, block_table, k_descale, v_descale
     options = softmax_scale, causal, window_left, batch_invariant

@@ -99,7 +99,7 @@ def test_pieces_of_any_length_have_a_place(added: int, page: int, decoded: list[
     if added:
         options |= dict.fromkeys("kv", torch.zeros(3, added, kv_heads, 128, dtype=q.dtype))
     lengths = torch.tensor([room + 1, 10**8, 5], dtype=torch.int32)
-    flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, batch_invariant=True, **options)
+    flash_attn_with_kvcache(q, cache, cache.clone(), cache_seqlens=lengths, batch_invariant=True, **options)
     (given,) = decoded
     plan = decoding_model.plan_of(1, 8, kv_heads, 128, unit=1024 // 64)
     counted = [n + added for n in given["lengths"].tolist()]
@@ -117,7 +117,8 @@ def test_an_empty_batch_has_no_new_key_to_store(decoded: list[dict[str, object]]
 
 def test_new_keys_that_no_query_sees_are_taken(decoded: list[dict[str, object]]) -> None:
     q, cache = (torch.zeros(2, n, 2, 128, dtype=torch.bfloat16) for n in (2, 64))
-    flash_attn_with_kvcache(q, cache, cache, *[cache[:, :12]] * 2, cache_seqlens=3, window_size=(9, 0))
+    new = [cache[:, :12]] * 2
+    flash_attn_with_kvcache(q, cache, cache.clone(), *new, cache_seqlens=3, window_size=(9, 0))
     assert decoded[0]["new"].shape[1] == 12
 
 
@@ -125,7 +126,8 @@ def test_one_tensor_on_the_meta_device_is_refused() -> None:
     """Also where the dispatcher, which takes such a call for one of shapes alone, is asked."""
     q, k, v = tensors(2, 4, 8, 64)
     rows, ends = q[0].transpose(0, 1), torch.tensor([0, 8], dtype=torch.int32)
-    lse, cache, lengths = torch.zeros(2, 4, 8), torch.zeros(2, 64, 4, 64, dtype=q.dtype), ends.clone()
+    lse, lengths = torch.zeros(2, 4, 8), ends.clone()
+    cache, other = torch.zeros(2, 2, 64, 4, 64, dtype=q.dtype)
     meta = lambda x: x.to("meta")
     saved = q, q, k, v, q, lse
     step = q[:, :, :1].transpose(1, 2)
@@ -139,7 +141,7 @@ def test_one_tensor_on_the_meta_device_is_refused() -> None:
         lambda: flash_attn_varlen_func(rows, rows, rows, ends, meta(ends)),
         lambda: flash_attn_with_kvcache(step, cache, cache, cache_seqlens=meta(lengths)),
         lambda: flash_attn_with_kvcache(step, meta(cache), meta(cache)),
-        lambda: flash_attn_with_kvcache(step, cache, cache, meta(step), meta(step), cache_seqlens=lengths),
+        lambda: flash_attn_with_kvcache(step, cache, other, meta(step), meta(step), cache_seqlens=lengths),
         lambda: attention_fp8(q, meta(k), meta(v)),
         lambda: attention_fp8(given, given, given, k_descale=torch.ones(1, device="meta")),
         lambda: quantize(q, meta(k), meta(v)),
