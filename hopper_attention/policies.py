@@ -42,7 +42,7 @@ from .selection import (
 
 # What the longest sequence has at most, as compiled graphs are told: few, since PyTorch compiles a function
 # anew for each, and no more than 8 times.
-IN_GRAPHS = (division.ONE_TILE_KEYS, 256, 512, 1024)
+TOLD_IN_GRAPHS = (division.ONE_TILE_KEYS, 256, 512, 1024)
 NAMES = ("cu_q", "cu_kv", "used_q", "used_kv")  # of what says where packed sequences lie
 
 
@@ -226,7 +226,7 @@ def reason_against(
 
 def told(longest: object) -> int:
     """How many rows a packed sequence has at most, as the caller says, or 0: only of a number. A graph that
-    is being compiled is told the first of IN_GRAPHS that is enough, so that it serves all numbers up to
+    is being compiled is told the first of TOLD_IN_GRAPHS that is enough, so that it serves all numbers up to
     there, and nothing of a number that only data have."""
     if type(longest) is not int:
         return 0
@@ -236,7 +236,7 @@ def told(longest: object) -> int:
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     if guard_or_false(longest > 0):
-        for enough in IN_GRAPHS:
+        for enough in TOLD_IN_GRAPHS:
             if guard_or_false(longest <= enough):
                 return enough
     return 0
