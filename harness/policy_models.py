@@ -12,7 +12,8 @@ import torch
 from harness.models import Array
 from harness.policies import Given
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.kernels.device.far_scores import LARGEST, NEAR, OF_NEAR, TOGETHER
+from hopper_attention.kernels.device.far_scores import LARGEST, TOGETHER
+from hopper_attention.kernels.device.softcap import NEAR, OF_NEAR
 
 ROWS = 64  # of a warpgroup, which decides for all of them which tiles of keys it takes
 WARP_ROWS, LANES = 16, 4  # of a warp, which decides how scores are capped; that share a row

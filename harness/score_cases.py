@@ -116,8 +116,8 @@ def an_lse_about_zero(stage_id, args):
     """Of equal scores, as many as bring the LSE back to it: it must be right to 10⁻⁵. Beside a first tile
     that is far from zero they are taken for far; alone they are not."""
     for head_dim in HEAD_DIMS:
-        # 636 keys: −6.46 is 0; 700: −6.55; 4000: −8.29
-        of_700, of_4000 = (-7.0, -6.5, -6.0, -5.5), (-8.75, -8.25, -7.75)
+        # 636 keys: −6.46 is 0; 700: −6.55; 4000: −8.29. From 0.26 of the cap on, 13, all are far.
+        of_700, of_4000 = (-7.0, -6.5, -6.0, -5.5), (-16.0, -8.75, -8.25, -7.75)
         for keys, levels, first in ((700, of_700, -20.0), (700, of_700, None), (4000, of_4000, None)):
             for level in levels:
                 fields = {"batch": 1, "softcap": 50.0, "seqlen_q": 300, "seqlen_kv": keys}
@@ -126,6 +126,24 @@ def an_lse_about_zero(stage_id, args):
                 given.k.fill_(level / head_dim)
                 given.k[:, :, :64] = (first or level) / head_dim
                 yield from checked(stage_id, given, f"{level} of {keys}, first {first or level}")
+
+
+@case(direction="fwd", policy="window")
+def many_equal_keys_beside_a_larger_one(stage_id, args):
+    """Thousands of equal terms, each row's of another size, beside one of about 1: added to it one by one
+    they would all be rounded the same way, and an LSE about zero shows that."""
+    for head_dim in HEAD_DIMS:
+        for largest, fields in ((0, {}), (0, {"softcap": 300.0}), (3000, {})):
+            fields = {"batch": 1, "seqlen_q": 300, "seqlen_kv": 4096} | fields
+            given = random_given(plain_of(stage_id, head_dim, **fields))
+            given.q.zero_()
+            given.k.zero_()
+            given.q[..., 0] = 1.0
+            given.q[..., 1] = torch.linspace(0.25, 1.5, 300, device=given.q.device)
+            given.q *= head_dim**0.5
+            given.k[..., 0], given.k[..., 1] = -8.0, -1.0
+            given.k[:, :, largest, 0], given.k[:, :, largest, 1] = -0.5, 0.0
+            yield from checked(stage_id, given, f"keys from -8.25 to -9.5, a larger one at {largest}")
 
 
 @case(direction="fwd", policy="window")

@@ -7,17 +7,15 @@ What changes      against bwd3: persistent CTAs and a tile counter; a warp that 
                   its sum by bulk reduction; dV overlaps dS, the next Sᵀ overlaps dQ's way to shared memory;
                   masked and unmasked loops apart; the next tile's K is loaded while this one is worked on,
                   dK and dV leave while the next begins; a warp writes the zeros that dQ is added to when
-                  they are about to be needed; fp16, GQA without an fp32 round trip, unequal lengths;
-                  head_dim 256, with two kernels of its own; `bwd4_det`, whose dQ has one order of additions.
+                  they are about to be needed; fp16, GQA without an fp32 round trip, unequal lengths; two
+                  kernels for head_dim 256, and for packed sequences; `bwd4_det`, with one order of additions.
 What does not     preprocess and postprocess, who owns what, which products take registers.
 Supports          bf16 and fp16; head_dims as k6, in tiles of 64, 96, 128, 192, also with values of 128, and
-                  256; seqlens ≥ 1; GQA and MQA. A causal mask is aligned at the bottom right or, with
-                  top_left, there, as k6's; a query that sees no key, and a key that no query sees, gives and
-                  gets no gradient. Windows, caps, sinks, packed sequences: notes/bwd4_policies.md.
-Where to read     The schedule, drawn: notes/bwd4.md. Here are the warps' roles and the main loop up to
-                  head_dim 128; in bwd4_operands.py shared memory, registers, operands; in bwd4_dkv.py and
-                  bwd4_dq.py the kernels of more columns; in bwd4_passes.py what else a call launches; in
-                  device/key_tiles.py which tiles see which; in device/dq_sums.py dQ's way.
+                  256; seqlens ≥ 1; GQA and MQA; causal masks as k6's; windows, caps, sinks, packed sequences
+                  (notes/bwd4_policies.md). Who sees no key, or is seen by no query, has no gradient.
+Where to read     notes/bwd4.md draws the schedule. Here are the warps' roles and the main loop up to 128
+                  columns. bwd4_operands.py: shared memory, registers, operands; bwd4_passes.py: what else a
+                  call launches; device/key_tiles.py: which tiles see which; device/dq_sums.py: dQ's way.
 """
 
 from enum import IntEnum
@@ -430,8 +428,10 @@ def kernel_for(
         policies["value_dim"] = of_values
         main, queries = KeyGradients(*options, **policies), QueryGradient(*options, **policies)
         return WideFlashAttentionBackward(main, queries, problem)
-    main = Backward(*options, deterministic, config or config_of(problem), **policies)
-    return FlashAttentionBackward(main, problem)
+    config, left_over = config or config_of(problem), None
+    if policies["packed"]:
+        left_over = Backward(*options, False, config, **policies, one_tile=True, left_over=True)
+    return FlashAttentionBackward(Backward(*options, deterministic, config, **policies), problem, left_over)
 
 
 supports = refuse_backward

@@ -41,8 +41,9 @@ class LoadingTiles(SummedTiles):
         k_put = pipeline.make_pipeline_state(PRODUCER, self.config.k_stages)
         v_put, tile_put = [pipeline.make_pipeline_state(PRODUCER, 1) for _ in range(2)]
         if const_expr(self.listed):
-            cute.arch.griddepcontrol_wait()  # for the list, too
-            tiles = mList[0, 0] * mTiled.shape[2]
+            if const_expr(not self.left_over):  # which begins behind who has waited
+                cute.arch.griddepcontrol_wait()  # for the list, too
+            tiles = self.own_tiles(mList)[1] * mTiled.shape[2]
         tile = fetch(mCounter, tiles, own_first=False)
         waited, block = cutlass.Boolean(self.listed), cutlass.Int32(0)
         while tile < tiles:

@@ -23,6 +23,7 @@ from .device.key_tiles import CONSUMERS, ROWS, Tiles, work_of
 from .device.limits import has_own_kernel
 from .device.policies import Numbers
 from .device.query_tiles import QueryTiles
+from .device.short_sequences import ListBothApart
 from .device.tile_list import ListBoth
 
 
@@ -32,6 +33,7 @@ class Pass:
     tensors = "mQ", "mK", "mV", "mO", "mDO", "mDQ", "mDK", "mDV", "mLSE"
     floats: tuple[str, ...]  # scratch
     counters: tuple[str, ...]
+    left_over: SummedTiles | None = None  # who has packed sequences of one tile of keys
 
     def __init__(self, problem: Problem):
         self.problem, self.names = problem, given_names(problem)
@@ -62,7 +64,7 @@ class Pass:
     def list_tiles(self, main: Tiles, rows: int, given: Given, stream, mQ, mK, mListQ, mListKV) -> None:
         """Of packed sequences, before anything else: their tiles of `rows` queries and those of keys."""
         if self.lists:
-            lists = ListBoth(rows, main.tile_kv)
+            lists = (ListBothApart if self.left_over else ListBoth)(rows, main.tile_kv)
             lists(mListQ, mListKV, given.sequences, mQ.shape[2], mK.shape[2], stream)
 
     def fake_workspace(self) -> tuple[object, ...]:
@@ -73,14 +75,20 @@ class Pass:
         return tuple(fake_list() for _ in self.lists)
 
 
+def each_of(mCounter: cute.Tensor, kernels: int) -> list[cute.Tensor]:
+    """A counter of tiles for each of so many kernels."""
+    return [cute.make_tensor(mCounter.iterator + i, cute.make_layout(1)) for i in range(kernels)]
+
+
 class FlashAttentionBackward(Pass):
-    """Up to head_dim 128: preprocess, `main` (bwd4.Backward), postprocess; of one tile of keys without."""
+    """Up to head_dim 128: preprocess, `main` (bwd4.Backward), postprocess; of one tile of keys without. Of
+    packed sequences `left_over`, a kernel behind `main`, may have those of one tile."""
 
     floats, counters = ("mStats", "mDQ_sum"), ("mZeroed", "mOrder", "mCounter")
 
-    def __init__(self, main: SummedTiles, problem: Problem):
+    def __init__(self, main: SummedTiles, problem: Problem, left_over: SummedTiles | None = None):
         super().__init__(problem)
-        self.main, most_keys = main, None
+        self.main, self.left_over, most_keys = main, left_over, None
         packed = main.tile_q if self.packed else None
         if main.one_tile:
             self.floats, self.counters = tuple(x for x in self.floats if x != "mDQ_sum"), ("mCounter",)
@@ -88,7 +96,8 @@ class FlashAttentionBackward(Pass):
         self.preprocess = Preprocess(main.head_dim, packed, most_keys)
         tiles = main if main.deterministic else None
         narrow = main.divides or main.counts_sums
-        self.postprocess = Postprocess(main.head_dim, tiles, packed=packed, narrow=narrow)
+        apart = left_over.tile_kv if left_over else None
+        self.postprocess = Postprocess(main.head_dim, tiles, packed=packed, narrow=narrow, apart=apart)
 
     def launch(
         self, given, mDLSE, mDsink, stream, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter,
@@ -112,7 +121,13 @@ class FlashAttentionBackward(Pass):
             theirs = tiles[1].shape[2], *self.main.left_to_zero(*tiles)
             self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs, mDLSE)
         sums, inputs = mDQ if self.main.one_tile else (mDQ_sum, mZeroed, mOrder), (mQ, mK, mV, mDO)
-        self.main.launch(*inputs, mDK, mDV, mStats, sums, mCounter, stream, numbers, mTiled, mParts, mListKV)
+        counters = each_of(mCounter, 2) if self.left_over else [mCounter]
+        outputs, more = (mDK, mDV, mStats), (stream, numbers, mTiled, mParts, mListKV)
+        self.main.launch(*inputs, *outputs, sums, counters[0], *more)
+        if self.left_over is not None:
+            # Its CTAs begin when all of `main` have waited for the preprocess and said so (`add_gradients`),
+            # as these end, and end when all these have: the postprocess, which waits for it, needs both.
+            self.left_over.launch(*inputs, *outputs, mDQ, counters[1], *more)
         counted, keys = mZeroed, None
         if self.main.deterministic:
             counted, keys = None, (mK.shape[2], mK.shape[0] * mK.shape[1])
@@ -134,7 +149,7 @@ class FlashAttentionBackward(Pass):
             *self.fake_lists(),
             make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),
             make_fake_tensor(Int32, order, (cute.sym_int64(), 1), assumed_align=4),
-            make_fake_tensor(Int32, (1,), (1,), assumed_align=4),
+            make_fake_tensor(Int32, (2 if self.packed else 1,), (1,), assumed_align=4),
         )
 
     def work(self, problem: Problem) -> list[Work]:
@@ -172,7 +187,7 @@ class WideFlashAttentionBackward(Pass):
         if mParts is not None:
             mTiled = tiled_in_parts(mK, mParts, self.main.tile_kv)
         self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, mDLSE, mListQ)
-        counters = [cute.make_tensor(mCounter.iterator + i, cute.make_layout(1)) for i in range(2)]
+        counters = each_of(mCounter, 2)
         inputs, more = (mQ, mK, mV, mDO), (mTiled, mParts, mListKV)
         self.main.launch(*inputs, mDK, mDV, mStats, counters[0], stream, numbers, *more)
         self.queries.launch(*inputs, mDQ, mStats, counters[1], stream, numbers, mListQ)

@@ -105,10 +105,10 @@ def backward_scratch(
         lists = {"tiles_q": (shapes[0], "float32"), "tiles_kv": (shapes[1], "float32")}
         tiles = listed_tiles(problem.seqlen_q, len(problem.sequences), tile_q)
         zeroed *= listed_tiles(problem.seqlen_kv, len(problem.sequences), tile_kv)
+    kernels = 1 if one_tile or (columns <= 128 and not lists) else 2  # with a counter of tiles taken each
     if columns > 128 or one_tile:
-        taken = 2 if columns > 128 else 1  # counters of tiles taken, a kernel each
         stats = scratch_shapes(problem, tile_q)["stats"]
-        return {"stats": stats, **of_keys, **lists, "counter": ((taken,), "int32")}
+        return {"stats": stats, **of_keys, **lists, "counter": ((kernels,), "int32")}
     sums, heads = sums or sums_for(problem, deterministic), problem.batch * problem.heads
     return (
         scratch_shapes(problem, tile_q, sums)
@@ -117,7 +117,7 @@ def backward_scratch(
         | {
             "zeroed": ((zeroed,), "int32"),  # how many shares of a key head's dQ_sum are zero
             "order": ((heads, tiles * sums), "int32"),  # whose turn it is to add to dQ_sum
-            "counter": ((1,), "int32"),  # of tiles taken
+            "counter": ((kernels,), "int32"),
         }
     )
 

@@ -93,6 +93,7 @@ FORWARD_POLICIES = POLICIES | {
     "equal keys far from zero",
     "keys behind those at the lower end",
     "an lse about zero",
+    "many equal keys beside a larger one",
     "rows of few large scores",
     "small rows beside nan",
 }

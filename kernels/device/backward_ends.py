@@ -239,8 +239,9 @@ class Postprocess:
 
     def __init__(
         self, head_dim: int, tiles: object = None, scaled: bool = True, packed: int | None = None,
-        narrow: bool = False,
+        narrow: bool = False, apart: int | None = None,
     ):  # fmt: skip
+        self.apart = apart  # of packed sequences those with up to so many keys have no sums, if any
         self.packed = packed // BLOCK if packed else None  # as `Preprocess`
         self.batch = Packed() if packed else DENSE
         self.narrow, self.columns, self.tiles = narrow, 1 if narrow else column_blocks(head_dim), tiles
@@ -297,7 +298,10 @@ class Postprocess:
                 mSums = cute.domain_offset((0, at * self.packed, 0, 0), mDQ_sum)
                 own_place = (tile - first) * self.packed + own, head, *sequence
                 own_lengths = self.batch.lengths(own_place, None)
-                if own_place[0] * BLOCK < own_lengths[0]:  # a tile's blocks may be more than have rows
+                summed = own_place[0] * BLOCK < own_lengths[0]  # a tile's blocks may be more than have rows
+                if const_expr(self.apart is not None):
+                    summed = summed & ((own_lengths[1] == 0) | (own_lengths[1] > self.apart))
+                if summed:
                     self.round_block(mma, store_DQ, mDQ, shared, mSums, own_place, head, own_lengths)
 
     def layout_of(self, dtype: type) -> cute.TiledMma:

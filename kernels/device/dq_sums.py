@@ -9,8 +9,9 @@ zeros     The sums must be zero before the first addition. Zeros written by the 
           ("Zeros").
 turns     What makes bwd4_det deterministic: a tile of keys adds to dQ when those before it have. The first
           one stores, and nobody needs zeros ("Deterministic").
-one tile  Where no head has another tile of keys there is nothing to add to (bwd4_one): the consumers leave
-          dQ rounded, and the two warps store it where the caller wants it.
+one tile  Where a head has no other tile of keys there is nothing to add to (bwd4_one, and of packed
+          sequences those that have one): the consumers leave dQ rounded, and the two warps store it where
+          the caller wants it.
 """
 
 import cutlass
@@ -69,7 +70,8 @@ class SummedTiles(Tiles):
         sdQ, sTile = shared.dQ, shared.tile
         if const_expr(not self.one_tile):
             mDQ_sum, mZeroed, mOrder = sums
-        cute.arch.griddepcontrol_wait()  # for the preprocess's zeros, if it writes some
+        if const_expr(not self.left_over):  # which begins behind who has waited
+            cute.arch.griddepcontrol_wait()  # for the preprocess's zeros, if it writes some
         if const_expr(self.divides or not self.one_tile):  # otherwise no kernel of the call is left
             cute.arch.griddepcontrol_launch_dependents()
         mine, step = warp_idx - CONSUMER_WARPS - 1, Int32(0)
@@ -90,7 +92,7 @@ class SummedTiles(Tiles):
                 self.await_zeros(mZeroed, mK, kv_head, place[2], *zeroed)
             if const_expr(not self.one_tile):
                 mSums, mTurns = mDQ_sum, mOrder
-            if const_expr(self.listed):
+            if const_expr(self.listed and not self.one_tile):
                 mSums = self.batch.scratch(mDQ_sum, place)
                 mTurns = cute.domain_offset((0, place[6] // self.blocks * self.sums), mOrder)
             for nth in range(group, unroll=1):
@@ -120,6 +122,8 @@ class SummedTiles(Tiles):
                     step += 1
             valid, place = hear_place(tile_ring, tile_get, sTile)
             tile_get.advance()
+        if const_expr(self.left_over):
+            cute.arch.griddepcontrol_wait()  # for who waits for this kernel and needs those before it
 
     @cute.jit
     def store_tile(

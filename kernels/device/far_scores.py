@@ -39,12 +39,7 @@ from .query_tiles import KeyTile, QueryTiles
 from .rows import LANES, OWN_ROWS, largest_of_row
 from .wgmma import round_fragment
 
-# As softcap's, but right to 5.0·10⁻⁷, not 2.9·10⁻⁶: that an LSE about zero, of many keys far below it, would
-# show (tests/test_policies.py). No kernel uses softcap's own numbers: they stand because its file is among
-# those that all kernels of gradients are made of, and go when these are made anew.
-NEAR = 0.26
-OF_NEAR = (0.9999995, -0.33320008, 0.12802711)
-# From this part of NEAR on a first tile is far; later tiles reach somewhat further.
+# From this part of softcap.NEAR on a first tile is far; later tiles reach somewhat further.
 FIRST = 0.85
 # From a score of this part of a cap on a first tile is far if those behind it may be rough, of more than 64
 # columns, without a window. Rough tiles are faster there than near ones, whose maxima are followed.
@@ -76,7 +71,6 @@ class FarScores(softcap.SoftCap):
         *numbers, self.inner = numbers  # `CappedQueries.on_host`
         self.follows, self.early = follows, early
         super().__init__(numbers)
-        self.of_near = [c * (own / its) for c, own, its in zip(self.of_near, OF_NEAR, softcap.OF_NEAR)]
 
     @cute.jit
     def first_tile(self, S: cute.Tensor) -> Boolean:
@@ -167,10 +161,7 @@ class CappedQueries(QueryTiles):
 
     def on_host(self, scale, window, cap):
         *given, numbers = super().on_host(scale, window, cap)
-        if numbers is not None:
-            *numbers, near = numbers
-            numbers = *numbers, near * (NEAR / softcap.NEAR) ** 2, scale / cap
-        return *given, numbers
+        return *given, None if numbers is None else (*numbers, scale / cap)
 
     def take(self, scale, window, cap) -> None:
         super().take(scale, window, None if cap is None else cap[:-1])

@@ -58,14 +58,18 @@ class Tiles(Scores, CountedTiles):
         capped: bool = False,
         packed: bool = False,
         one_tile: bool = False,
+        left_over: bool = False,
     ):
         self.head_dim, self.mask, self.dtype, self.deterministic = head_dim, mask, dtype, deterministic
         self.divides = divides  # what sees a tile of keys among several CTAs: `key_parts`
         self.one_tile = one_tile  # no head has more than one tile of keys: a step's dQ is final
         self.caps, self.packed = capped, packed  # scores, softly; sequences
         self.batch = PackedScratch() if packed else DenseScratch()  # where rows lie
-        self.by_sequence = packed and one_tile  # each is a tile
-        self.listed = packed and not one_tile  # tiles are
+        # Whether it has the sequences of one tile, which the kernel before it in a call leaves out: it begins
+        # as SMs become free, and needs nothing that that one writes (notes/bwd4_policies.md).
+        self.left_over = left_over
+        self.by_sequence = packed and one_tile and not left_over  # each is a tile
+        self.listed = packed and not self.by_sequence  # tiles are
         self.sequences = ShortSequences(tile_q) if self.by_sequence else None
         self.tile_q, self.tile_kv, self.sms = tile_q, tile_kv, sms
         self.blocks = tile_q // ROWS  # of 64 queries
@@ -268,6 +272,12 @@ class Tiles(Scores, CountedTiles):
         locate = self.locate_in_list if self.listed else self.locate_sequence
         return locate(tile, mQ, mK, mList)
 
+    def own_tiles(self, mList):
+        """(first, how many) of a list's tiles are this kernel's."""
+        if self.left_over:
+            return mList[0, 0], mList[0, 1] - mList[0, 0]
+        return 0, mList[0, 0]
+
     def most_tiles(self, mList):
         """How many tiles of keys of a head packed sequences have at most, by `place_of`'s mList."""
         return (mList if self.listed else mList[0]).shape[0] - 1
@@ -282,8 +292,10 @@ class Tiles(Scores, CountedTiles):
     @cute.jit
     def locate_in_list(self, tile, mQ, mK, mList):
         """(kv_block, kv_head, start_q, …): as `locate`, of the tiles of each sequence alone."""
-        heads = mK.shape[2]
-        first, kv_blocks, *sequence, place = listed(mList, tile // heads)
+        heads, before = mK.shape[2], self.own_tiles(mList)[0]
+        first, kv_blocks, *sequence, place = listed(mList, before + tile // heads)
+        if const_expr(self.left_over):
+            return 0, tile % heads, *sequence, place * self.blocks, first
         section, final = self.sections(first, kv_blocks, sequence[1], mQ, mK, mList[0, 0])
         kv_block, head = self.order.locate(tile - first * heads, kv_blocks, heads, section, final)
         place = kv_block, head, *sequence, place * (TILE_Q[self.head_dim] // ROWS), first

@@ -17,11 +17,12 @@ def subtract(S, row_max, scale_log2) -> None:
 
 
 def exponentiate(S, row_sum) -> None:
-    """Exponents become P, and row_sum follows."""
+    """Exponents become P, and row_sum follows: by the sum of these terms. Thousands of equal ones, each added
+    to the row's, would all be rounded the same way."""
     for r in range(OWN_ROWS):
-        p = cute.math.exp2(S[r, None].load(), fastmath=True)
-        S[r, None].store(p)
-        row_sum[r] = p.reduce(cute.ReductionOp.ADD, row_sum[r], 0)
+        S[r, None].store(cute.math.exp2(S[r, None].load(), fastmath=True))
+        first, *others = [S[r, c] for c in range(cute.size(S, mode=[1]))]
+        row_sum[r] += sum(others, first)
 
 
 def first_maximum(S, row_max, scale_log2) -> None:
@@ -55,19 +56,11 @@ def raise_maximum(part, before, relative, row_max, row_sum, room, narrows: cutla
     rescale what is relative to it: the part, P of the parts `before`, the sum, and (row, …) in `relative`, O
     at least. The maximum is subtracted already: the largest positive exponent is the growth. −∞ of hidden
     scores needs no care. Where `narrows`, a row whose maximum has risen has no room from then on."""
-    beside = len(before) > 0  # the exponentials of the part before
-    if const_expr(beside):
-        total = row_sum[0] + row_sum[1]
     # Each thread asks its own keys; the four of a row put theirs together only in the branch.
     keys = range(cute.size(part, mode=[1]))
     ahead = [largest_positive([part[r, c] for c in keys]) for r in range(OWN_ROWS)]
-    most = ahead[0]
-    if const_expr(beside):
-        # Never more, since a sum is not negative; but it keeps the exponentials before the vote
-        # (notes/k6.md, "Two halves of a tile beside each other").
-        most = cute.arch.fmax(most, -total)
     # A vote: the branch must be uniform in the warp (notes/k6.md, "A branch must be uniform").
-    if cute.arch.vote_any_sync((most > room[0]) | (ahead[1] > room[1])):
+    if cute.arch.vote_any_sync((ahead[0] > room[0]) | (ahead[1] > room[1])):
         warpgroup.wait_group(0)  # P·V still adds to O
         for r in range_constexpr(OWN_ROWS):
             # Only of a row that has grown: what others of the warp see must not change its bits.
