@@ -175,7 +175,7 @@ def short_ones_pay(problem: Problem) -> bool:
 
 def _is_blind(problem: Problem) -> bool:
     """Whether so many queries see no key that they cost more than they gain: bwd4_one visits them, where
-    bwd4_det only writes zeros."""
+    bwd4_det, but for packed sequences of one tile, only writes zeros."""
     return problem.causal and not problem.top_left and problem.seqlen_q > BLIND * problem.seqlen_kv
 
 

@@ -72,7 +72,7 @@ class SummedTiles(Tiles):
             mDQ_sum, mZeroed, mOrder = sums
         if const_expr(not self.left_over):  # which begins behind who has waited
             cute.arch.griddepcontrol_wait()  # for the preprocess's zeros, if it writes some
-        if const_expr(self.divides or not self.one_tile):  # otherwise no kernel of the call is left
+        if const_expr(self.divides or not self.one_tile):  # who is behind the others begins at their end
             cute.arch.griddepcontrol_launch_dependents()
         mine, step = warp_idx - CONSUMER_WARPS - 1, Int32(0)
         zeroed = None
