@@ -8,7 +8,9 @@ from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
+import test_shared_tiles
 from simulated_warp import simulated
+from test_turns import alone  # noqa: F401  a fixture of every test here, too
 from untraced import kernels
 
 from harness import policy_models
@@ -42,7 +44,7 @@ def class_of(lister: object, lengths: tuple[int, int]) -> int:
         return int(warp.run(lambda: lister.class_of((0, lengths[0], 0, lengths[1])))[0])
 
 
-class List:
+class List(test_shared_tiles.List):
     """What `short_sequences.ListBothApart` lists of keys; numbers of no tile where it writes nothing."""
 
     def __init__(self, lengths: tuple[tuple[int, int], ...], tile_q: int, tile_kv: int):
@@ -56,16 +58,6 @@ class List:
             tiles += [[i, len(tiles), blocks, at_q, queries, at_kv, keys, place]] * blocks
         before = sum(math.ceil(keys / tile_kv) for _, keys in lengths if keys > tile_kv)
         self.rows, self.shape = [[before, len(tiles)], *tiles], (len(tiles) + 9, 8)
-
-    def __getitem__(self, at: tuple[int, int]) -> int:
-        row, i = at
-        return self.rows[row][i] if row < len(self.rows) else -(10**9)
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread has nobody to tell that its numbers are everyone's."""
-    monkeypatch.setattr("cutlass.cute.arch.make_warp_uniform", int)
 
 
 @pytest.mark.parametrize("keys", [128, 64])
@@ -124,6 +116,6 @@ def test_who_writes_dq(head_dim: int, deterministic: bool) -> None:
     assert both.left_over.one_tile and not both.left_over.deterministic and not both.main.one_tile
     assert calls.backward_scratch(problem, deterministic)["counter"] == ((2,), "int32")
     plain = Problem.square(1, 4, 300, head_dim, False, direction="bwd")
-    alone = bwd4.kernel_for(plain, deterministic=deterministic)
-    assert alone.left_over is None and alone.postprocess.apart is None
+    dense = bwd4.kernel_for(plain, deterministic=deterministic)
+    assert dense.left_over is None and dense.postprocess.apart is None
     assert calls.backward_scratch(plain, deterministic)["counter"] == ((1,), "int32")
