@@ -176,10 +176,12 @@ def test_k6_issues_no_more_instructions_than_before(head_dim: int, causal: bool)
     unmasked = min(loops, key=len)
     scores = 64 * config.tile_kv / 128  # of a thread
     assert len(unmasked) / scores <= INSTRUCTIONS_PER_SCORE[head_dim] + 0.005
-    # Each part but the last becomes P before the vote on the next one, so that they run beside each other.
+    # Each part but the last becomes P before the branch on the next one's vote, so that they run beside each
+    # other. The vote itself stands among the exponentials, and its answer is there at the branch.
     votes = [at for at, opcode in enumerate(unmasked) if opcode.startswith("VOTE.ANY")]
     assert len(votes) == config.parts
-    for begin, end in pairwise(votes):
+    branches = [next(at for at in range(vote, len(unmasked)) if unmasked[at] == "BRA") for vote in votes]
+    for begin, end in pairwise(branches):
         between = [opcode.split(".")[0] for opcode in unmasked[begin:end]]
         for kind in ("MUFU", "FFMA"):
             assert between.count(kind) >= scores / config.parts - 2
