@@ -59,7 +59,12 @@ class Outcome:
 def chosen(stage_id: str, only: str | None = None) -> list[str]:
     """The cases of a stage's direction, by name; with `only` those whose name contains it."""
     stage, _ = ladder.load(stage_id)
-    kinds = None, "bwd" if stage.direction == "bwd" else "fwd", "library" if stage_id in LIBRARY else None
+    kinds = (
+        None,
+        "bwd" if stage.direction == "bwd" else "fwd",
+        "library" if stage_id in LIBRARY else None,
+        stage_id,
+    )
     takes = {None, *policy_cases.policies_of(stage_id)}
     return [
         name

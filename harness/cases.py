@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from harness import judging, needles, policy_cases, reference, score_cases  # noqa: F401  two register theirs
+from harness import judging, needles, policy_cases, reference, score_cases, split_cases  # noqa: F401  three register theirs
 from harness.case_runs import (
     as_multiplied,
     differing,

@@ -4,14 +4,15 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-# Of which direction a case is, what it does, and which of `Problem.policies` a stage must take for it.
+# Of which direction or stage a case is, what it does, and which of `Problem.policies` a stage takes for it.
 CASES: dict[str, tuple[str | None, Callable[[str, object], Iterator[str]], str | None]] = {}
 
 
 def case(direction: str | None = None, policy: str | None = None) -> Callable:
     """Register a case: for stages of one direction, FP8's being forward ones, for those that `attention` and
-    its backward pass may run ("library"), or for all; or for those that take a policy. Who takes windows
-    takes soft caps, sinks and packed sequences too; some take packed sequences alone."""
+    its backward pass may run ("library"), for one stage, by its name, or for all; or for those that take a
+    policy. Who takes windows takes soft caps, sinks and packed sequences too; some take packed sequences
+    alone."""
 
     def register(function: Callable) -> Callable:
         CASES[function.__name__.replace("_", " ")] = direction, function, policy

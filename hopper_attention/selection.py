@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import few_queries, tuned, turns, ways
-from .kernels import calls, calls_decode, calls_one, calls_slices, division
+from .kernels import calls, calls_decode, calls_one, calls_slices, calls_split, division
 from .kernels.calls import UNDIVIDED, Parts
 from .kernels.contract import Problem, Scratch
 from .kernels.device.constants import GRID_YZ_MAX
@@ -149,6 +149,8 @@ def backward_scratch(
     one_tile = stage_id in (ONE_TILE, ONE_TILE_IN_PARTS)
     if one_tile:
         return calls_one.one_tile_scratch(problem, parts)
+    if parts is None:
+        return calls_split.undivided_scratch(problem, takes_turns, sums, gpu.sms)
     return calls.backward_scratch(problem, takes_turns, parts, sums=sums)
 
 

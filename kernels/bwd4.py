@@ -8,17 +8,17 @@ What changes      against bwd3: persistent CTAs and a tile counter; a warp that 
                   masked and unmasked loops apart; the next tile's K is loaded while this one is worked on,
                   dK and dV leave while the next begins; a warp writes the zeros that dQ is added to when
                   they are about to be needed; fp16, GQA without an fp32 round trip, unequal lengths; two
-                  kernels for head_dim 256, and for packed sequences; `bwd4_det`, with one order of additions.
+                  kernels for head_dim 256, and for packed sequences; the tiles of the last round in parts;
+                  `bwd4_det`, with one order of additions.
 What does not     preprocess and postprocess, who owns what, which products take registers.
 Supports          bf16 and fp16; head_dims as k6, in tiles of 64, 96, 128, 192, also with values of 128, and
                   256; seqlens ≥ 1; GQA and MQA; causal masks as k6's; windows, caps, sinks, packed sequences
                   (notes/bwd4_policies.md). Who sees no key, or is seen by no query, has no gradient.
 Where to read     notes/bwd4.md draws the schedule. Here are the warps' roles and the main loop up to 128
-                  columns. bwd4_operands.py: shared memory, registers, operands; bwd4_passes.py: what else a
-                  call launches; device/key_tiles.py: which tiles see which; device/dq_sums.py: dQ's way.
+                  columns. bwd4_operands.py: shared memory, registers, operands; bwd4_stores.py: how dK and dV
+                  leave; bwd4_passes.py: what else a call launches; device/key_tiles.py: which tiles see
+                  which; device/dq_sums.py: dQ's way.
 """
-
-from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
@@ -28,7 +28,6 @@ from cutlass.memory import SmemAllocator
 
 from .bwd4_dkv import KeyGradients
 from .bwd4_dq import QueryGradient
-from .bwd4_loads import LoadingTiles
 from .bwd4_operands import (
     TILE_KV,
     Config,
@@ -47,18 +46,21 @@ from .bwd4_operands import (
     tiled_mmas,
 )
 from .bwd4_passes import FlashAttentionBackward, WideFlashAttentionBackward, compile_backward
-from .calls import DETERMINISTIC, backward_scratch, refuse_backward, run_backward
+from .bwd4_stores import Barrier, StoringTiles
+from .calls import DETERMINISTIC, refuse_backward, run_backward
+from .calls_split import undivided_scratch
 from .contract import Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS
 from .device.constants import SMS, WARP, WARPGROUP
 from .device.dq_sums import AND_ADDER
-from .device.key_parts import halves, leave_part
+from .device.key_parts import halves
 from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS
 from .device.limits import tile_dims
 from .device.masks import Mask, mask_of
 from .device.rings import CONSUMER
+from .device.split_tiles import count_taken
 from .device.tile_order import hear_place
-from .device.tma import load_atom, partition_tma, store_atom, tiles_at
+from .device.tma import load_atom, store_atom
 from .device.wgmma import round_fragment
 
 STAGES = (
@@ -85,18 +87,7 @@ STAGES = (
 )
 
 
-class Barrier(IntEnum):
-    """Named barriers: the first number of each kind. `Backward` has the table of who comes."""
-
-    CTA = 0
-    DS_READY = 1  # + consumer + 2 · parity of the step
-    TURN = 5  # + consumer
-    DQ_FULL = 7  # + consumer + 2 · parity of the step
-    DQ_EMPTY = 11  # + consumer
-    K_READ = 15
-
-
-class Backward(LoadingTiles):
+class Backward(StoringTiles):
     """dK, dV, and the sums of dQ, or dQ. The CTA: consumers 0 and 1 of 64 keys each (warps 0–3, 4–7), then a
     warpgroup: warp 8 loads, 9 and 10 add dQ to its sum, 11 writes the zeros it is added to, if it needs any.
 
@@ -117,6 +108,8 @@ class Backward(LoadingTiles):
     DQ_FULL + c + 2 · parity    c: its part of dQ is there           adder `parity`                  160
     DQ_EMPTY + c                an adder: it has been read; or c's   c, before it writes there       160
                                 first warp: dK has left from there
+    SPLIT + c                   c: its part of dK and dV is left;    c, before one counts it, and     128
+                                how many there are is known          before all read that
     K_READ                      both consumers: dQ of the tile's     both, before dV takes K's       256
                                 last step is done with K             place
 
@@ -133,7 +126,8 @@ class Backward(LoadingTiles):
     `wgmma.wait_group`; what threads write for it to read (dS, dQ, dK, dV), by a proxy fence before they
     arrive. dS's buffers need no barrier that says they are free: the other's dQ of a step is done before it
     arrives at DS_READY in the next step, where this consumer waits before it comes to that buffer again.
-    A warp's place among parts (bwd4_parts) is its own lanes' alone, each of which writes the same.
+    A warp's place among parts (bwd4_parts, `split_tiles`) is its own lanes' alone, each of which writes the
+    same; how many parts of a split tile are there takes the first warp's, between its two waits at SPLIT.
     initcheck's reads of O: see `device.backward_ends.Preprocess`.
     """
 
@@ -148,12 +142,12 @@ class Backward(LoadingTiles):
 
     @property
     def smem_bytes(self) -> int:
-        return shared_bytes(self.config, self.head_dim, self.divides, self.words)
+        return shared_bytes(self.config, self.head_dim, self.divides or self.splits, self.words)
 
     @cute.jit
     def launch(
         self, mQ, mK, mV, mDO, mDK, mDV, mStats, sums, mCounter, stream, numbers, mTiled=None, mParts=None,
-        mList=None,
+        mList=None, mSplit=None,
     ):  # fmt: skip
         """`sums` are mDQ_sum, mZeroed and mOrder, or of one tile of keys mDQ; `numbers` `policies.Numbers`'.
         Divided, dK and dV are left in mParts, and mDK and mDV are not there."""
@@ -175,9 +169,11 @@ class Backward(LoadingTiles):
         mmas = tiled_mmas(self.config, self.head_dim, self.dtype)
         kv_blocks = cute.ceil_div(seqlen_kv, TILE_KV)
         tiles = kv_blocks * kv_heads * batch
+        if const_expr(self.splits):
+            tiles = count_taken(tiles, mSplit)
         if const_expr(self.packed):
             tiles = self.most_tiles(mList) * kv_heads
-        self.kernel(*mmas, *tma, mStats, sums, mCounter, tiles, numbers, mTiled, mList).launch(
+        self.kernel(*mmas, *tma, mStats, sums, mCounter, tiles, numbers, mTiled, mList, mSplit).launch(
             grid=(self.ctas(tiles, kv_blocks), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # the registers of an SM are all for one CTA
@@ -188,7 +184,7 @@ class Backward(LoadingTiles):
     @cute.kernel
     def kernel(
         self, mma_s, mma_p, mma_kv, mma_q, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV,
-        store_dK, mDK, store_dV, mDV, mStats, sums, mCounter, tiles, numbers, mTiled, mList,
+        store_dK, mDK, store_dV, mDV, mStats, sums, mCounter, tiles, numbers, mTiled, mList, mSplit,
     ):  # fmt: skip
         """mQ, mDO, mK, mV, mDK, mDV are (seqlen, head_dim, heads, batch), as TMA descriptors see them;
         divided, mDK and mDV are mParts' halves. mTiled and mParts: `key_parts`."""
@@ -197,12 +193,14 @@ class Backward(LoadingTiles):
         tidx, _, _ = cute.arch.thread_idx()
         warp_idx = cute.arch.make_warp_uniform(tidx // WARP)
         seqlen_q, seqlen_kv = mQ.shape[0], mK.shape[0]
-        mTiled = self.count_parts(mK, mTiled)
+        mTiled = self.count_parts(mK, mTiled, mSplit)
         lengths = seqlen_q, seqlen_kv, mQ.shape[2] // mTiled.shape[2]  # the last: query heads of a key head
         if const_expr(self.counts_sums):
             self.count_sums(sums[0], sums[-1].shape[0], tiles, *lengths)
         smem = SmemAllocator()
-        shared = allocate(smem, self.config, self.head_dim, self.dtype, self.divides, self.words)
+        shared = allocate(
+            smem, self.config, self.head_dim, self.dtype, self.divides or self.splits, self.words
+        )
         if const_expr(self.one_tile):
             sums = *sums, rounded_dQ(shared.dQ, self.dtype, self.head_dim)
         # All but the producer hear of tiles, and where the first stores nobody writes zeros.
@@ -229,10 +227,11 @@ class Backward(LoadingTiles):
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             mmas, stores = (mma_s, mma_p, mma_kv, mma_q), (store_dK, mDK, store_dV, mDV)
-            self.consume(rings, shared, mmas, stores, tidx, lengths, mTiled)
+            of_parts = mTiled, mSplit, sums[-1] if self.splits else None
+            self.consume(rings, shared, mmas, stores, tidx, lengths, *of_parts)
 
     @cute.jit
-    def consume(self, rings, shared, mmas, stores, tidx, lengths, mTiled):
+    def consume(self, rings, shared, mmas, stores, tidx, lengths, mTiled, mSplit, mOrder):
         """A consumer, to the end:
 
         while there is a tile of keys:
@@ -240,12 +239,11 @@ class Backward(LoadingTiles):
             for each query head of the key head:
                 Sᵀ of the first tile of queries
                 step of each tile of queries with a hidden pair, then of the others, then of the last
-            dV and dK through shared memory to global memory
+            dV and dK through shared memory to global memory, if no other part of the tile is missing
         """
         # 2. a consumer's prologue
-        store_dK, mDK, store_dV, mDV = stores
         *extents, group = lengths
-        q_ring, k_ring, v_ring, tile_ring, own = rings.q, rings.k, rings.v, rings.tile, rings.own
+        q_ring, k_ring, v_ring, tile_ring = rings.q, rings.k, rings.v, rings.tile
         consumer = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         other, thread = consumer ^ 1, tidx % WARPGROUP
         q_get, q_next = [pipeline.make_pipeline_state(CONSUMER, self.config.stages) for _ in range(2)]
@@ -267,9 +265,12 @@ class Backward(LoadingTiles):
         while valid != 0:
             seqlens = self.batch.lengths(place, extents)
             first, masked, whole, last = self.work_on(place, *seqlens)
-            if const_expr(self.divides):
+            if const_expr(self.splits):  # which queries it is, no mask asks
+                first, masked, last = Int32(0), masked - first, cute.arch.make_warp_uniform(last - first)
+            if const_expr(self.divides or self.splits):
                 cute.arch.sync_warp()  # that of the tile before has been read
-                shared.places[tidx // WARP] = self.place_of_part(place, mTiled.shape[2])
+                of_part = place[3] if self.splits else self.place_of_part(place, mTiled.shape[2])
+                shared.places[tidx // WARP] = of_part
             f.dK.acc.fill(0.0)
             f.dV.acc.fill(0.0)
             k_ring.consumer_wait(k_get)
@@ -280,7 +281,7 @@ class Backward(LoadingTiles):
                 k_left.advance()
 
             # 3. main loop: tiles of queries with a hidden pair, the others, with a window again masked ones;
-            # of a mirrored head in reverse. The last one is apart: no Sᵀ follows it, and it is masked always.
+            # of a reversed head from the end. The last one is apart: no Sᵀ follows it, and it is masked always.
             heads = group if first < last else 0
             for _ in range(heads, unroll=1):
                 q_ring.consumer_wait(q_get)
@@ -307,40 +308,24 @@ class Backward(LoadingTiles):
             v_ring.consumer_release(v_get)
             v_get.advance()
 
-            # 4. epilogue: dV through the consumer's tile of K, dK through its part of dQ
+            # 4. epilogue
             if const_expr(self.divides):
                 part = shared.places[tidx // WARP]  # each lane wrote it
-                for rX, mX in ((f.dV.acc, mDV), (f.dK.acc, mDK)):
-                    leave_part(rX, mX[part, place[0] * CONSUMERS + consumer, None, None], thread)
+                self.leave_gradients(x, f, place, part, stores[1], stores[3])
                 k_ring.consumer_release(k_get)
             else:
-                self.sync(Barrier.DQ_EMPTY, consumer, AND_ADDER)
-                self.sync(Barrier.K_READ, 0, BOTH)  # the other's dQ is done with this tile
-                at = k_get.index * CONSUMERS + consumer
-                kind = self.dtype, ROWS, self.head_dim
-                sdK = tiles_at(shared.dQ[None, None, None, consumer].iterator, *kind, 1)  # (key, head_dim, 1)
-                sdV = shared.K
-                if const_expr(k_block(self.head_dim) is not None):  # as the TMA stores it
-                    sdV = tiles_at(shared.K.iterator, *kind, CONSUMERS * self.config.k_stages)
-                for rX, sX, stage, factor in (
-                    (f.dV.acc, sdV, at, 1.0),
-                    (f.dK.acc, sdK, 0, self.scale),
-                ):
-                    rX16 = cute.make_rmem_tensor(rX.layout, self.dtype)  # ((2, 2, d/8), 1, 1)
-                    rX16.store((rX.load() * factor).to(self.dtype))
-                    tRsX = f.copy_dKV.partition_D(sX)  # (CPY, CPY_M, CPY_N, stage)
-                    cute.copy(f.copy_dKV, f.copy_dKV.retile(rX16), tRsX[None, None, None, stage])
-                cute.arch.fence_view_async_shared()  # written by threads, read by the TMA
-                cute.arch.mbarrier_arrive(own + consumer)
-                if is_first_warp:
-                    cute.arch.mbarrier_wait(own + consumer, own_phase)
-                    for store, mX, sX, stage in ((store_dV, mDV, sdV, at), (store_dK, mDK, sdK, 0)):
-                        tXgX, tXsX = partition_tma(store, self.batch.keys(mX, place[1], place), sX)
-                        cute.copy(store, tXsX[None, stage], tXgX[None, place[0] * CONSUMERS + consumer])
-                    cute.arch.cp_async_bulk_commit_group()
-                else:
-                    k_ring.consumer_release(k_get)  # which is not free until the storing warp says so too
-                stored, own_phase = is_first_warp, own_phase ^ 1
+                stored = cutlass.Boolean(True)
+                if const_expr(self.splits):
+                    part = cute.arch.make_warp_uniform(shared.places[tidx // WARP])
+                    if part > 0:
+                        stored = self.put_together(x, f, part, mSplit, mOrder)
+                if stored:
+                    self.store_gradients(x, f, stores, k_get, place, is_first_warp, own_phase)
+                    stored, own_phase = is_first_warp, own_phase ^ 1
+                else:  # The other consumer may be the last to come at its half, and waits there.
+                    self.sync(Barrier.K_READ, 0, BOTH)
+                    k_ring.consumer_release(k_get)
+                    k_left.advance()
             k_get.advance()
             valid, place = hear_place(tile_ring, tile_get, shared.tile)
             tile_get.advance()
@@ -438,8 +423,8 @@ supports = refuse_backward
 run_kernel = run_backward
 
 
-def workspace(problem: Problem, deterministic: bool = False, **_: object) -> Scratch:
-    return backward_scratch(problem, deterministic)
+def workspace(problem: Problem, deterministic: bool = False, sms: int = SMS, **_: object) -> Scratch:
+    return undivided_scratch(problem, deterministic, sms=sms)
 
 
 def work(problem: Problem, **options: object) -> list[Work]:

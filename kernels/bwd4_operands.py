@@ -92,7 +92,7 @@ class Shared:
     dQ: cute.Tensor  # (register, thread, quad, consumer) fp32: as its accumulator holds it; or `rounded_dQ`
     stats: cute.Tensor  # (query, LSE or D, block of 64 queries, stage) fp32
     tile: cute.Tensor  # (1 + words,) int32: valid, and the place of a tile of keys
-    places: cute.Tensor | None  # (consumer warp,) int32, where keys are in parts: the warp's `place_of_part`
+    places: cute.Tensor | None  # (consumer warp,) int32, where keys are in parts: which part the warp has
 
 
 def allocate(

@@ -93,6 +93,8 @@ class FlashAttentionBackward(Pass):
         if main.one_tile:
             self.floats, self.counters = tuple(x for x in self.floats if x != "mDQ_sum"), ("mCounter",)
             self.lists, most_keys = (), main.tile_kv if main.by_sequence else None
+        if main.splits:
+            self.floats = *self.floats, "mSplit"
         self.preprocess = Preprocess(main.head_dim, packed, most_keys)
         tiles = main if main.deterministic else None
         narrow = main.divides or main.counts_sums
@@ -101,7 +103,7 @@ class FlashAttentionBackward(Pass):
 
     def launch(
         self, given, mDLSE, mDsink, stream, mQ, mK, mV, mO, mDO, mDQ, mDK, mDV, mLSE, mStats, mCounter,
-        mDQ_sum=None, mZeroed=None, mOrder=None, mParts=None, mListQ=None, mListKV=None,
+        mDQ_sum=None, mSplit=None, mZeroed=None, mOrder=None, mParts=None, mListQ=None, mListKV=None,
     ):  # fmt: skip
         mTiled, numbers = None, self.numbers(given)
         self.list_tiles(self.main, self.main.tile_q, given, stream, mQ, mK, mListQ, mListKV)
@@ -123,7 +125,7 @@ class FlashAttentionBackward(Pass):
         sums, inputs = mDQ if self.main.one_tile else (mDQ_sum, mZeroed, mOrder), (mQ, mK, mV, mDO)
         counters = each_of(mCounter, 2) if self.left_over else [mCounter]
         outputs, more = (mDK, mDV, mStats), (stream, numbers, mTiled, mParts, mListKV)
-        self.main.launch(*inputs, *outputs, sums, counters[0], *more)
+        self.main.launch(*inputs, *outputs, sums, counters[0], *more, mSplit)
         if self.left_over is not None:
             # Its CTAs begin when all of `main` have waited for the preprocess and said so (`add_gradients`),
             # as these end, and end when all these have: the postprocess, which waits for it, needs both.
@@ -146,6 +148,7 @@ class FlashAttentionBackward(Pass):
         order = (cute.sym_int(), cute.sym_int())
         return (
             *fake_scratch(self.main.head_dim, 2 if self.main.counts_sums else self.main.sums),
+            *([fake_parts(self.main.head_dim)] if self.main.splits else ()),
             *self.fake_lists(),
             make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),
             make_fake_tensor(Int32, order, (cute.sym_int64(), 1), assumed_align=4),

@@ -172,6 +172,9 @@ class SummedTiles(Tiles):
             if const_expr(self.divides):
                 block = block * self.parts + place[3]
             head = batch * mK.shape[2] + kv_head + ahead
+            if const_expr(self.splits):
+                if place[3] > 0 and (place[3] - 1) % self.parts > 0:  # the tile's first part writes them
+                    head = last
             if head < last:
                 first = mDQ_sum[head * group, None, None, None].iterator
                 for i in range(block * share, cutlass.min(sums, block * share + share), unroll=1):
@@ -292,7 +295,7 @@ class SummedTiles(Tiles):
     @cute.jit
     def q_tile_at(self, i, first, last, place, seqlen_q, seqlen_kv):
         """The tile of queries of a step, counted from `first` to `last` − 1 (`Tiles.work_on`)."""
-        if const_expr(self.mirrors):
+        if const_expr(self.reverses):
             if place[-1] != 0:
                 i = first + last - 1 - i
         if const_expr(self.rotates):

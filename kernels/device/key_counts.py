@@ -6,6 +6,8 @@ import math
 from ..contract import Problem
 from .limits import FINAL_SECTIONS, L2_BYTES
 
+ONE_WAY = 512  # queries up to which every head's gradients come from its first query on (`key_tiles.Tiles`)
+
 
 class CountedTiles:
     """Counts of `key_tiles.Tiles`."""
@@ -57,15 +59,17 @@ class CountedTiles:
             first = 0
         return first, max(first, min(split, last))
 
-    def mirrored_masked(self, problem: Problem) -> float:
-        """As `trips` has masked tiles, of a head that `locate` mirrors: they come last, the last is apart."""
+    def reversed_masked(self, problem: Problem) -> float:
+        """As `trips` has masked tiles, of a head that is reversed: they come last, the last is apart."""
         kv_blocks = self.kv_blocks_seen(problem)
         found = (self.masked_tiles(problem, kv_block) for kv_block in range(kv_blocks))
         return sum(max(0, split - first - 1) for first, split in found) / max(1, kv_blocks)
 
-    def mirrored_share(self, problem: Problem) -> float:
-        """The share of heads that `locate` mirrors."""
+    def reversed_share(self, problem: Problem) -> float:
+        """The share of heads that are."""
         heads = problem.batch * problem.kv_heads
+        if self.alternates:
+            return math.ceil(heads / 2) / max(1, heads) if problem.seqlen_q > ONE_WAY else 0.0
         if not (self.mirrors and heads and problem.seqlen_kv) or problem.seqlen_kv > 2 * problem.seqlen_q:
             return 0.0
         if problem.seqlen_q * self.column_bytes * self.head_dim > L2_BYTES:

@@ -8,18 +8,19 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, pipeline, range_constexpr
+from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from ..contract import Problem, Work
 from .constants import LOG2_E, SMS, WARP, WARPGROUP
-from .key_counts import CountedTiles
+from .key_counts import ONE_WAY, CountedTiles
+from .key_scores import KeyScores
 from .limits import COLUMN_BYTES, L2_BYTES, SECTION_BYTES, TILE_Q, sums_of_dq
 from .masks import Causal, Mask
-from .policies import DenseScratch, PackedScratch, Scores, listed
+from .policies import DenseScratch, PackedScratch, listed
 from .short_sequences import ShortSequences
+from .split_tiles import place_in_split, queries_of_part
 from .tile_order import ByHead, BySection, final_section
-from .wgmma import round_fragment
 
 ROWS = 64  # of a consumer, queries of a block; at head_dim 256 keys of a tile too: the M of a WGMMA
 CONSUMERS = 2  # warpgroups that multiply
@@ -27,7 +28,6 @@ CONSUMER_WARPS = WARPGROUP // WARP * CONSUMERS
 THREADS = WARPGROUP * (CONSUMERS + 1)
 BOTH = WARPGROUP * CONSUMERS  # threads at a named barrier where the consumers meet
 REGISTERS = (24, 240)  # of a producer's thread, of a consumer's
-CAPPED_COLUMNS = 4  # of scores, whose exponentials with a soft cap are in flight together
 TILES_AHEAD = 16  # without a mask zeros are written so many tiles, but at least a head, ahead
 
 
@@ -42,7 +42,7 @@ class Rings:
     tile: pipeline.PipelineAsync  # which tile of keys is next
 
 
-class Tiles(Scores, CountedTiles):
+class Tiles(KeyScores, CountedTiles):
     """Tiles of `tile_kv` keys, for each those of `tile_q` queries that see some of them."""
 
     def __init__(
@@ -83,6 +83,12 @@ class Tiles(Scores, CountedTiles):
         # step packed sequences leave no register for it: with 22 words in memory for each tile it lost.)
         plain = deterministic and not (capped or mask.hides_first)
         self.mirrors = plain and mask.hides and not (packed and self.blocks > 1)
+        dense = head_dim <= 128 and not (capped or packed or divides or one_tile or deterministic)
+        # Without turns, every other head's queries come from the last to the first: notes/bwd4_log.md, "The
+        # order of a head's queries".
+        self.alternates = dense and mask.hides and not mask.hides_first
+        self.reverses = self.mirrors or self.alternates
+        self.splits = dense and not mask.hides and self.blocks == 1  # tiles left over: `split_tiles`
         seen_by_all = mask != Causal(top_left=True)  # at least one tile of keys, where there are many
         self.rotates = plain and seen_by_all and not (packed or divides)
         self.counts_sums = plain and not packed  # `count_sums`; otherwise:
@@ -98,12 +104,14 @@ class Tiles(Scores, CountedTiles):
     @property
     def words(self) -> int:
         """Of a tile's place, as warps hear of it."""
-        return self.batch.words + self.divides + self.mirrors
+        return self.batch.words + self.divides + self.splits + self.reverses
 
-    def count_parts(self, mK, mTiled):
+    def count_parts(self, mK, mTiled, mSplit=None):
         """What tiles of keys are counted of: K, or mTiled (`key_parts`), and then of how many parts of the
-        queries a tile is one. Inside a kernel, anew in each: an operand of what follows, where one of the
-        tile's own numbers takes a register."""
+        queries a tile is one, as of those that are split (`split_tiles`). Inside a kernel, anew in each: an
+        operand of what follows, where one of the tile's own numbers takes a register."""
+        if self.splits:
+            self.split, self.parts = mSplit, mSplit.shape[2]
         if not self.divides:
             return mK
         self.parts = mTiled.shape[4]
@@ -139,10 +147,10 @@ class Tiles(Scores, CountedTiles):
 
     def runs(self, first, masked, whole, last, place=None):
         """The loops over `q_tiles`, one after the other, as (begin, end, whether masked); the last tile is
-        apart. A generator, so that each bound is computed where its loop begins. Of a mirrored head they
+        apart. A generator, so that each bound is computed where its loop begins. Of a reversed head they
         count steps, from the last tile of queries on (`q_tile_at`), and the first one is apart."""
         split = cutlass.min(masked, last - 1)
-        if self.mirrors:
+        if self.reverses:
             first_masked, unmasked = masked_runs(first, masked, last, place[-1])
             yield first, first_masked, True
             yield first_masked, unmasked, False
@@ -168,6 +176,9 @@ class Tiles(Scores, CountedTiles):
             first, masked, last = [
                 cute.arch.make_warp_uniform((x + before) // self.parts) for x in (first, masked, last)
             ]
+        if const_expr(self.splits):
+            first, last = queries_of_part(last, place[3], self.parts)
+            masked = cutlass.min(masked, last)
         return first, masked, whole, last
 
     def of_part(self, i, place):
@@ -222,10 +233,13 @@ class Tiles(Scores, CountedTiles):
         return final
 
     @cute.jit
-    def is_mirrored(self, head, final, seqlen_q, seqlen_kv):
-        """1 if this head is, else 0: from `final` on. Of queries that do not stay in L2 every one: the
+    def is_reversed(self, head, final, seqlen_q, seqlen_kv):
+        """1 if this head is, else 0. The first of every two, where queries are more than ONE_WAY. In turns
+        mirrored ones, from `final` on. Of queries that do not stay in L2 every one: the
         longest tiles first read the same ones for longest. With many more keys than queries all tiles are
         about as long, and none is."""
+        if const_expr(self.alternates):
+            return (head + 1) % 2 if seqlen_q > ONE_WAY else 0
         mirrored = Int32(head >= final)
         if seqlen_q * self.column_bytes * self.head_dim > L2_BYTES:
             mirrored = Int32(1)
@@ -246,22 +260,27 @@ class Tiles(Scores, CountedTiles):
     @cute.jit
     def locate(self, tile, mQ, mK):
         """(kv_block, kv_head, batch) of the tile-th tile in the order they are fetched; if queries are
-        divided, which part; and if some heads are mirrored, whether this one is. mK is mTiled, if there is
-        one, whose tiles are parts."""
+        divided, which part, or if tiles are split `place_in_split`'s; and if some heads are reversed, whether
+        this one is. mK is mTiled, if there is one, whose tiles are parts."""
         heads, kv_blocks = mK.shape[2], cute.ceil_div(mK.shape[0], self.tile_kv)
         section, final, all_heads = None, None, heads * mK.shape[3]
         if const_expr(self.mask.hides or self.deterministic):
             section = self.section(mQ, mK)
             final = self.final(all_heads, section, (all_heads + 1) // 2)
+        if const_expr(self.splits):
+            tile, part = place_in_split(tile, kv_blocks * all_heads, self.split)
         kv_block, head = self.order.locate(tile, kv_blocks, all_heads, section, final)
         place = head % heads, head // heads
+        if const_expr(self.splits):
+            place = *place, part
+        if const_expr(self.reverses):
+            is_reversed = self.is_reversed(head, final, mQ.shape[0], mK.shape[0])
         if const_expr(self.mirrors):
-            mirrored = self.is_mirrored(head, final, mQ.shape[0], mK.shape[0])
-            kv_block = kv_blocks - 1 - kv_block if mirrored != 0 else kv_block
+            kv_block = kv_blocks - 1 - kv_block if is_reversed != 0 else kv_block
         if const_expr(self.divides):
             place, kv_block = (*place, kv_block % self.parts), kv_block // self.parts
-        if const_expr(self.mirrors):
-            place = *place, mirrored
+        if const_expr(self.reverses):
+            place = *place, is_reversed
         return kv_block, *place
 
     def place_of(self, tile, mQ, mK, mList):
@@ -301,7 +320,7 @@ class Tiles(Scores, CountedTiles):
         place = kv_block, head, *sequence, place * (TILE_Q[self.head_dim] // ROWS), first
         if const_expr(self.mirrors):
             final = final if first + kv_blocks == mList[0, 0] else heads
-            mirrored = self.is_mirrored(head, final, sequence[1], sequence[3])
+            mirrored = self.is_reversed(head, final, sequence[1], sequence[3])
             place = kv_blocks - 1 - kv_block if mirrored != 0 else kv_block, *place[1:], mirrored
         return place
 
@@ -326,100 +345,6 @@ class Tiles(Scores, CountedTiles):
         if first >= final:
             first, together = final, heads - final
         return first, together
-
-    # ---- the mask, and P ----------------------------------------------------------------------------------
-
-    @cute.jit
-    def exponentials(
-        self, S, words, sLSE, places, first_key, first_query, seqlen_q, seqlen_kv, masked: cutlass.Constexpr
-    ):  # fmt: skip
-        """S (key, query) becomes P = exp(S·scale − LSE), 0 where the mask hides; sLSE (query, block) is
-        LSE·log2 e, +∞ past the end. `places` are the `Coordinates` of S, whose tile begins at first_key and
-        first_query. With a soft cap S becomes P·(1 − tanh²), which dS is made of, and P is here rounded to
-        `words`; without one `round_P` does that."""
-        _, query = places.own[0, 0]  # of the thread's first column; the rest are at static distances
-        rLSE = self.by_query(sLSE, query)
-        tile = first_key, first_query, seqlen_q, seqlen_kv
-        if const_expr(self.caps):
-            self.capped_exponentials(S, words, rLSE, places, tile, masked)
-        else:
-            for r in range_constexpr(2):
-                p = S[r, None].load() * self.scale_log2 - rLSE.load()
-                S[r, None].store(cute.math.exp2(p, fastmath=True))
-            # Only now, when the LSE's registers are free: notes/bwd4.md, "What the assembler takes".
-            if const_expr(masked):
-                for r in range_constexpr(2):
-                    seen = self.queries_seen(places, r, *tile)
-                    for c in range_constexpr(cute.size(S, mode=[1])):
-                        S[r, c] = S[r, c] if self.sees(seen, places.first[0, c][1]) else Float32(0.0)
-
-    @cute.jit
-    def capped_exponentials(self, S, words, rLSE, places, tile, masked: cutlass.Constexpr):
-        """`exponentials` with a soft cap, a few columns after the other, so that few values are in flight."""
-        seen = [None, None]
-        if const_expr(masked):
-            seen = [self.queries_seen(places, r, *tile) for r in range(2)]
-        for first in range_constexpr(0, cute.size(S, mode=[1]), CAPPED_COLUMNS):
-            # (register,) in the accumulator's order, whose 4 are two columns of both rows
-            P = cute.make_rmem_tensor(cute.make_layout(2 * CAPPED_COLUMNS), Float32)
-            for i in range_constexpr(CAPPED_COLUMNS):
-                for r in range_constexpr(2):
-                    c = first + i
-                    p, slope = self.capped(S[r, c], rLSE[c])
-                    if const_expr(masked):
-                        p = p if self.sees(seen[r], places.first[0, c][1]) else Float32(0.0)
-                    P[4 * (i // 2) + 2 * r + i % 2] = p
-                    S[r, c] = p * slope
-            here = cute.make_tensor(words.iterator + first, cute.make_layout(CAPPED_COLUMNS))
-            round_fragment(P, here, self.dtype)
-
-    @cute.jit
-    def queries_seen(self, places, r: cutlass.Constexpr, first_key, first_query, seqlen_q, seqlen_kv):
-        """(from, until): the queries that see the key of a thread's row r, from first_query and the thread's
-        first column on."""
-        key, query = first_key + places.own[r, 0][0], first_query + places.own[0, 0][1]
-        begin, until = Int32(0), Int32(self.tile_q)
-        if const_expr(self.mask.hides):
-            begin = self.mask.first_query(key, seqlen_q, seqlen_kv) - query
-        if const_expr(self.mask.hides_first):
-            until = self.mask.last_query(key, seqlen_q, seqlen_kv) - query
-        if key >= seqlen_kv:
-            begin = Int32(self.tile_q)
-        return begin, until
-
-    @cute.jit
-    def sees(self, seen, place: cutlass.Constexpr):
-        """Whether the query so far behind a thread's first column is among `queries_seen`."""
-        begin, until = seen
-        sees = place >= begin
-        if const_expr(self.mask.hides_first):
-            sees = sees & (place <= until)
-        return sees
-
-    def round_P(self, acc, words) -> None:
-        """P, the accumulator of the scores, to 16 bits; with a soft cap `exponentials` has done so."""
-        if not self.caps:
-            round_fragment(acc, words, self.dtype)
-
-    @cute.jit
-    def gradients(self, P, dP, sD, places):
-        """dP becomes dS = P∘(dP − D), without the scale; sD (query, block)."""
-        rD = self.by_query(sD, places.own[0, 0][1])
-        for r in range_constexpr(2):
-            dP[r, None].store(P[r, None].load() * (dP[r, None].load() - rD.load()))
-
-    @cute.jit
-    def by_query(self, sX, query):
-        """What a thread needs of sX (query, block), of the queries of its columns: pairs, 8 queries apart,
-        from `query` on."""
-        blocks = cute.size(sX, mode=[1])
-        rX = cute.make_rmem_tensor(cute.make_layout(((2, 8 * blocks),)), Float32)
-        for block in range_constexpr(blocks):
-            pairs = cute.make_tensor(
-                sX[None, block].iterator + query, cute.make_layout((2, 8), stride=(1, 8))
-            )
-            cute.autovec_copy(pairs, cute.make_tensor(rX.iterator + 16 * block, cute.make_layout((2, 8))))
-        return rX
 
     # ---- steps and barriers -------------------------------------------------------------------------------
 
@@ -449,13 +374,13 @@ class Tiles(Scores, CountedTiles):
 
 
 @cute.jit
-def masked_runs(first, masked, last, mirrored):
+def masked_runs(first, masked, last, is_reversed):
     """Of tiles of queries of which those before `masked` need the mask, and the last one in their order is
-    apart: the steps before which those end that come first and need it, and those that do not. Mirrored,
+    apart: the steps before which those end that come first and need it, and those that do not. Reversed,
     those that need it come last."""
     masked = cutlass.max(first, cutlass.min(masked, last))
     first_masked, unmasked = cutlass.min(masked, last - 1), last - 1
-    if mirrored != 0:
+    if is_reversed != 0:
         first_masked, unmasked = first, cutlass.min(first + last - masked, last - 1)
     return first_masked, unmasked
 
@@ -465,8 +390,8 @@ def work_of(kernel: object, problem: Problem, products: int, unit: str, roles: i
     own and as many products each, one is counted."""
     tiles, masked, unmasked = kernel.trips(problem)
     trips = masked, unmasked
-    if isinstance(kernel, Tiles) and kernel.mirrors:  # heads whose masked tiles are a loop of their own
-        share, apart = kernel.mirrored_share(problem), kernel.mirrored_masked(problem)
+    if isinstance(kernel, Tiles) and kernel.reverses:  # heads whose masked tiles are a loop of their own
+        share, apart = kernel.reversed_share(problem), kernel.reversed_masked(problem)
         trips = masked * (1 - share), unmasked + (masked - apart) * share, apart * share
     tile_flops = 2 * products * kernel.tile_kv * kernel.tile_q * problem.head_dim / roles
     return Work(

@@ -1,0 +1,58 @@
+"""What a caller of bwd4 must know of tiles of keys that are split (`device.split_tiles`): how many and in how
+many parts, and their scratch. Imports no compiler, as `calls`."""
+
+import math
+
+from .calls import backward_scratch
+from .contract import Problem, Scratch
+from .device.constants import SMS
+from .device.limits import BLOCK, TILE_KV, TILE_Q, column_blocks, tile_dim
+from .division import TILE_STEPS
+
+# What it costs to put the parts of a tile together, and more for each of them, in steps of a tile of queries;
+# as many parts were timed (notes/bwd4.md, "The last round").
+TOGETHER_STEPS, PART_STEPS, MOST_PARTS = 7.0, 1.0, 9
+
+
+def splits(problem: Problem, deterministic: bool = False) -> bool:
+    """Whether bwd4's kernel for such a problem can take tiles of keys in parts: without a mask, and not at
+    64 columns, where it has no register for it."""
+    hides = problem.causal or problem.window is not None
+    dense = not (hides or problem.softcap > 0 or problem.sequences is not None)
+    return dense and not deterministic and 64 < tile_dim(problem) <= 128
+
+
+def split_for(problem: Problem, sms: int = SMS) -> tuple[int, int]:
+    """How many tiles of keys are left over when all SMs have had equally many, and in how many parts of their
+    queries they are taken: with the least steps, or (1, 1)."""
+    columns, group = tile_dim(problem), problem.heads // max(1, problem.kv_heads)
+    tiles = math.ceil(problem.seqlen_kv / TILE_KV[columns]) * problem.batch * problem.kv_heads
+    q_tiles = math.ceil(problem.seqlen_q / TILE_Q[columns])
+    left_over = tiles % sms
+    # Their counters, two for each, lie where bwd4_det counts turns.
+    if tiles < sms or not left_over or 2 * left_over > problem.batch * problem.heads * q_tiles:
+        return 1, 1
+
+    def steps(parts: int) -> float:
+        together = TOGETHER_STEPS + PART_STEPS * parts if parts > 1 else 0.0
+        rounds = math.ceil(left_over * parts / sms)
+        return rounds * (group * math.ceil(q_tiles / parts) + TILE_STEPS[columns]) + together
+
+    parts = min(range(1, min(q_tiles, MOST_PARTS) + 1), key=steps)
+    return (left_over, parts) if parts > 1 else (1, 1)
+
+
+def with_split(problem: Problem, scratch: Scratch, sms: int = SMS) -> Scratch:
+    """`backward_scratch`'s of such a problem with the parts' dK and dV, behind the other floats."""
+    columns = tile_dim(problem)
+    inner = TILE_KV[columns] // BLOCK, column_blocks(columns), BLOCK * BLOCK
+    floats = {name: x for name, x in scratch.items() if x[1] == "float32"}
+    return floats | {"split": ((2, *split_for(problem, sms), *inner), "float32")} | scratch
+
+
+def undivided_scratch(
+    problem: Problem, deterministic: bool, sums: int | None = None, sms: int = SMS
+) -> Scratch:
+    """`backward_scratch` of bwd4 and bwd4_det."""
+    scratch = backward_scratch(problem, deterministic, sums=sums)
+    return with_split(problem, scratch, sms) if splits(problem, deterministic) else scratch
