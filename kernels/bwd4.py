@@ -281,7 +281,7 @@ class Backward(StoringTiles):
                 k_left.advance()
 
             # 3. main loop: tiles of queries with a hidden pair, the others, with a window again masked ones;
-            # of a reversed head from the end. The last one is apart: no Sᵀ follows it, and it is masked always.
+            # of a reversed head from the end. The last is apart: no Sᵀ follows it, and it is masked always.
             heads = group if first < last else 0
             for _ in range(heads, unroll=1):
                 q_ring.consumer_wait(q_get)
