@@ -92,6 +92,7 @@ LACKING: dict[str, dict[str, Lacking]] = {
         "64 queries a step": Lacking(
             (
                 *_edits("device/limits.py", ("TILE_Q = {64: 128,", "TILE_Q = {64: 64,")),
+                *_edits("device/key_tiles.py", ("self.splits = dense and", "self.splits = False and")),
                 *_edits(
                     "bwd4_operands.py",
                     ("Config(TILE_Q[64], False, True", "Config(TILE_Q[64], True, False"),
@@ -109,6 +110,7 @@ LACKING: dict[str, dict[str, Lacking]] = {
             _edits(
                 "device/key_tiles.py",
                 ("max(first, split), last - 1, False", "max(first, split), last - 1, True"),
+                ("yield first_masked, unmasked, False", "yield first_masked, unmasked, True"),
             )
         ),
         "a CTA a tile of keys": Lacking(

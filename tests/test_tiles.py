@@ -201,7 +201,7 @@ def test_bwd4_visits_the_tiles_that_see(head_dim: int, causal: bool, top_left: b
     tile_q = kernel.tile_q
     for problem in problems(head_dim, causal, top_left, "bwd"):
         lengths = problem.seqlen_q, problem.seqlen_kv
-        visited = masked_visits = 0
+        visited = masked_visits = of_reversed = 0
         for kv_block in range(math.ceil(problem.seqlen_kv / kernel.tile_kv)):
             keys = range(kv_block * kernel.tile_kv, (kv_block + 1) * kernel.tile_kv)
             first, masked, whole, last = map(int, kernel.q_tiles(kv_block, *lengths))
@@ -214,10 +214,12 @@ def test_bwd4_visits_the_tiles_that_see(head_dim: int, causal: bool, top_left: b
                     assert seen > keys[-1], "a hidden pair is not masked"
             visited += last - first
             masked_visits += max(0, min(masked, last - 1) - first)
-        work = bwd4.work(problem)[0]
+            of_reversed += max(0, min(masked, last) - 1 - first)  # the last is the first tile of queries
+        work, reverses = bwd4.work(problem)[0], kernel.reversed_share(problem) > 0  # one head: it or nobody
         passes = work.passes / (2 if head_dim == 256 else 1)  # at 256 each consumer's is one
         assert math.isclose(sum(work.trips) * passes + passes, visited), "work counts other tiles"
-        assert math.isclose(work.trips[0] * passes, masked_visits)
+        assert math.isclose(work.trips[0] * passes, 0 if reverses else masked_visits)
+        assert math.isclose(sum(work.trips[2:]) * passes, of_reversed if reverses else 0)
 
 
 WINDOWS = ((0, 0), (63, 0), (64, 64), (100, 20), (300, 0), (-1, 30), (30, -1), (0, 200), (127, 1))
