@@ -150,7 +150,7 @@ class Backward(StoringTiles):
         mList=None, mSplit=None,
     ):  # fmt: skip
         """`sums` are mDQ_sum, mZeroed and mOrder, or of one tile of keys mDQ; `numbers` `policies.Numbers`'.
-        Divided, dK and dV are left in mParts, and mDK and mDV are not there."""
+        Divided, dK and dV are left in mParts, and mDK and mDV are not there. mSplit: `split_tiles`."""
         batch, kv_heads, seqlen_kv, _ = mK.shape
         mQ, mDO, mK, mV, mDK, mDV = [self.batch.view(mX) for mX in (mQ, mDO, mK, mV, mDK, mDV)]
         tma = []

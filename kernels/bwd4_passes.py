@@ -2,8 +2,8 @@
 
 The main kernels are in bwd4.py (head_dim up to 128) and in bwd4_dkv.py and bwd4_dq.py (above); preprocess and
 postprocess in device/backward_ends.py. Tensors are (batch, heads, seqlen, head_dim), mLSE without the last;
-the scratch, from mStats on, has the shapes that `calls.backward_scratch` names; what follows is what
-`calls.given_names` names.
+the scratch, from mStats on, has the shapes that `calls.backward_scratch` names, or where tiles can be split
+`calls_split.undivided_scratch`; what follows is what `calls.given_names` names.
 """
 
 from typing import Any

@@ -116,7 +116,7 @@ def backward_scratch(
         | lists
         | {
             "zeroed": ((zeroed,), "int32"),  # how many shares of a key head's dQ_sum are zero
-            "order": ((heads, tiles * sums), "int32"),  # whose turn it is to add to dQ_sum
+            "order": ((heads, tiles * sums), "int32"),  # whose turn it is to add to dQ_sum; or `split_tiles`
             "counter": ((kernels,), "int32"),
         }
     )
@@ -145,8 +145,8 @@ def launch_forward(compiled: Compiled, q, k, v, o, lse, scratch, given) -> None:
 
 
 def launch_backward(compiled: Compiled, q, k, v, o, lse, do, dq, dk, dv, scratch, given) -> None:
-    """`scratch` as `backward_scratch` lists it; `given` of a scaled problem: its softmax_scale, and of one
-    with lse_grad besides its dlse."""
+    """`scratch` as `backward_scratch` lists it, or the stage's `workspace`; `given` of a scaled problem: its
+    softmax_scale, and of one with lse_grad besides its dlse."""
     compiled(q, k, v, o, do, dq, dk, dv, lse, *scratch, *given)
 
 

@@ -147,5 +147,5 @@ def test_every_case_is_registered() -> None:
     assert written == {function for _, function, _ in registry.CASES.values()}
     assert {
         function.__name__.replace("_", " ") for function in written
-    } == FORWARD | BACKWARD | HEAD_DIMS | FORWARD_POLICIES
+    } == FORWARD | BACKWARD | HEAD_DIMS | FORWARD_POLICIES | SPLIT_TILES
     assert all(inspect.isgeneratorfunction(function) for function in written)

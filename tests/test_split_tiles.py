@@ -25,8 +25,17 @@ def random_problem(head_dim: int, causal: bool) -> Problem:
     return Problem(batch, group * kv_heads, kv_heads, *lengths, head_dim, causal, direction="bwd")
 
 
+def is_split(problem: Problem) -> bool:
+    return calls_split.splits(problem) and calls_split.split_for(problem)[1] > 1
+
+
 PROBLEMS = [
-    random_problem(head_dim, causal) for head_dim in (64, 96, 128) for causal in (0, 1) for _ in range(8)
+    random_problem(head_dim, causal) for head_dim in (64, 96, 128) for causal in (0, 1) for _ in range(6)
+]
+PROBLEMS += [
+    problem
+    for head_dim in (96, 128)
+    for problem in [x for x in (random_problem(head_dim, False) for _ in range(400)) if is_split(x)][:8]
 ]
 MANY = Problem.square(1, 18, 4096, 128, False, direction="bwd")  # 576 tiles: 48 are left over
 LEFT_OVER = (MANY, MANY.with_(heads=17, kv_heads=17, seqlen_q=2600, head_dim=96), MANY.with_(seqlen_q=16384))
@@ -109,12 +118,12 @@ def test_what_is_chosen_ends_sooner(problem: Problem) -> None:
 
 def test_nothing_is_split_that_would_end_as_late() -> None:
     for problem in (
-        MANY.with_(seqlen_q=256, seqlen_kv=256),  # no more tiles than SMs
+        MANY.with_(seqlen_q=16384, seqlen_kv=256),  # no more tiles than SMs
         MANY.with_(heads=33, kv_heads=33),  # eight rounds, and nothing left over
         MANY.with_(
             seqlen_q=1024, seqlen_kv=1024, batch=16
         ),  # parts too short for what putting them together costs
-        MANY.with_(seqlen_q=64),  # no room for counters
+        MANY.with_(heads=1, kv_heads=1, seqlen_kv=25600),  # no room for counters
     ):
         assert calls_split.split_for(problem) == (1, 1), problem
     assert calls_split.split_for(MANY.with_(heads=33, kv_heads=33), sms=114)[1] > 1

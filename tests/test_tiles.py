@@ -13,7 +13,7 @@ from hopper_attention.kernels.contract import Problem
 
 k6, bwd4, calls, limits = map(kernels, ("k6", "bwd4", "calls", "device.limits"))
 division = kernels("division")
-find = kernels("device.prepared_order").find
+find, count_taken = kernels("device.prepared_order").find, kernels("device.split_tiles").count_taken
 ROWS, CONSUMERS = kernels("device.query_tiles").ROWS, kernels("device.key_tiles").CONSUMERS
 
 # Beside the ends of tiles of 64 to 256; differences of 62 and 126, where a tile hides a single pair.
@@ -350,17 +350,22 @@ def test_zeros_are_written_before_anyone_waits(
     mQ = SimpleNamespace(shape=(seqlen_q, head_dim, kv_heads * group, batch))
     mK = SimpleNamespace(shape=(seqlen_kv, head_dim, kv_heads, batch))
     kv_blocks, heads = math.ceil(seqlen_kv / kernel.tile_kv), batch * kv_heads
+    tiles = kv_blocks * heads
+    mSplit = SimpleNamespace(shape=(2, max(1, min(tiles - 1, 5)), 3))  # the last tiles in three parts
+    kernel.count_parts(mK, None, mSplit)
     first, last = kernel.left_to_zero(mQ, mK)
     shares = defaultdict(set)
     for head in range(heads):
         if head < first or head >= last:  # the preprocess's
             shares[head] = set(range(kv_blocks))
     seen = set()
-    for tile in range(kv_blocks * heads):
-        kv_block, kv_head, at = kernel.locate(tile, mQ, mK)
+    for tile in range(count_taken(tiles, mSplit) if kernel.splits else tiles):
+        kv_block, kv_head, at, *rest = map(int, kernel.locate(tile, mQ, mK))
         head = at * kv_heads + kv_head
         assert shares[head] == set(range(kv_blocks)), "waits for zeros of a tile that may not have begun"
-        if head + first < last:
+        if kernel.splits and rest[0] > 1 and (rest[0] - 1) % 3:  # the first part of a tile writes its share
+            assert (kv_block, head) in seen
+        elif head + first < last:
             assert kv_block not in shares[head + first], "zeroed twice"
             shares[head + first].add(kv_block)
         seen.add((kv_block, head))

@@ -1,6 +1,7 @@
 """What the kernels of bwd4 that walk tiles of keys share beside their products: which queries see a tile of
-keys, the order tiles are fetched in, the mask inside a tile, P and dS. The counterpart for tiles of queries
-is `query_tiles.QueryTiles`; the way dQ takes to its sum, up to head_dim 128, is in `dq_sums`.
+keys, and the order tiles are fetched in. The mask inside a tile, P and dS are in `key_scores`, the way dQ
+takes to its sum, up to head_dim 128, in `dq_sums`; the counterpart for tiles of queries is
+`query_tiles.QueryTiles`.
 """
 
 import math
@@ -167,8 +168,8 @@ class Tiles(KeyScores, CountedTiles):
 
     @cute.jit
     def work_on(self, place, seqlen_q, seqlen_kv):
-        """`q_tiles` of the tile of keys at a place. If they are divided, how many of its part's come before
-        each: a part's are numbered by themselves (`of_part`)."""
+        """`q_tiles` of the tile of keys at a place; of one that is split those of the part. If they are
+        divided, how many of its part's come before each: a part's are numbered by themselves (`of_part`)."""
         first, masked, whole, last = self.q_tiles(place[0], seqlen_q, seqlen_kv)
         if const_expr(self.divides):
             before = self.parts - 1 - place[3]
@@ -234,10 +235,10 @@ class Tiles(KeyScores, CountedTiles):
 
     @cute.jit
     def is_reversed(self, head, final, seqlen_q, seqlen_kv):
-        """1 if this head is, else 0. The first of every two, where queries are more than ONE_WAY. In turns
-        mirrored ones, from `final` on. Of queries that do not stay in L2 every one: the
-        longest tiles first read the same ones for longest. With many more keys than queries all tiles are
-        about as long, and none is."""
+        """1 if this head's queries come from the last to the first, else 0. Without turns they are those of
+        every other head, if more than ONE_WAY. With turns those of heads that are mirrored: from `final` on;
+        of queries that do not stay in L2 every one, since the longest tiles first read the same ones for
+        longest; and none where keys are many more than queries, so that all tiles are about as long."""
         if const_expr(self.alternates):
             return (head + 1) % 2 if seqlen_q > ONE_WAY else 0
         mirrored = Int32(head >= final)
