@@ -92,6 +92,7 @@ LACKING: dict[str, dict[str, Lacking]] = {
         "64 queries a step": Lacking(
             (
                 *_edits("device/limits.py", ("TILE_Q = {64: 128,", "TILE_Q = {64: 64,")),
+                # Otherwise in parts, for which the scratch of 64 columns has no room.
                 *_edits("device/key_tiles.py", ("self.splits = dense and", "self.splits = False and")),
                 *_edits(
                     "bwd4_operands.py",

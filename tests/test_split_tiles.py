@@ -5,6 +5,7 @@ import heapq
 import math
 import random
 from collections import Counter
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -41,7 +42,7 @@ MANY = Problem.square(1, 18, 4096, 128, False, direction="bwd")  # 576 tiles: 48
 LEFT_OVER = (MANY, MANY.with_(heads=17, kv_heads=17, seqlen_q=2600, head_dim=96), MANY.with_(seqlen_q=16384))
 
 
-def taken(problem: Problem, split: int = 1, parts: int = 1) -> list[tuple[tuple[int, ...], range]]:
+def taken(problem: Problem, split: int = 1, parts: int = 1) -> list[tuple[tuple[int, ...], list[int]]]:
     """The places of what is taken, in order, and the tiles of queries of each in the order they come."""
     kernel = bwd4.kernel_for(problem).main
     lengths = problem.seqlen_q, problem.seqlen_kv
@@ -70,15 +71,11 @@ def test_every_query_comes_to_every_tile_once(problem: Problem) -> None:
     split = calls_split.split_for(problem) if kernel.splits else (1, 1)
     seen = Counter((place[:3], q_tile) for place, steps in taken(problem, *split) for q_tile in steps)
     q_tiles = math.ceil(problem.seqlen_q / kernel.tile_q)
-    expected = {
-        ((kv_block, head, batch), q_tile)
-        for kv_block in range(math.ceil(problem.seqlen_kv / kernel.tile_kv))
-        for head in range(problem.kv_heads)
-        for batch in range(problem.batch)
-        for q_tile in range(
-            *[int(x) for x in kernel.q_tiles(kv_block, problem.seqlen_q, problem.seqlen_kv)][::3]
-        )
-    }
+    expected = set()
+    for kv_block in range(math.ceil(problem.seqlen_kv / kernel.tile_kv)):
+        first, _, _, last = map(int, kernel.q_tiles(kv_block, problem.seqlen_q, problem.seqlen_kv))
+        heads = product(range(problem.kv_heads), range(problem.batch))
+        expected |= {((kv_block, *head), q_tile) for head, q_tile in product(heads, range(first, last))}
     assert q_tiles and set(seen) == expected and set(seen.values()) <= {1}
 
 
@@ -120,9 +117,7 @@ def test_nothing_is_split_that_would_end_as_late() -> None:
     for problem in (
         MANY.with_(seqlen_q=16384, seqlen_kv=256),  # no more tiles than SMs
         MANY.with_(heads=33, kv_heads=33),  # eight rounds, and nothing left over
-        MANY.with_(
-            seqlen_q=1024, seqlen_kv=1024, batch=16
-        ),  # parts too short for what putting them together costs
+        MANY.with_(seqlen_q=1024, seqlen_kv=1024, batch=16),  # parts that are short for what they cost
         MANY.with_(heads=1, kv_heads=1, seqlen_kv=25600),  # no room for counters
     ):
         assert calls_split.split_for(problem) == (1, 1), problem

@@ -35,8 +35,7 @@ class SummedTiles(Tiles):
     """Tiles of keys that add to sums of dQ.
 
     Global memory: mDQ_sum (head · sums, block, column block, PART) fp32, as `backward_ends` describes it;
-    mZeroed (key head), how many shares of its sums are zero; mOrder (head, q_tile · sums), whose turn it is,
-    or without turns how many parts of a split tile are there (`split_tiles`).
+    mZeroed (key head), how many shares are zero; mOrder (head, q_tile · sums), turns, or as `split_tiles`.
     """
 
     part: int  # elements of it that a consumer's dQ of a step is, one behind the other
