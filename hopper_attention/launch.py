@@ -27,7 +27,7 @@ FORWARD = "k6"
 # By the rows that `division.rows_of` may choose instead.
 FORWARD_IN_ROWS = {192: "k6_r192", 128: "k6_r128", 64: "k6_r64"}
 # And in equal slices: of tiles with these rows, otherwise with k6's own.
-IN_SLICES, IN_SLICES_OF_ROWS = "k6_slices", {64: "k6_slices_r64"}
+IN_SLICES, IN_SLICES_OF_ROWS = "k6_slices", {192: "k6_slices_r192", 64: "k6_slices_r64"}
 # And with the heads of a group in a tile: of 64 rows, otherwise of 128.
 IN_GROUPS, IN_GROUPS_OF_ROWS = "k6_groups", {64: "k6_groups_r64"}
 IN_ROWS = FORWARD_IN_ROWS, IN_SLICES_OF_ROWS, IN_GROUPS_OF_ROWS

@@ -142,7 +142,7 @@ class Backward(StoringTiles):
 
     @property
     def smem_bytes(self) -> int:
-        return shared_bytes(self.config, self.head_dim, self.divides or self.splits, self.words)
+        return shared_bytes(self.config, self.head_dim, self.in_parts, self.words)
 
     @cute.jit
     def launch(
@@ -198,9 +198,7 @@ class Backward(StoringTiles):
         if const_expr(self.counts_sums):
             self.count_sums(sums[0], sums[-1].shape[0], tiles, *lengths)
         smem = SmemAllocator()
-        shared = allocate(
-            smem, self.config, self.head_dim, self.dtype, self.divides or self.splits, self.words
-        )
+        shared = allocate(smem, self.config, self.head_dim, self.dtype, self.in_parts, self.words)
         if const_expr(self.one_tile):
             sums = *sums, rounded_dQ(shared.dQ, self.dtype, self.head_dim)
         # All but the producer hear of tiles, and where the first stores nobody writes zeros.
@@ -267,7 +265,7 @@ class Backward(StoringTiles):
             first, masked, whole, last = self.work_on(place, *seqlens)
             if const_expr(self.splits):  # which queries it is, no mask asks
                 first, masked, last = Int32(0), masked - first, cute.arch.make_warp_uniform(last - first)
-            if const_expr(self.divides or self.splits):
+            if const_expr(self.in_parts):
                 cute.arch.sync_warp()  # that of the tile before has been read
                 of_part = place[3] if self.splits else self.place_of_part(place, mTiled.shape[2])
                 shared.places[tidx // WARP] = of_part

@@ -12,6 +12,8 @@ from .division import TILE_STEPS
 # What it costs to put the parts of a tile together, and more for each of them, in steps of a tile of queries;
 # as many parts were timed (notes/bwd4.md, "The last round").
 TOGETHER_STEPS, PART_STEPS, MOST_PARTS = 7.0, 1.0, 9
+MOST_ROUNDS = 4  # of parts: on 132 SMs their dK and dV are 69 MB at most at 128 columns
+LEAST_GAIN = 0.005  # of a call's steps
 
 
 def splits(problem: Problem, deterministic: bool = False) -> bool:
@@ -38,21 +40,21 @@ def split_for(problem: Problem, sms: int = SMS) -> tuple[int, int]:
         rounds = math.ceil(left_over * parts / sms)
         return rounds * (group * math.ceil(q_tiles / parts) + TILE_STEPS[columns]) + together
 
-    parts = min(range(1, min(q_tiles, MOST_PARTS) + 1), key=steps)
-    return (left_over, parts) if parts > 1 else (1, 1)
-
-
-def with_split(problem: Problem, scratch: Scratch, sms: int = SMS) -> Scratch:
-    """`backward_scratch`'s of such a problem with the parts' dK and dV, behind the other floats."""
-    columns = tile_dim(problem)
-    inner = TILE_KV[columns] // BLOCK, column_blocks(columns), BLOCK * BLOCK
-    floats = {name: x for name, x in scratch.items() if x[1] == "float32"}
-    return floats | {"split": ((2, *split_for(problem, sms), *inner), "float32")} | scratch
+    most = min(q_tiles, MOST_PARTS, MOST_ROUNDS * sms // left_over)
+    parts = min(range(1, most + 1), key=steps)
+    whole = tiles // sms * (group * q_tiles + TILE_STEPS[columns]) + steps(1)
+    return (left_over, parts) if steps(1) - steps(parts) >= LEAST_GAIN * whole else (1, 1)
 
 
 def undivided_scratch(
     problem: Problem, deterministic: bool, sums: int | None = None, sms: int = SMS
 ) -> Scratch:
-    """`backward_scratch` of bwd4 and bwd4_det."""
+    """`backward_scratch` of bwd4 and bwd4_det: where tiles may be split with their parts' dK and dV, behind
+    the other floats."""
     scratch = backward_scratch(problem, deterministic, sums=sums)
-    return with_split(problem, scratch, sms) if splits(problem, deterministic) else scratch
+    if not splits(problem, deterministic):
+        return scratch
+    columns = tile_dim(problem)
+    inner = TILE_KV[columns] // BLOCK, column_blocks(columns), BLOCK * BLOCK
+    floats = {name: x for name, x in scratch.items() if x[1] == "float32"}
+    return floats | {"split": ((2, *split_for(problem, sms), *inner), "float32")} | scratch

@@ -19,7 +19,6 @@ Where to read     Here are the consumers; k6_stores.py says how they store, k6_l
 """
 
 import math
-from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
@@ -52,7 +51,7 @@ from .device.tile_order import message_ring
 from .device.tma import allocate_tiles, load_atom, store_atom
 from .device.wgmma import exchanged, round_fragment
 from .k6_loads import END, FIRST, FOLLOWS, LoadingQueries
-from .k6_stores import StoringQueries
+from .k6_stores import Barrier, StoringQueries
 
 STAGES = (
     Stage(
@@ -71,16 +70,6 @@ GROWTH = 8.0  # in powers of two; at most
 SHARE = 2.0  # of a row's first tile's sum: the term for which there is room, at most (`first_room`)
 
 
-class Barrier(IntEnum):
-    """Named barriers; the second and third are a consumer's own, + its number."""
-
-    CTA = 0
-    Q_READ = 1
-    LEFT = 5
-    PARTS = 9
-    FAR = 10
-
-
 class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, StoringQueries):
     """The CTA: C = `consumers` warpgroups, then a warpgroup of which one warp, the producer, loads.
 
@@ -95,6 +84,8 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
     Barrier.Q_READ + c, C      consumer c's threads, 128, done with Q    the same, where O takes Q's place
     Barrier.LEFT + c, C        the same, done with their first piece     the warp behind the producer (slices)
     Barrier.PARTS              all consumers, done with K and V          the same, before pieces are there
+    Barrier.TURN + c, C − 1    consumer c's threads, 128, with its       those of c + 1, 128 (slices)
+                               first scores
     Barrier.FAR + c, C         consumer c's threads, 128, in each tile   the same (soft caps)
     """
 
@@ -238,12 +229,15 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
             if const_expr(self.plain):
                 q_ring.consumer_wait(q_get)
                 k_ring.consumer_wait(k_get)
+                self.await_turn(consumer, Barrier.TURN)
                 multiply_qk(x, q_get, k_get)
             first_row, kv_blocks, own_blocks, visible, begin = self.span_of(place, consumer, extents)
             if const_expr(not self.plain):
                 k_get = await_next(q_ring, k_ring, q_get, k_get, begin[0], announced != END)
+                self.await_turn(consumer, Barrier.TURN)
                 multiply_qk(x, q_get, k_get)
             warpgroup.wait_group(0)
+            self.pass_turn(consumer, Barrier.TURN)
             while announced != END:
                 # The first S is there, waited for above or at the loop's end. K runs one tile ahead of V now.
                 k_ring.consumer_release(k_get)

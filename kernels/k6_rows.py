@@ -17,7 +17,8 @@ from .device.limits import NARROW_VALUES
 from .device.query_tiles import ROWS, Config
 
 SHORT = {  # by rows of a tile, then as k6.CONFIGS
-    192: k6.CONFIGS | {64: Config(consumers=3, tile_kv=96, stages=4, registers=(32, 160), parts=2)},
+    192: k6.CONFIGS
+    | {64: Config(consumers=3, tile_kv=96, stages=4, registers=(32, 160), parts=3, in_turn=True)},
     128: k6.CONFIGS
     | {
         64: Config(consumers=2, tile_kv=64, stages=8, registers=(24, 240), parts=2),

@@ -32,6 +32,15 @@ STAGES = (
         rounds_p=True,
     ),
     Stage(
+        "k6_slices_r192",
+        "the production forward, in equal slices, tiles of 192 queries",
+        "the same of 192 queries a CTA at head_dim 64: for lengths that waste less in such tiles",
+        "k6_slices",
+        model="flash_attention_lazy",
+        rounds_p=True,
+        options={"rows": 192},
+    ),
+    Stage(
         "k6_slices_r64",
         "the production forward, in equal slices, tiles of 64 queries",
         "the same of 64 queries a CTA: for few queries to many keys",

@@ -1,4 +1,6 @@
-"""How k6's consumers store O and the LSE."""
+"""How k6's consumers store O and the LSE; and the named barriers of the CTA."""
+
+from enum import IntEnum
 
 import cutlass.cute as cute
 
@@ -6,6 +8,18 @@ from .device.constants import WARPGROUP
 from .device.query_tiles import ROWS, QueryTiles
 from .device.rows import OWN_ROWS
 from .device.stores import WARP_ROWS, WarpStores, await_stores, rounded, store_of_rows, store_warp_rows
+
+
+class Barrier(IntEnum):
+    """Named barriers, of which `FlashAttentionForward` says who waits; TURN, Q_READ, LEFT and FAR are a
+    consumer's own, + its number."""
+
+    CTA = 0
+    Q_READ = 1
+    LEFT = 5
+    PARTS = 9
+    FAR = 10
+    TURN = FAR  # in slices, which have no soft cap
 
 
 class StoringQueries(QueryTiles):

@@ -23,6 +23,7 @@ LADDER: dict[str, str] = {
     "k6_r128": "k6_rows",
     "k6_r64": "k6_rows",
     "k6_slices": "k6_slices",
+    "k6_slices_r192": "k6_slices",
     "k6_slices_r64": "k6_slices",
     "k6_groups": "k6_groups",
     "k6_groups_r64": "k6_groups",

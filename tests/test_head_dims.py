@@ -16,7 +16,8 @@ from hopper_attention.kernels.ladder import load
 
 EVERY = range(8, 257, 8)
 VALUES = (None, 8, 64, 72, 128, 136, 200, 256)
-STAGES = ("k6", "k6_r192", "k6_r128", "k6_r64", "k6_slices", "k6_slices_r64", "k6_groups", "k6_groups_r64")
+STAGES = ("k6", "k6_r192", "k6_r128", "k6_r64")
+STAGES += ("k6_slices", "k6_slices_r192", "k6_slices_r64", "k6_groups", "k6_groups_r64")
 STAGES += ("bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det", *ladder.FEW_KEYS)
 
 

@@ -28,7 +28,7 @@ from hopper_attention.kernels.device.far_scores import TOGETHER
 from hopper_attention.launch import compile_stage
 
 CUDA_CORES = ("k1", "fa1", "k2", "bwd1", "bwd2")  # what these compute with; tensor cores and TMA come later
-SLICES = ("k6_slices", "k6_slices_r64", "k6_groups", "k6_groups_r64")
+SLICES = ("k6_slices", "k6_slices_r192", "k6_slices_r64", "k6_groups", "k6_groups_r64")
 K6 = ("k6", "k6_r192", "k6_r128", "k6_r64", *SLICES)
 BWD4 = ("bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det", "bwd4_one", "bwd4_one_parts")
 # Of these some heads' queries come from the last to the first.

@@ -10,7 +10,13 @@ from harness import machine_code
 from harness.machine_code import cubin_of
 from hopper_attention.kernels import division, ladder
 from hopper_attention.kernels.contract import Problem
-from hopper_attention.launch import FORWARD_IN_ROWS, compile_kernel, compile_stage, compiled_for
+from hopper_attention.launch import (
+    FORWARD_IN_ROWS,
+    IN_SLICES_OF_ROWS,
+    compile_kernel,
+    compile_stage,
+    compiled_for,
+)
 
 
 def identity_of(stage_id: str, problem: Problem) -> str:
@@ -54,7 +60,8 @@ def test_hash_follows_the_tile() -> None:
 
 def test_hash_tells_configurations_apart() -> None:
     """Of every stage, compiled here or recorded, the plain ones, but a height that is k6's own."""
-    own = {(FORWARD_IN_ROWS.get(rows), d) for d, (rows, *_) in division.TILES.items()}
+    heights = FORWARD_IN_ROWS, IN_SLICES_OF_ROWS
+    own = {(of.get(rows), d) for of in heights for d, (rows, *_) in division.TILES.items()}
     every = [
         (stage_id, *config) for stage_id in STAGES for config in MASKED if (stage_id, config[0]) not in own
     ]

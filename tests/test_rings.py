@@ -292,7 +292,7 @@ def test_nobody_waits_forever_of_tiles_that_heads_share(head_dim: int, rows: int
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("rows", [None, 64])
+@pytest.mark.parametrize("rows", [None, 192, 64])
 @pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 96, 192, 256])
 def test_nobody_waits_forever_of_pieces_of_tiles(
     head_dim: int, rows: int | None, causal: bool, monkeypatch: pytest.MonkeyPatch

@@ -209,7 +209,7 @@ def test_every_stage_takes_the_sweep(stage_id: str) -> None:
 # Where a causal mask is aligned
 
 TAKES_UNEQUAL_LENGTHS = {"k6", "k6_r192", "k6_r128", "k6_r64", "k7", "k7_rows", "k8"}
-IN_SLICES = "k6_slices", "k6_slices_r64", "k6_groups", "k6_groups_r64"
+IN_SLICES = "k6_slices", "k6_slices_r192", "k6_slices_r64", "k6_groups", "k6_groups_r64"
 REFUSES_TOP_LEFT = dict.fromkeys(IN_SLICES, "aligns a causal mask at the bottom right")
 TAKES_UNEQUAL_LENGTHS |= {"bwd4", "bwd4_det", "bwd4_parts", "bwd4_parts_det", *ladder.FEW_KEYS}
 

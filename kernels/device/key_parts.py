@@ -15,7 +15,7 @@ counts and orders tiles of keys a part of the heads is a head, and a part of the
 import math
 
 import cutlass.cute as cute
-from cutlass import Float32, const_expr, range_constexpr
+from cutlass import Float32, const_expr
 from cutlass.cute.runtime import make_fake_tensor
 
 from .backward_ends import QUAD, Postprocess
@@ -54,17 +54,23 @@ def halves(mParts):
     return of_keys, of_values
 
 
-@cute.jit
-def leave_part(rX, gX, thread):
-    """A thread of a consumer stores its rows of dK or dV, the accumulator of 64 keys × head_dim, to its block
-    gX (column block, 4096)."""
+def quads_of_block(rX, gX, thread):
+    """(own, left) for each quad of a thread of a consumer: in its rows of dK or dV, the accumulator of 64
+    keys × head_dim, and in its block gX (column block, 4096)."""
     groups = cute.size(rX) // QUAD  # of 8 columns; the last block may have fewer
     quads = cute.make_tensor(rX.iterator, cute.make_layout((QUAD, groups)))
-    for column in range_constexpr(gX.shape[0]):
+    for column in range(gX.shape[0]):
         held = cute.make_layout((QUAD, WARPGROUP, BLOCK // 8))
         gQuads = cute.make_tensor(gX[column, None].iterator, held)
-        for g in range_constexpr(min(BLOCK // 8, groups - BLOCK // 8 * column)):
-            cute.autovec_copy(quads[None, BLOCK // 8 * column + g], gQuads[None, thread, g])
+        for g in range(min(BLOCK // 8, groups - BLOCK // 8 * column)):
+            yield quads[None, BLOCK // 8 * column + g], gQuads[None, thread, g]
+
+
+@cute.jit
+def leave_part(rX, gX, thread):
+    """A thread of a consumer stores its rows of dK or dV to its block gX."""
+    for own, left in quads_of_block(rX, gX, thread):
+        cute.autovec_copy(own, left)
 
 
 @cute.jit

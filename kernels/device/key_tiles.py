@@ -84,12 +84,12 @@ class Tiles(KeyScores, CountedTiles):
         # step packed sequences leave no register for it: with 22 words in memory for each tile it lost.)
         plain = deterministic and not (capped or mask.hides_first)
         self.mirrors = plain and mask.hides and not (packed and self.blocks > 1)
-        dense = head_dim <= 128 and not (capped or packed or divides or one_tile or deterministic)
+        undivided = head_dim <= 128 and not (capped or packed or divides or one_tile or deterministic)
         # Without turns, every other head's queries come from the last to the first: notes/bwd4_log.md, "The
         # order of a head's queries".
-        self.alternates = dense and mask.hides and not mask.hides_first
+        self.alternates = undivided and mask.hides and not mask.hides_first
         self.reverses = self.mirrors or self.alternates
-        self.splits = dense and not mask.hides and self.blocks == 1  # tiles left over: `split_tiles`
+        self.splits = undivided and not mask.hides and self.blocks == 1  # tiles left over: `split_tiles`
         seen_by_all = mask != Causal(top_left=True)  # at least one tile of keys, where there are many
         self.rotates = plain and seen_by_all and not (packed or divides)
         self.counts_sums = plain and not packed  # `count_sums`; otherwise:
@@ -103,9 +103,14 @@ class Tiles(KeyScores, CountedTiles):
         self.scale_log2 = self.scale * LOG2_E
 
     @property
+    def in_parts(self) -> bool:
+        """Whether tiles of keys may come in parts, so that a warp has to know which it has."""
+        return self.divides or self.splits
+
+    @property
     def words(self) -> int:
         """Of a tile's place, as warps hear of it."""
-        return self.batch.words + self.divides + self.splits + self.reverses
+        return self.batch.words + self.in_parts + self.reverses
 
     def count_parts(self, mK, mTiled, mSplit=None):
         """What tiles of keys are counted of: K, or mTiled (`key_parts`), and then of how many parts of the
@@ -275,13 +280,13 @@ class Tiles(KeyScores, CountedTiles):
         if const_expr(self.splits):
             place = *place, part
         if const_expr(self.reverses):
-            is_reversed = self.is_reversed(head, final, mQ.shape[0], mK.shape[0])
+            mirrored = self.is_reversed(head, final, mQ.shape[0], mK.shape[0])
         if const_expr(self.mirrors):
-            kv_block = kv_blocks - 1 - kv_block if is_reversed != 0 else kv_block
+            kv_block = kv_blocks - 1 - kv_block if mirrored != 0 else kv_block
         if const_expr(self.divides):
             place, kv_block = (*place, kv_block % self.parts), kv_block // self.parts
         if const_expr(self.reverses):
-            place = *place, is_reversed
+            place = *place, mirrored
         return kv_block, *place
 
     def place_of(self, tile, mQ, mK, mList):

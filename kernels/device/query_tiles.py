@@ -31,6 +31,7 @@ class Config:
     registers: tuple[int, int]  # of a producer's thread, of a consumer's
     parts: int = 1  # of a tile's keys: the exponentials of one run beside what the next begins with
     ctas: int = 1  # of an SM
+    in_turn: bool = False  # the consumers of a slice begin one after the other
 
     def __str__(self) -> str:
         shape = f"{ROWS * self.consumers}×{self.tile_kv}, {self.stages} stages"

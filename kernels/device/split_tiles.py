@@ -11,11 +11,10 @@ parts, and stores the sums as it would have stored its own.
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, range_constexpr
+from cutlass import Float32, Int32
 
 from .backward_ends import QUAD
-from .constants import WARPGROUP
-from .limits import BLOCK
+from .key_parts import quads_of_block
 
 
 @cute.jit
@@ -50,15 +49,9 @@ def queries_of_part(last, part, parts):
 def add_parts(rX, gX, thread):
     """A thread of a consumer takes its rows of dK or dV, as `key_parts.leave_part` leaves them, from all
     parts gX (part, column block, 4096): their sum, in their order."""
-    groups = cute.size(rX) // QUAD  # of 8 columns; the last block may have fewer
-    quads = cute.make_tensor(rX.iterator, cute.make_layout((QUAD, groups)))
     rX.fill(0.0)
     for part in range(gX.shape[0], unroll=1):
-        for column in range_constexpr(gX.shape[1]):
-            held = cute.make_layout((QUAD, WARPGROUP, BLOCK // 8))
-            gQuads = cute.make_tensor(gX[part, column, None].iterator, held)
-            for g in range_constexpr(min(BLOCK // 8, groups - BLOCK // 8 * column)):
-                more = cute.make_rmem_tensor(cute.make_layout(QUAD), Float32)
-                cute.autovec_copy(gQuads[None, thread, g], more)
-                own = quads[None, BLOCK // 8 * column + g]
-                own.store(own.load() + more.load())
+        for own, left in quads_of_block(rX, gX[part, None, None], thread):
+            more = cute.make_rmem_tensor(cute.make_layout(QUAD), Float32)
+            cute.autovec_copy(left, more)
+            own.store(own.load() + more.load())
