@@ -93,7 +93,7 @@ LACKING: dict[str, dict[str, Lacking]] = {
             (
                 *_edits("device/limits.py", ("TILE_Q = {64: 128,", "TILE_Q = {64: 64,")),
                 # Otherwise in parts, for which the scratch of 64 columns has no room.
-                *_edits("device/key_tiles.py", ("self.splits = dense and", "self.splits = False and")),
+                *_edits("device/key_tiles.py", ("self.splits = undivided and", "self.splits = False and")),
                 *_edits(
                     "bwd4_operands.py",
                     ("Config(TILE_Q[64], False, True", "Config(TILE_Q[64], True, False"),

@@ -41,7 +41,7 @@ class Kind(Enum):
 # another is added to its own. notes/k6_slices.md.
 JOIN = {
     Kind.SLICES: {
-        64: {256: 4.0, 192: 2.2, 64: 4.9},
+        64: {256: 4.0, 192: 1.6, 64: 4.9},
         96: {192: 4.5, 64: 3.3},
         128: {192: 4.5, 64: 3.3},
         192: {128: 8.0, 64: 8.0},
@@ -68,7 +68,7 @@ AT_LEAST, AT_MOST = 2.0, 1.1
 # So long may the sequence be to which the mean query belongs for tiles of BLOCK queries to be the fastest, if
 # an SM has several of them at once: in any case, and under a mask (notes/k6_rows.md, "Which height").
 SHORT_MOST, MASKED_MOST = 700, 1100
-READS_SLOWLY = 1.13  # than other tiles a whole one of BLOCK rows, whose loads are fewer
+READS_SLOWLY = 1.2  # than other tiles a whole one of BLOCK rows, whose loads are fewer
 
 
 class Way(NamedTuple):

@@ -84,9 +84,8 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
     Barrier.Q_READ + c, C      consumer c's threads, 128, done with Q    the same, where O takes Q's place
     Barrier.LEFT + c, C        the same, done with their first piece     the warp behind the producer (slices)
     Barrier.PARTS              all consumers, done with K and V          the same, before pieces are there
-    Barrier.TURN + c, C − 1    consumer c's threads, 128, with its       those of c + 1, 128 (slices)
-                               first scores
     Barrier.FAR + c, C         consumer c's threads, 128, in each tile   the same (soft caps)
+    Barrier.TURN + c, C − 1    consumer c's, 128, with its first scores  those of c + 1 (`Config.in_turn`)
     """
 
     def __init__(
@@ -234,7 +233,6 @@ class FlashAttentionForward(CappedQueries, LoadingQueries, SummingPieces, Storin
             first_row, kv_blocks, own_blocks, visible, begin = self.span_of(place, consumer, extents)
             if const_expr(not self.plain):
                 k_get = await_next(q_ring, k_ring, q_get, k_get, begin[0], announced != END)
-                self.await_turn(consumer, Barrier.TURN)
                 multiply_qk(x, q_get, k_get)
             warpgroup.wait_group(0)
             self.pass_turn(consumer, Barrier.TURN)

@@ -10,6 +10,8 @@ Supports          as k6; of head dims where a height has no tile of its own it h
 Where to read     k6.py; `division.rows_of` has the choice.
 """
 
+from dataclasses import replace
+
 from . import k6
 from .calls import forward_scratch, refuse_forward
 from .contract import LazyMaximum, Problem, Scratch, Stage, Work
@@ -48,27 +50,34 @@ STAGES = tuple(
     for rows in SHORT
 )
 
+CAPPED_PARTS = 2  # at most: a capped step of three has 26 accesses to local memory more
+
 supports = refuse_forward
 run_kernel = k6.run_kernel
 
 
+def config_for(problem: Problem, rows: int) -> Config:
+    config = k6.config_of(problem, SHORT[rows])
+    return replace(config, parts=min(config.parts, CAPPED_PARTS)) if problem.softcap > 0 else config
+
+
 def workspace(problem: Problem, rows: int | None = None, **options: object) -> Scratch:
     if rows is not None:  # of a head_dim that has no such tile they are others
-        rows = ROWS * k6.config_of(problem, SHORT[rows]).consumers
+        rows = ROWS * config_for(problem, rows).consumers
     return forward_scratch(problem, rows)
 
 
 def kernel_for(problem: Problem, rows: int, **options: object) -> k6.FlashAttentionForward:
-    return k6.kernel_for(problem, config=k6.config_of(problem, SHORT[rows]), **options)
+    return k6.kernel_for(problem, config=config_for(problem, rows), **options)
 
 
 def work(problem: Problem, rows: int, **options: object) -> list[Work]:
-    return k6.work(problem, config=k6.config_of(problem, SHORT[rows]), **options)
+    return k6.work(problem, config=config_for(problem, rows), **options)
 
 
 def lazy_maximum(problem: Problem, rows: int, **options: object) -> LazyMaximum:
-    return k6.lazy_maximum(problem, config=k6.config_of(problem, SHORT[rows]), **options)
+    return k6.lazy_maximum(problem, config=config_for(problem, rows), **options)
 
 
 def compile_kernel(problem: Problem, rows: int, **options: object) -> object:
-    return k6.compile_kernel(problem, config=k6.config_of(problem, SHORT[rows]), **options)
+    return k6.compile_kernel(problem, config=config_for(problem, rows), **options)

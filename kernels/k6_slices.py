@@ -34,7 +34,7 @@ STAGES = (
     Stage(
         "k6_slices_r192",
         "the production forward, in equal slices, tiles of 192 queries",
-        "the same of 192 queries a CTA at head_dim 64: for lengths that waste less in such tiles",
+        "the same of 192 queries a CTA at head_dim 64, whose consumers begin one after the other",
         "k6_slices",
         model="flash_attention_lazy",
         rounds_p=True,

@@ -1,4 +1,4 @@
-"""How k6's consumers store O and the LSE; and the named barriers of the CTA."""
+"""How k6's consumers store O and the LSE; and what named barriers a CTA has."""
 
 from enum import IntEnum
 
@@ -11,15 +11,14 @@ from .device.stores import WARP_ROWS, WarpStores, await_stores, rounded, store_o
 
 
 class Barrier(IntEnum):
-    """Named barriers, of which `FlashAttentionForward` says who waits; TURN, Q_READ, LEFT and FAR are a
-    consumer's own, + its number."""
+    """Named barriers: the first number of each kind. `k6.FlashAttentionForward` says who comes."""
 
     CTA = 0
-    Q_READ = 1
-    LEFT = 5
+    Q_READ = 1  # + consumer
+    LEFT = 5  # + consumer
     PARTS = 9
-    FAR = 10
-    TURN = FAR  # in slices, which have no soft cap
+    FAR = 10  # + consumer
+    TURN = 14  # + consumer, but for the last of three at most
 
 
 class StoringQueries(QueryTiles):

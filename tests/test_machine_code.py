@@ -56,6 +56,7 @@ WAITS |= {(stage_id, 64): (11, 11) for stage_id in K6} | {("k6_r64", 128): (11, 
 # Slices wait for P·V before it is left or added to.
 WAITS |= {(stage_id, 64): (12, 12) for stage_id in SLICES}
 WAITS |= {("k6_slices_r64", 128): (12, 12), ("k6_groups_r64", 128): (12, 12)}
+WAITS |= {("k6_r192", 64): (13, 13), ("k6_slices_r192", 64): (14, 14)}  # in three parts
 WAITS |= dict.fromkeys(SLICES, (10, 10))
 SPECIALISED = ("k5", "k6_1", "k6_2", *K6, *BWD4)
 # Instructions a thread issues for one score, in the loop over unmasked tiles, if no row's maximum has grown.

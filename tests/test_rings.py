@@ -83,6 +83,7 @@ class Cta:
         self.q = [Ring(kernel.q_stages, 1) for _ in range(everyone)]
         self.k, self.v = Ring(kernel.stages, everyone), Ring(kernel.stages, everyone)
         self.message = Ring(1, everyone)
+        self.begun = [False] * everyone
 
     def place(self, tile: Tile | None) -> tuple[int, ...]:
         """As it is told to the consumers."""
@@ -148,6 +149,9 @@ class Cta:
         if work is not None:
             yield from q.wait(0)
             yield from k.wait(at_k)
+        while kernel.begins_in_turn and index > 0 and not self.begun[index - 1]:
+            yield
+        self.begun[index] = True
         while work is not None:
             assert q.content[tile] == tile
             assert past_the_end or k.content[at_k] == self.own(work, tile, index, first)

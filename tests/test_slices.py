@@ -89,7 +89,9 @@ def check_model(problem: Problem, kernel: object, ctas: int) -> ways.Slices:
 
 @pytest.mark.parametrize("sms", [SMS, 20])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("head_dim", "rows"), [(64, None), (128, None), (256, None), (64, 64), (128, 64)])
+@pytest.mark.parametrize(
+    ("head_dim", "rows"), [(64, None), (128, None), (256, None), (64, 192), (64, 64), (128, 64)]
+)
 def test_every_step_is_some_slice_s_and_nobody_waits_for_a_later_one(
     head_dim: int, rows: int | None, causal: bool, sms: int
 ) -> None:
