@@ -16,6 +16,11 @@ from hopper_attention.kernels import ladder
 
 # Problems that the choice of tiles, edited since the committed run, sends to kernels that it did not run.
 CHOSEN_SINCE = {(fuzz.FEW, number) for number in (808, 949, 978, 1887, 2041)}
+# And those that they alone ran.
+NEEDED_BEFORE = {
+    ("k6_slices_r64", f"b1 h1 n1 d64 causal {kind}", '{"rows": 64}')
+    for kind in ("float16", "bfloat16 scaled")
+}
 
 
 def test_a_number_is_a_problem() -> None:
@@ -152,7 +157,7 @@ def test_the_committed_run_is_of_these_problems(monkeypatch: pytest.MonkeyPatch)
     ran = {(x["stage"], x["kernel"], json.dumps(x["options"])) for x in kernels}
     assert len(ran) == len(kernels) and all(len(x["cubin_sha256"]) == 64 for x in kernels)
     of_jobs = lambda drawn: {(stage_id, str(what), json.dumps(x)) for stage_id, what, x in fuzz.jobs(drawn)}
-    needed, since = set(), set()
+    needed = set()
     assert [row["direction"] for row in summaries] == [*fuzz.SETS]
     for row in summaries:
         direction = row["direction"]
@@ -161,9 +166,7 @@ def test_the_committed_run_is_of_these_problems(monkeypatch: pytest.MonkeyPatch)
         elsewhere = [x for x in drawn if (direction, x.number) in CHOSEN_SINCE]
         assert not any(of_jobs([x]) <= ran for x in elsewhere), "take it out of CHOSEN_SINCE"
         needed |= of_jobs(x for x in drawn if x not in elsewhere)
-        since |= {(direction, x.number) for x in elsewhere}
-    assert since == CHOSEN_SINCE and needed <= ran
-    assert len(ran - needed) <= len(since)  # which these ran before
+    assert needed.isdisjoint(NEEDED_BEFORE) and needed | NEEDED_BEFORE == ran
 
 
 def test_whatever_is_drawn_is_on_the_list_of_what_can_be_reached() -> None:
