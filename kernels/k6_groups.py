@@ -23,7 +23,6 @@ from .device.group_rows import CausalOfGroup, SlicedGroups, octet_at, query_of
 from .device.query_tiles import ROWS, Config
 from .device.stores import WARP_ROWS, WARPS, WarpStores
 from .device.tma import partition_tma, row_slices
-from .k6_rows import SHORT
 
 STAGES = (
     Stage(
@@ -131,7 +130,7 @@ run_kernel = run_forward
 
 
 def config_for(problem: Problem, rows: int | None) -> Config:
-    return k6_slices.with_registers(k6.config_of(problem, SHORT[rows or 128]))
+    return k6_slices.config_for(problem, rows or 128)
 
 
 def workspace(problem: Problem, rows: int | None = None, sms: int = SMS) -> Scratch:

@@ -19,8 +19,7 @@ from .device.limits import NARROW_VALUES
 from .device.query_tiles import ROWS, Config
 
 SHORT = {  # by rows of a tile, then as k6.CONFIGS
-    192: k6.CONFIGS
-    | {64: Config(consumers=3, tile_kv=96, stages=4, registers=(32, 160), parts=3, in_turn=True)},
+    192: k6.CONFIGS | {64: Config(consumers=3, tile_kv=96, stages=4, registers=(32, 160), parts=3)},
     128: k6.CONFIGS
     | {
         64: Config(consumers=2, tile_kv=64, stages=8, registers=(24, 240), parts=2),
@@ -56,8 +55,9 @@ supports = refuse_forward
 run_kernel = k6.run_kernel
 
 
-def config_for(problem: Problem, rows: int) -> Config:
-    config = k6.config_of(problem, SHORT[rows])
+def config_for(problem: Problem, rows: int | None) -> Config:
+    """That of tiles of so many queries, or k6's."""
+    config = k6.config_of(problem, SHORT[rows] if rows else k6.CONFIGS)
     return replace(config, parts=min(config.parts, CAPPED_PARTS)) if problem.softcap > 0 else config
 
 

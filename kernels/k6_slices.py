@@ -14,13 +14,13 @@ Where to read     these two; hopper_attention/ways.py has the choice.
 
 from dataclasses import replace
 
-from . import k6
+from . import k6, k6_rows
 from .calls import run_forward
 from .calls_slices import refuse_slices, slices_scratch
 from .contract import LazyMaximum, Problem, Scratch, Stage, Work
 from .device.constants import SMS
+from .device.limits import tile_dim
 from .device.query_tiles import ROWS, Config, work_on_query_tiles
-from .k6_rows import SHORT
 
 STAGES = (
     Stage(
@@ -51,6 +51,7 @@ STAGES = (
     ),
 )
 
+IN_TURN = 192, 64  # queries and columns of the tiles whose consumers begin one after the other
 
 supports = refuse_slices
 run_kernel = run_forward
@@ -62,13 +63,12 @@ def workspace(problem: Problem, rows: int | None = None, sms: int = SMS) -> Scra
 
 
 def config_for(problem: Problem, rows: int | None) -> Config:
-    return with_registers(k6.config_of(problem, SHORT[rows] if rows else k6.CONFIGS))
-
-
-def with_registers(config: Config) -> Config:
-    """With enough for a producer that looks for pieces, where a CTA has some to spare."""
-    alone = config.consumers == config.ctas == 1
-    return replace(config, registers=(40, config.registers[1])) if alone else config
+    """`k6_rows`', but in turn, and with registers enough for a producer that looks for pieces, where a CTA
+    has some to spare."""
+    config = k6_rows.config_for(problem, rows)
+    if config.consumers == config.ctas == 1:
+        config = replace(config, registers=(40, config.registers[1]))
+    return replace(config, in_turn=(rows, tile_dim(problem)) == IN_TURN)
 
 
 def kernel_for(problem: Problem, rows: int | None = None, sms: int = SMS) -> k6.FlashAttentionForward:

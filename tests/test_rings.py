@@ -149,7 +149,7 @@ class Cta:
         if work is not None:
             yield from q.wait(0)
             yield from k.wait(at_k)
-        while kernel.begins_in_turn and index > 0 and not self.begun[index - 1]:
+        while kernel.config.in_turn and index > 0 and not self.begun[index - 1]:
             yield
         self.begun[index] = True
         while work is not None:

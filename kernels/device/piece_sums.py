@@ -50,22 +50,18 @@ class SummingPieces(SlicedTiles):
 
     # ---- the first scores ----------------------------------------------------------------------------------
 
-    @property
-    def begins_in_turn(self) -> bool:
-        return self.sliced and self.config.in_turn
-
     @cute.jit
     def await_turn(self, consumer, barrier: cutlass.Constexpr):
         """Before a consumer's first product: until the one before has its scores. Issued at once, all would
         have them as late as the last, and then exponentiate together."""
-        if const_expr(self.begins_in_turn):
+        if const_expr(self.config.in_turn):
             if consumer > 0:
                 cute.arch.barrier(barrier_id=barrier + consumer - 1, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def pass_turn(self, consumer, barrier: cutlass.Constexpr):
         """When the first scores are there: let the next consumer begin."""
-        if const_expr(self.begins_in_turn):
+        if const_expr(self.config.in_turn):
             if consumer < self.consumers - 1:
                 cute.arch.barrier_arrive(barrier_id=barrier + consumer, number_of_threads=2 * WARPGROUP)
 
