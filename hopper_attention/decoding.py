@@ -66,16 +66,17 @@ def decode(
     if lengths.CHECKED and cache_seqlens is not None:
         lengths.look_at_cache(k_cache, k, cache_seqlens, block_table)
     device = q.device
-    if plan.launch is None:  # without a query; new keys and values are the kernel's to store
+    if not plan.parts:  # without a query; new keys and values are the kernel's to store
         return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         o, lse = (memory.empty(*x) for x in plan.outputs)
-        scratch = scratch_of(plan.parts[0], device)
+        (part,) = plan.parts
+        scratch = scratch_of(part, device)
         new, descales = (k, v), (k_descale, v_descale)
         counted = cache_seqlens if room is None else cache_seqlens.clamp(max=room)
         calls_decode.launch_decode(
-            plan.launch, q, k_cache, v_cache, o, lse, counted, block_table, new, descales, scratch, *given
+            part.launch, q, k_cache, v_cache, o, lse, counted, block_table, new, descales, scratch, *given
         )
         return o, lse
 
@@ -187,15 +188,15 @@ def _plan(
     # Hazard: with pieces of so many keys each, one that a length counts beyond the cache's room would be
     # written behind the scratch. So lengths are cut to the room, behind which come the new keys.
     most = problem.with_(seqlen_kv=problem.seqlen_kv + added)
-    part = part_of(WHOLE, WHOLE, calls_decode.decode_scratch(most, options, gpu.sms))
     lse_shape = problem.batch, problem.heads, problem.seqlen_q
     outputs = dense_like(q), dense(lse_shape, torch.float32)
-    launch = None
+    parts = ()
     if q.numel():
         launch = kernel_for(DECODE, least_of(problem), options | sms_option(gpu.sms)).launch
+        parts = (part_of(launch, WHOLE, WHOLE, calls_decode.decode_scratch(most, options, gpu.sms)),)
     together = calls_decode.together_of(problem, options, gpu.sms)
     room = problem.seqlen_kv if batch_invariant and cache_seqlens is not None else None
-    return Made(Plan(launch, outputs, (part,), ()), (together, scale, window_left if window else None), room)
+    return Made(Plan(outputs, parts, ()), (together, scale, window_left if window else None), room)
 
 
 def _check_integers(name: str, x: object, q: torch.Tensor, shape: tuple[int | None, ...]) -> None:

@@ -35,8 +35,10 @@ _handing_out = threading.Lock()
 
 
 class Part(NamedTuple):
-    """A launch: where in q and what is shaped like it, and in k, its batches and heads lie; its scratch."""
+    """A launch: its kernel's; where in q and what is shaped like it, and in k, its batches and heads lie; its
+    scratch."""
 
+    launch: Callable[..., None]
     at_q: Place
     at_kv: Place
     floats: tuple[Dense, ...]
@@ -45,12 +47,14 @@ class Part(NamedTuple):
     kept: dict[int, list[object]] | None = None  # by stream; None of what is not kept
 
 
-def part_of(at_q: Place, at_kv: Place, scratch: Scratch, direction: str = "") -> Part:
+def part_of(
+    launch: Callable[..., None], at_q: Place, at_kv: Place, scratch: Scratch, direction: str = ""
+) -> Part:
     """With a direction, its scratch may be kept: that of "bwd" is for launches of one thread at a time."""
     every = [dense(shape, getattr(torch, dtype)) for shape, dtype in scratch.values()]
     floats = tuple(x for x in every if x[2] is not torch.int32)
     small = sum(4 * math.prod(shape) for shape, _ in scratch.values()) <= KEPT_BYTES.get(direction, -1)
-    return Part(at_q, at_kv, floats, tuple(every[len(floats) :]), direction, {} if small else None)
+    return Part(launch, at_q, at_kv, floats, tuple(every[len(floats) :]), direction, {} if small else None)
 
 
 def scratch_of(part: Part, device: torch.device) -> list[object]:

@@ -110,22 +110,23 @@ def forward(
     if lengths.CHECKED and packed:
         lengths.look_at_packing(q, k, *more[1:], longest_kv)
     device = q.device
-    if plan.launch is None:
+    if not plan.parts:
         return _of_no_key(q, v, more)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         o, lse = [memory.empty(*x) for x in plan.outputs]
         if more.used_q is not None:  # there are rows of no sequence, which no kernel writes
             o.zero_(), lse.zero_()
-        scratch = scratch_of(plan.parts[0], device)
+        (part,) = plan.parts
+        scratch = scratch_of(part, device)
         given = *numbers, *more.given
         if not packed:
-            calls.launch_forward(plan.launch, q, k, v, o, lse, scratch, given)
+            calls.launch_forward(part.launch, q, k, v, o, lse, scratch, given)
         else:
             each = -(-longest // rows) if rows else 0
             tensors = [as_batch(x) for x in (q, k, v, o)]
             with production._several_kernels:  # one lists the tiles
-                calls.launch_forward(plan.launch, *tensors, lse.unsqueeze(0), scratch, (*given, each))
+                calls.launch_forward(part.launch, *tensors, lse.unsqueeze(0), scratch, (*given, each))
         return o, lse
 
     return run_on(device, run, plan_anew)
@@ -162,7 +163,7 @@ def backward(
     if lengths.CHECKED and more.cu_q is not None:
         lengths.look_at_packing(q, k, *more[1:], longest_kv)
     device = q.device
-    if plan.launch is None:
+    if not plan.parts:
         return *map(torch.zeros_like, (q, k, v)), _sink_of_no_key(q, dlse, more)
 
     def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -198,7 +199,7 @@ def backward(
                 given.append(own_dsink)
             scratch = scratch_of(part, device)
             with production._several_kernels:
-                calls.launch_backward(plan.launch, *own, scratch, given)
+                calls.launch_backward(part.launch, *own, scratch, given)
             if more.sink is not None and not whole:  # parts of other batches have these heads too
                 of_heads(dsink).add_(own_dsink)
         return dq, dk, dv, dsink
@@ -315,12 +316,12 @@ def _plan_forward(q, k, v, more: Tensors, *options: object, known: ways.Lengths)
     lse_shape = q.shape[:3] if more.cu_q is None else (q.shape[1], q.shape[0])
     outputs = dense_like(q, v.shape[-1]), dense(lse_shape, torch.float32)
     if not q.numel() or not k.numel() or problem.sequences == ():
-        return Made(Plan(None, outputs, (), ()), numbers)
+        return Made(Plan(outputs, (), ()), numbers)
     gpu = tuned.gpu(q.device)
     way = ways.way_of(problem, *gpu, known)
-    part = part_of(WHOLE, WHOLE, forward_scratch(problem, way, gpu.sms))
+    part = part_of(forward_launch(problem, way, gpu), WHOLE, WHOLE, forward_scratch(problem, way, gpu.sms))
     unlisted = known is ways.Lengths.EQUAL and not ways.shares_heads(problem, *gpu)
-    plan = Plan(forward_launch(problem, way, gpu), outputs, (part,), ())
+    plan = Plan(outputs, (part,), ())
     return Made(plan, numbers, way.rows if unlisted else 0)
 
 
@@ -335,17 +336,17 @@ def _plan_backward(
         numbers = numbers or (problem.head_dim**-0.5,)
         problem = problem.with_(scaled=True, lse_grad=True)
     if not (q.numel() and k.numel()) or problem.sequences == ():
-        return Made(Plan(None, (), (), ()), numbers)
+        return Made(Plan((), (), ()), numbers)
     gpu = tuned.gpu(q.device)
     stage_id, in_parts = backward_stage(problem, deterministic, parts, gpu, short)
+    launch = launch_of(stage_id, problem, gpu)
     launches = [
-        part_of(at_q, at_kv, backward_scratch(stage_id, part, in_parts, gpu), "bwd")
+        part_of(launch, at_q, at_kv, backward_scratch(stage_id, part, in_parts, gpu), "bwd")
         for at_q, at_kv, part in production._split(problem)
     ]
     outputs = tuple(map(dense_like, (q, k, v)))
     unreadable = not all(x is readable(x) for x in (do, o))
-    launch = launch_of(stage_id, problem, gpu)
-    return Made(Plan(launch, outputs, tuple(launches), (), unreadable), numbers)
+    return Made(Plan(outputs, tuple(launches), (), unreadable), numbers)
 
 
 # ---- without a key ----------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from .layouts import Dense, aligned, dense, dense_like, readable
 from .memory import WHOLE, Part, Place, part_of, scratch_of
 from .plans import KINDS_MAX, Kept, Plans, keep
 from .selection import (
-    Launch,
     backward_scratch,
     backward_stage,
     forward_launch,
@@ -39,9 +38,8 @@ from .ways import Way
 
 
 class Plan(NamedTuple):
-    """What inputs of one kind are computed with. `launch` is None where there is nothing to compute."""
+    """What inputs of one kind are computed with. There are no parts where there is nothing to compute."""
 
-    launch: Launch | None
     outputs: tuple[Dense, ...]
     parts: tuple[Part, ...]  # a launch each
     given: tuple[float, ...]  # of a scaled problem: its scale
@@ -76,7 +74,7 @@ def forward(
         plan = plans.find(options, q, k, v)
     if plan is None:
         plan = _plan_forward(q, k, v, softmax_scale, causal, top_left, with_lse=with_lse)
-        if plan.launch is None:
+        if not plan.parts:
             o, lse = (torch.empty_strided(*x[:2], dtype=x[2], device=device) for x in plan.outputs)
             return o, lse
         plans.keep(options, (q, k, v), plan)
@@ -84,12 +82,13 @@ def forward(
         with torch.cuda.device(device):
             return forward(q, k, v, softmax_scale, causal, top_left, with_lse, plan)
     try:
-        o, scratch = memory.empty(*plan.outputs[0]), scratch_of(plan.parts[0], device)
+        (part,) = plan.parts
+        o, scratch = memory.empty(*plan.outputs[0]), scratch_of(part, device)
         if not with_lse:  # the first of the scratch
-            plan.launch(q, k, v, o, *scratch, *plan.given)
+            part.launch(q, k, v, o, *scratch, *plan.given)
             return o, None
         lse = memory.empty(*plan.outputs[1])
-        plan.launch(q, k, v, o, lse, *scratch, *plan.given)
+        part.launch(q, k, v, o, lse, *scratch, *plan.given)
         return o, lse
     except Exception:
         _plan_forward(q, k, v, softmax_scale, causal, top_left)  # raises with the name of what is wrong
@@ -126,7 +125,7 @@ def backward(
         plan = plans.find(options, do, q, k, v, o, lse)
     if plan is None:
         plan = _plan_backward(do, q, k, v, o, lse, dlse, softmax_scale, causal, top_left, deterministic)
-        if plan.launch is None:  # no query or no key: no output that an input could have changed
+        if not plan.parts:  # no query or no key: no output that an input could have changed
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         plans.keep(options, (do, q, k, v, o, lse), plan)
     try:
@@ -157,9 +156,10 @@ def _backward(plan: Plan, do, q, k, v, o, lse, dlse, device: torch.device):
     dq, dk, dv = memory.empty(*of_q), memory.empty(*of_k), memory.empty(*of_v)
     given = plan.given if dlse is None else (*plan.given, dlse.contiguous())
     if len(plan.parts) == 1:
-        scratch = scratch_of(plan.parts[0], device)
+        (part,) = plan.parts
+        scratch = scratch_of(part, device)
         with _several_kernels:
-            calls.launch_backward(plan.launch, q, k, v, o, lse, do, dq, dk, dv, scratch, given)
+            calls.launch_backward(part.launch, q, k, v, o, lse, do, dq, dk, dv, scratch, given)
         return dq, dk, dv
     for part in plan.parts:
         q_, o_, lse_, do_, dq_ = (x[part.at_q] for x in (q, o, lse, do, dq))
@@ -167,7 +167,7 @@ def _backward(plan: Plan, do, q, k, v, o, lse, dlse, device: torch.device):
         given = plan.given if dlse is None else (*plan.given, dlse[part.at_q].contiguous())
         scratch = scratch_of(part, device)
         with _several_kernels:
-            calls.launch_backward(plan.launch, q_, k_, v_, o_, lse_, do_, dq_, dk_, dv_, scratch, given)
+            calls.launch_backward(part.launch, q_, k_, v_, o_, lse_, do_, dq_, dk_, dv_, scratch, given)
     return dq, dk, dv
 
 
@@ -215,11 +215,12 @@ def _plan_forward(
     outputs = dense_like(q, v.shape[3]), dense(q.shape[:3], torch.float32)
     lse = {} if with_lse else {"lse": (q.shape[:3], "float32")}
     if not q.numel():
-        return Plan(None, outputs, (), given)
+        return Plan(outputs, (), given)
     gpu = tuned.gpu(q.device)
     way = way or ways.way_of(problem, *gpu)
-    whole = part_of(WHOLE, WHOLE, lse | forward_scratch(problem, way, gpu.sms), "fwd")
-    return Plan(forward_launch(problem, way, gpu), outputs[: 2 if with_lse else 1], (whole,), given)
+    scratch = lse | forward_scratch(problem, way, gpu.sms)
+    whole = part_of(forward_launch(problem, way, gpu), WHOLE, WHOLE, scratch, "fwd")
+    return Plan(outputs[: 2 if with_lse else 1], (whole,), given)
 
 
 def _plan_backward(
@@ -234,16 +235,17 @@ def _plan_backward(
         problem = problem.with_(scaled=True, lse_grad=True)
     _check_inputs(DETERMINISTIC if deterministic else BACKWARD, problem, q=q, k=k, v=v)
     if not (q.numel() and k.numel()):
-        return Plan(None, (), (), given)
+        return Plan((), (), given)
     gpu = tuned.gpu(q.device)
     stage_id, in_parts = backward_stage(problem, deterministic, parts, gpu)
+    launch = launch_of(stage_id, problem, gpu)
     launches = [
-        part_of(at_q, at_kv, backward_scratch(stage_id, part, in_parts, gpu), "bwd")
+        part_of(launch, at_q, at_kv, backward_scratch(stage_id, part, in_parts, gpu), "bwd")
         for at_q, at_kv, part in _split(problem)
     ]
     outputs = tuple(map(dense_like, (q, k, v)))
     unreadable = not all(x is readable(x) for x in (do, o))
-    return Plan(launch_of(stage_id, problem, gpu), outputs, tuple(launches), given, unreadable)
+    return Plan(outputs, tuple(launches), given, unreadable)
 
 
 def _scaled(problem: Problem, softmax_scale: float | None) -> tuple[Problem, tuple[float, ...]]:

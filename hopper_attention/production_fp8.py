@@ -34,11 +34,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Plan(NamedTuple):
-    """What inputs of one kind are computed with. `launch` is None where there is nothing to compute."""
+    """What inputs of one kind are computed with. `part` is None where there is nothing to compute."""
 
-    launch: Launch | None
     outputs: tuple[Dense, ...]  # o and lse
-    part: Part  # its scratch
+    part: Part | None
     softmax_scale: float
     given: tuple[torch.Tensor, ...] = ()  # the signs, of 16-bit inputs
 
@@ -141,7 +140,7 @@ def forward_rows(
     plan = plan_of(_plans, kind, plan_anew)
 
     def run() -> Pair:
-        return _attend(plan, q, k, v, [_of_heads(x, k) for x in descales] if plan.launch else ())
+        return _attend(plan, q, k, v, [_of_heads(x, k) for x in descales] if plan.part else ())
 
     return run_on(q.device, run, plan_anew)
 
@@ -169,9 +168,9 @@ def forward_cast(
 
 def _attend(plan: Plan, q, k, v, given) -> Pair:
     o, lse = (memory.empty(*x) for x in plan.outputs)
-    if plan.launch is not None:
+    if plan.part is not None:
         scratch = scratch_of(plan.part, q.device)
-        calls_fp8.launch_fp8(plan.launch, q, k, v, o, lse, scratch, given, plan.softmax_scale)
+        calls_fp8.launch_fp8(plan.part.launch, q, k, v, o, lse, scratch, given, plan.softmax_scale)
     return o, lse
 
 
@@ -223,7 +222,7 @@ def _plan_cast(q, k, v, softmax_scale, causal: bool, top_left: bool) -> Plan:
     inputs = {"q": q, "k": k, "v": v}
     scratch, refuse = calls_fp8.of_cast(problem), calls_fp8.refuse_fp8_cast
     plan = _plan(FP8_CAST, problem, softmax_scale, inputs, scratch, refuse, {})
-    return plan if plan.launch is None else plan._replace(given=(signs_on(q.device, problem.head_dim, 0),))
+    return plan if plan.part is None else plan._replace(given=(signs_on(q.device, problem.head_dim, 0),))
 
 
 def _plan(
@@ -247,12 +246,12 @@ def _plan(
         dense(q.shape[:3], torch.float32),
     )
     sms = tuned.gpu(q.device).sms
-    part = part_of(WHOLE, WHOLE, scratch | calls_fp8.fp8_scratch(problem, sms))
-    launch = None
+    part = None
     if q.numel():
         least = _least(problem, causal=problem.causal, top_left=problem.top_left)
         launch = kernel_for(stage_id, least, options | sms_option(sms)).launch
-    return Plan(launch, outputs, part, scale)
+        part = part_of(launch, WHOLE, WHOLE, scratch | calls_fp8.fp8_scratch(problem, sms))
+    return Plan(outputs, part, scale)
 
 
 def _least(problem: Problem, **more: object) -> Problem:

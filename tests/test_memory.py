@@ -36,7 +36,7 @@ def test_launches_in_a_graph_have_counters_of_their_own(monkeypatch: pytest.Monk
     waits = stand_in_for_memory(monkeypatch)
     monkeypatch.setattr(memory, "ZEROS", 3 * memory.TO_LINE + 4)
     spec = {"pieces": ((2, 8, 64), "float32"), "arrived": ((8,), "int32")}
-    part, device = memory.part_of(memory.WHOLE, memory.WHOLE, spec), torch.device("cuda", 0)
+    part, device = memory.part_of(print, memory.WHOLE, memory.WHOLE, spec), torch.device("cuda", 0)
     eager = [memory.scratch_of(part, device)[1] for _ in range(2)]
     assert eager[0] is eager[1] and waits == [0]
     monkeypatch.setattr(memory, "is_capturing", lambda: True)

@@ -317,7 +317,7 @@ def test_what_a_launch_refuses_is_named(
         raise ValueError("Mismatched Tensor")
 
     (kind,) = production_fp8._plans
-    production_fp8._plans[kind] = plan._replace(launch=refuse)
+    production_fp8._plans[kind] = plan._replace(part=plan.part._replace(launch=refuse))
     scale = {"q": "q_scale", "k": "k_scale", "v": "v_exponent"}[name]
     with pytest.raises(TypeError, match=f"^{scale} must be float32, not float16"):
         attend((given | {scale: given[scale].half()}).values())
