@@ -35,8 +35,8 @@ _handing_out = threading.Lock()
 
 
 class Part(NamedTuple):
-    """A launch: its kernel's; where in q and what is shaped like it, and in k, its batches and heads lie; its
-    scratch."""
+    """A launch: how its kernel is launched; where in q and what is shaped like it, and in k, its batches and
+    heads lie; its scratch."""
 
     launch: Callable[..., None]
     at_q: Place

@@ -1,5 +1,6 @@
 """Attention with a window, a soft cap or a sink, or of packed sequences, on torch tensors: inputs of one kind
-are checked and their kernel compiled or loaded once, as in `production`, whose scratch it shares.
+are checked and their kernel compiled or loaded once, as in `production`, with which it shares the scratch
+that streams keep for the backward pass.
 
 Lengths are not read on the host, unless `lengths` is asked to look, and no plan follows from them: where
 sequences begin and end, the kernels read themselves, so that a call does not wait for the GPU and a CUDA
@@ -47,7 +48,7 @@ NAMES = ("cu_q", "cu_kv", "used_q", "used_kv")  # of what says where packed sequ
 
 
 class Made(NamedTuple):
-    """A plan for inputs of a kind, whose launch is None where there is no query, or no key."""
+    """A plan for inputs of a kind, which has no parts where there is no query, or no key."""
 
     plan: Plan
     numbers: tuple[float | int, ...]  # that its kernels are given before tensors: scale, window, soft cap

@@ -5,7 +5,7 @@ The idea          96 tiles of 192 queries leave 36 of 132 SMs idle; 64 tiles of 
                   list, and each CTA has an equal slice of it.
 What changes      against k6: which keys a CTA takes of a tile (device/key_slices.py); where it does not have
                   all of them it leaves O, maxima and sums in fp32 to the CTA that has the last, or, of many
-                  pieces, to all (device/piece_sums.py).
+                  pieces, to all (device/piece_sums.py). Some tiles' consumers begin one after the other.
 What does not     the main loops.
 Supports          as k6, without windows, caps, sinks and packed sequences; a causal mask at unequal lengths
                   aligned at the bottom right only.
@@ -63,8 +63,8 @@ def workspace(problem: Problem, rows: int | None = None, sms: int = SMS) -> Scra
 
 
 def config_for(problem: Problem, rows: int | None) -> Config:
-    """`k6_rows`', but in turn, and with registers enough for a producer that looks for pieces, where a CTA
-    has some to spare."""
+    """`k6_rows`'; those of IN_TURN in turn, and with registers enough for a producer that looks for pieces
+    where a CTA has some to spare."""
     config = k6_rows.config_for(problem, rows)
     if config.consumers == config.ctas == 1:
         config = replace(config, registers=(40, config.registers[1]))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hopper_attention import decoding, flash_attn_varlen_func, flash_attn_with_kvcache, lengths, policies
+from hopper_attention.memory import WHOLE, part_of
 
 ON_GPU = "must be on a CUDA device, not cpu"  # what is refused last: there is no GPU here
 
@@ -96,7 +97,7 @@ def test_keys_of_packed_sequences_beside_the_longest(used, longest: int, wrong: 
 
 def test_calls_look_if_they_are_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is launched, and not at all otherwise."""
-    plan = policies.Plan(lambda *_: None, (), (), ())
+    plan = policies.Plan((), (part_of(print, WHOLE, WHOLE, {}),), ())
     launched = lambda *_: "launched"
     for module, name, made in (
         (decoding._plans, "find", decoding.Made(plan, (), None)),
