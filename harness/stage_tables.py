@@ -1,6 +1,7 @@
 """Tables of stages' results: the ladder, a stage's sweep, sustained rates, ablations, counters; and what they
 were measured on."""
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -139,25 +140,24 @@ def sustained_table(measured: Mapping[str, Results]) -> str:
 
 
 def ablation_table(results: Results, variants: Sequence[str]) -> str:
-    """`variants` of one kernel file side by side: TFLOP/s, and in brackets the ratio to the first of them."""
+    """`variants` of one kernel file side by side: TFLOP/s, and in brackets the ratio to the first of them. A
+    table for each head_dim and mask that has rows."""
     problems = sorted({row.problem for row in results.rows}, key=lambda p: (p.head_dim, p.causal, p.seqlen_q))
     parts = []
-    for head_dim in sorted({p.head_dim for p in problems}):
-        for causal in (False, True):
-            columns = [p for p in problems if (p.head_dim, p.causal) == (head_dim, causal)]
-            lines = []
-            here = [v for v in variants if any(results.find(v, problem) for problem in columns)]
-            for variant in here:
-                cells = []
-                for problem in columns:
-                    row, first = results.find(variant, problem), results.find(here[0], problem)
-                    cells.append(_ablation_cell(row, first))
-                lines.append([variant, *cells])
-            header = [
-                f"d = {head_dim}, {'causal' if causal else 'full'}",
-                *(f"N = {p.seqlen_q}" for p in columns),
-            ]
-            parts.append(table(header, lines, "l" + "r" * len(columns)))
+    for (head_dim, causal), group in itertools.groupby(problems, lambda p: (p.head_dim, p.causal)):
+        columns, lines = list(group), []
+        here = [v for v in variants if any(results.find(v, problem) for problem in columns)]
+        for variant in here:
+            cells = []
+            for problem in columns:
+                row, first = results.find(variant, problem), results.find(here[0], problem)
+                cells.append(_ablation_cell(row, first))
+            lines.append([variant, *cells])
+        header = [
+            f"d = {head_dim}, {'causal' if causal else 'full'}",
+            *(f"N = {p.seqlen_q}" for p in columns),
+        ]
+        parts.append(table(header, lines, "l" + "r" * len(columns)))
     return "\n\n".join(parts)
 
 

@@ -19,6 +19,7 @@ KEPT_BYTES = {"fwd": 2**18, "bwd": 2**24}
 ZEROS = 2**21  # counters for launches in CUDA graphs, of a device: 8 MiB, as often as half of them are gone
 TO_LINE = 32  # numbers of 4 bytes: what is divided is divided at 128 bytes
 
+Launch = Callable[..., None]
 Place = tuple[slice, slice]  # of batches and of heads
 WHOLE: Place = slice(None), slice(None)
 
@@ -38,7 +39,7 @@ class Part(NamedTuple):
     """A launch: how its kernel is launched; where in q and what is shaped like it, and in k, its batches and
     heads lie; its scratch."""
 
-    launch: Callable[..., None]
+    launch: Launch
     at_q: Place
     at_kv: Place
     floats: tuple[Dense, ...]
@@ -47,9 +48,7 @@ class Part(NamedTuple):
     kept: dict[int, list[object]] | None = None  # by stream; None of what is not kept
 
 
-def part_of(
-    launch: Callable[..., None], at_q: Place, at_kv: Place, scratch: Scratch, direction: str = ""
-) -> Part:
+def part_of(launch: Launch, at_q: Place, at_kv: Place, scratch: Scratch, direction: str = "") -> Part:
     """With a direction, its scratch may be kept: that of "bwd" is for launches of one thread at a time."""
     every = [dense(shape, getattr(torch, dtype)) for shape, dtype in scratch.values()]
     floats = tuple(x for x in every if x[2] is not torch.int32)

@@ -31,15 +31,8 @@ from .launch import BACKWARD, FORWARD
 from .layouts import dense, dense_like, readable
 from .memory import WHOLE, part_of, scratch_of
 from .plans import Plans
-from .production import Plan, run_on
-from .selection import (
-    are_short,
-    backward_scratch,
-    backward_stage,
-    forward_launch,
-    forward_scratch,
-    launch_of,
-)
+from .production import Plan, backward_launches, run_on
+from .selection import are_short, forward_launch, forward_scratch
 
 # What the longest sequence has at most, as compiled graphs are told: few, since PyTorch compiles a function
 # anew for each, and no more than 8 times.
@@ -339,15 +332,10 @@ def _plan_backward(
     if not (q.numel() and k.numel()) or problem.sequences == ():
         return Made(Plan((), (), ()), numbers)
     gpu = tuned.gpu(q.device)
-    stage_id, in_parts = backward_stage(problem, deterministic, parts, gpu, short)
-    launch = launch_of(stage_id, problem, gpu)
-    launches = [
-        part_of(launch, at_q, at_kv, backward_scratch(stage_id, part, in_parts, gpu), "bwd")
-        for at_q, at_kv, part in production._split(problem)
-    ]
+    launches = backward_launches(problem, deterministic, parts, gpu, short)
     outputs = tuple(map(dense_like, (q, k, v)))
     unreadable = not all(x is readable(x) for x in (do, o))
-    return Made(Plan(outputs, tuple(launches), (), unreadable), numbers)
+    return Made(Plan(outputs, launches, (), unreadable), numbers)
 
 
 # ---- without a key ----------------------------------------------------------------------------------------

@@ -237,15 +237,10 @@ def _plan_backward(
     if not (q.numel() and k.numel()):
         return Plan((), (), given)
     gpu = tuned.gpu(q.device)
-    stage_id, in_parts = backward_stage(problem, deterministic, parts, gpu)
-    launch = launch_of(stage_id, problem, gpu)
-    launches = [
-        part_of(launch, at_q, at_kv, backward_scratch(stage_id, part, in_parts, gpu), "bwd")
-        for at_q, at_kv, part in _split(problem)
-    ]
+    launches = backward_launches(problem, deterministic, parts, gpu)
     outputs = tuple(map(dense_like, (q, k, v)))
     unreadable = not all(x is readable(x) for x in (do, o))
-    return Plan(outputs, tuple(launches), given, unreadable)
+    return Plan(outputs, launches, given, unreadable)
 
 
 def _scaled(problem: Problem, softmax_scale: float | None) -> tuple[Problem, tuple[float, ...]]:
@@ -268,6 +263,18 @@ def _check_inputs(stage_id: str, problem: Problem, **inputs: torch.Tensor) -> No
         raise ValueError(f"{stage_id} {reason}")
     check_device(stage_id, inputs["q"])
     check_layouts(**inputs)
+
+
+def backward_launches(
+    problem: Problem, deterministic: bool, parts: Parts | None, gpu: tuned.Gpu, short: bool = False
+) -> tuple[Part, ...]:
+    """Those of the stage that `backward_stage` gives."""
+    stage_id, in_parts = backward_stage(problem, deterministic, parts, gpu, short)
+    launch = launch_of(stage_id, problem, gpu)
+    return tuple(
+        part_of(launch, at_q, at_kv, backward_scratch(stage_id, part, in_parts, gpu), "bwd")
+        for at_q, at_kv, part in _split(problem)
+    )
 
 
 def _split(problem: Problem) -> Iterator[tuple[Place, Place, Problem]]:

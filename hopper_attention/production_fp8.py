@@ -25,10 +25,9 @@ from .kernels.contract import Problem, Scratch
 from .kernels.device.fp8 import quantized_shapes
 from .launch import FP8, FP8_CAST, FP8_ROWS, QUANTIZE, kernel_for, sms_option
 from .layouts import Dense, dense, dense_like
-from .memory import WHOLE, Part, part_of, scratch_of
+from .memory import WHOLE, Launch, Part, part_of, scratch_of
 from .plans import keep, plan_of
 from .production import margin, run_on
-from .selection import Launch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -1,6 +1,5 @@
 """Which kernel computes a problem, what it needs beside its tensors, and how it is launched."""
 
-from collections.abc import Callable
 from typing import Any
 
 from . import few_queries, tuned, turns, ways
@@ -29,9 +28,9 @@ from .launch import (
     least_of,
     sms_option,
 )
+from .memory import Launch
 from .ways import Kind, Way
 
-Launch = Callable[..., None]
 STAGES = {  # by the kind of a way: for most rows, and for those that have a stage of their own
     Kind.TILES: (FORWARD, FORWARD_IN_ROWS),
     Kind.SLICES: (IN_SLICES, IN_SLICES_OF_ROWS),

@@ -112,6 +112,8 @@ def test_ablation_table() -> None:
     assert cells(full, "b") == ["b", "125 (1.25×)", "60"]
     assert cells(masked, "a") == ["a", "OOM: 3 GB"]
     assert cells(masked, "b") == ["b", "70"]
+    results.rows = [row for row in results.rows if not row.causal]
+    assert stage_tables.ablation_table(results, ["a", "b"]) == full
 
 
 def test_backward_stages_have_a_table_of_their_own() -> None:
