@@ -8,6 +8,7 @@ import sys
 
 import torch
 
+from harness import split_cases
 from harness.case_runs import differing, inputs_for, ready, refused, run, run_poisoned, small
 from harness.inputs import poison
 from harness.registry import case
@@ -15,6 +16,7 @@ from harness.results import repository
 from harness.stages import starts_at_zero
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
+from hopper_attention.launch import BACKWARD
 
 # ---- 7 to 9: layouts and wrong inputs ----------------------------------------------------------------------
 
@@ -249,6 +251,7 @@ def one_launch(stage_id: str) -> None:
     problems = small(stage_id, batch=1, heads=2, kv_heads=2, seqlen_q=113, seqlen_kv=113)
     problems += [x.with_(head_dim=256) for x in problems if x.head_dim == 128]
     problems += [x.with_(seqlen_kv=401, top_left=True) for x in problems if x.causal]  # keys that none sees
+    problems += split_cases.left_over()[:1] if stage_id == BACKWARD else []
     for problem in problems:
         if ladder.load(stage_id)[1].supports(problem) is None:
             run(stage_id, inputs_for(problem), problem.causal, top_left=problem.top_left)

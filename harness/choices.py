@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness import plots, suite
 from harness.results import DIRECTION_WORDS
-from hopper_attention import ways
+from hopper_attention import rounds, ways
 from hopper_attention.kernels import division
 from hopper_attention.kernels.contract import Problem
 
@@ -50,7 +50,11 @@ def expected_times(problem: Problem) -> dict[str, float]:
         choices, time = ways.ways_of(problem), partial(ways.way_us, problem)
     else:
         choices, time = division.divisions(problem), partial(division.steps_of, problem)
-    return {suite.way_of(x, problem): time(x) for x in choices}
+    expected = {suite.way_of(x, problem): time(x) for x in choices}
+    if isinstance(launches := suite.choice_of(problem), suite.Launches):
+        steps = sum(rounds.expected_steps(x) for x, _ in launches.each)
+        expected[suite.chosen(problem)] = steps - rounds.LAUNCH_STEPS  # the one that all ways have
+    return expected
 
 
 def plot_choices(found: dict[str, Rows], path: Path | str) -> None:

@@ -3,8 +3,8 @@
 
 import torch
 
-from harness.case_runs import inputs_for, judged, ready
-from harness.inputs import random_inputs
+from harness.case_runs import differing, inputs_for, judged, ready, run
+from harness.inputs import poison, random_inputs
 from harness.registry import case, same
 from hopper_attention.kernels import calls_split
 from hopper_attention.kernels.contract import Problem
@@ -50,3 +50,23 @@ def parts_put_together_in_one_order(stage_id, args):
             if any(x.any() for x in tensors.workspace.values() if x.dtype == torch.int32):
                 yield f"{problem}: a counter is not at zero"
                 break
+
+
+@case(BACKWARD)
+def split_tiles_in_a_graph(stage_id, args):
+    """A replay leaves counters and parts as the next one needs them."""
+    for problem in left_over():
+        inputs = inputs_for(problem)
+        expected = run(stage_id, inputs, False)
+        module, compiled, tensors = ready(stage_id, inputs, False)
+        module.run_kernel(compiled, tensors)  # loads the module, which a capture must not
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            module.run_kernel(compiled, tensors)
+        for replay in range(3):
+            poison(tensors)
+            graph.replay()
+            torch.cuda.synchronize()
+            for name in differing(stage_id, tensors.outputs, expected):
+                yield f"{problem}: {name} of replay {replay} differs from eager"

@@ -13,7 +13,7 @@ rule, in a problem beyond JUDGED_WHOLE on one key head and its query heads; ways
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,14 +54,25 @@ IDENTITY = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_kv", "head_dim", "
 Call = Callable[[], tuple[torch.Tensor, ...]]
 
 
-def way_of(choice: Way | Parts, problem: Problem) -> str:
-    """The name of a way: of the forward pass, or parts of a backward one."""
+class Launches(NamedTuple):
+    """A backward pass in more than one launch."""
+
+    each: tuple[tuple[Problem, Parts], ...]
+
+
+Choice = Way | Parts | Launches
+
+
+def way_of(choice: Choice, problem: Problem) -> str:
+    """The name of a way: of the forward pass, or parts or launches of a backward one."""
     if isinstance(choice, Way) and choice.kind is Kind.DECODE:
         return DECODE
     if isinstance(choice, Parts):
         one_tile = division.one_tile_pays(problem)
         whole, in_parts = (ONE_TILE, ONE_TILE_IN_PARTS) if one_tile else (BACKWARD, IN_PARTS)
         return whole if choice == UNDIVIDED else f"{in_parts} {choice.heads}×{choice.queries}"
+    if isinstance(choice, Launches):
+        return " and ".join(way_of(parts, of_launch) for of_launch, parts in choice.each)
     if choice.kind is Kind.GROUPS:
         return f"{IN_GROUPS} {choice.rows} rows"
     name = IN_SLICES if choice.kind is Kind.SLICES else FORWARD
@@ -69,12 +80,14 @@ def way_of(choice: Way | Parts, problem: Problem) -> str:
     return name if choice.rows == first else f"{name} {choice.rows} rows"
 
 
-def choice_of(problem: Problem) -> Way | Parts:
-    """The way, or parts, that the library takes."""
+def choice_of(problem: Problem) -> Choice:
+    """The way, parts or launches that the library takes."""
     gpu = tuned.gpu()
     if problem.direction == "fwd":
         return forward_ways.way_of(problem, *gpu)
-    return selection.backward_stage(problem, False, gpu=gpu)[1] or UNDIVIDED
+    launches = selection.backward_launches(problem, False, gpu=gpu)
+    each = tuple((x.problem, x.parts or UNDIVIDED) for x in launches)
+    return Launches(each) if len(each) > 1 else each[0][1]
 
 
 def chosen(problem: Problem) -> str:
@@ -82,7 +95,7 @@ def chosen(problem: Problem) -> str:
     return way_of(choice_of(problem), problem)
 
 
-def ways(problem: Problem) -> list[Way | Parts]:
+def ways(problem: Problem) -> list[Choice]:
     """The ways to compute a problem that are timed; the one that the library takes is among them."""
     if problem.direction == "fwd":
         return forward_ways.ways_of(problem)
@@ -118,14 +131,15 @@ class _One:
         inputs = *self.do, self.q, self.k, self.v, self.o, self.lse
         return attention_backward(*inputs, causal=self.problem.causal, **options)
 
-    def way(self, choice: Way | Parts) -> Call:
+    def way(self, choice: Choice) -> Call:
         """A way by itself: one launch after another of a plan that is made already."""
         if not self.backward:
             inputs, options = (self.q, self.k, self.v), (None, self.problem.causal, False)
             plan = production._plan_forward(*inputs, *options, choice)
             return lambda: production.forward(*inputs, *options, plan=plan)
         inputs = *self.do, self.q, self.k, self.v, self.o, self.lse, None
-        plan = production._plan_backward(*inputs, None, self.problem.causal, False, False, choice)
+        parts = choice if isinstance(choice, Parts) else None  # launches are the library's
+        plan = production._plan_backward(*inputs, None, self.problem.causal, False, False, parts)
         return lambda: production._backward(plan, *inputs, self.q.device)
 
     def judge(self, found: tuple[torch.Tensor, ...], stage_id: str) -> None:
@@ -144,8 +158,10 @@ def kernels(problem: Problem) -> list[Job]:
     """Those of ours that `measure` runs."""
     found = [selection.forward_stage(problem, way) for way in ways(problem.with_(direction="fwd"))]
     if problem.direction == "bwd":
-        found += [selection.backward_stage(problem, False, parts)[0] for parts in ways(problem)]
-        found.append(selection.backward_stage(problem, True)[0])
+        parts = [x for x in ways(problem) if isinstance(x, Parts)]
+        found += [selection.backward_stage(problem, False, x)[0] for x in parts]
+        for deterministic in (False, True):
+            found += [x.stage_id for x in selection.backward_launches(problem, deterministic)]
     return [job_of(stage_id, problem) for stage_id in dict.fromkeys(found)]
 
 

@@ -3,7 +3,7 @@ loaded, once; after that a call costs a look-up, its outputs and a launch."""
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,15 +21,15 @@ from .checks import (
 from .kernels import calls
 from .kernels.calls import Parts
 from .kernels.contract import Problem
-from .kernels.device.constants import GRID_YZ_MAX
 from .kernels.device.limits import has_own_kernel
 from .launch import BACKWARD, DETERMINISTIC, FORWARD
 from .layouts import Dense, aligned, dense, dense_like, readable
-from .memory import WHOLE, Part, Place, part_of, scratch_of
+from .memory import WHOLE, Part, part_of, scratch_of
 from .plans import KINDS_MAX, Kept, Plans, keep
+from .rounds import in_launches
 from .selection import (
+    backward_launches,
     backward_scratch,
-    backward_stage,
     forward_launch,
     forward_scratch,
     launch_of,
@@ -237,7 +237,7 @@ def _plan_backward(
     if not (q.numel() and k.numel()):
         return Plan((), (), given)
     gpu = tuned.gpu(q.device)
-    launches = backward_launches(problem, deterministic, parts, gpu)
+    launches = backward_parts(problem, deterministic, parts, gpu)
     outputs = tuple(map(dense_like, (q, k, v)))
     unreadable = not all(x is readable(x) for x in (do, o))
     return Plan(outputs, launches, given, unreadable)
@@ -257,7 +257,8 @@ def _check_inputs(stage_id: str, problem: Problem, **inputs: torch.Tensor) -> No
     if problem.direction == "fwd":
         reason = calls.refuse_forward(problem)
     else:  # without a query or a key there is nothing to launch
-        launches = _split(problem) if problem.seqlen_q and problem.seqlen_kv else ()
+        most = problem.batch, problem.kv_heads
+        launches = in_launches(problem, most) if problem.seqlen_q and problem.seqlen_kv else ()
         reason = next(filter(None, (calls.refuse_backward(part) for *_, part in launches)), None)
     if reason:
         raise ValueError(f"{stage_id} {reason}")
@@ -265,29 +266,18 @@ def _check_inputs(stage_id: str, problem: Problem, **inputs: torch.Tensor) -> No
     check_layouts(**inputs)
 
 
-def backward_launches(
+def backward_parts(
     problem: Problem, deterministic: bool, parts: Parts | None, gpu: tuned.Gpu, short: bool = False
 ) -> tuple[Part, ...]:
-    """Those of the stage that `backward_stage` gives."""
-    stage_id, in_parts = backward_stage(problem, deterministic, parts, gpu, short)
-    launch = launch_of(stage_id, problem, gpu)
-    return tuple(
-        part_of(launch, at_q, at_kv, backward_scratch(stage_id, part, in_parts, gpu), "bwd")
-        for at_q, at_kv, part in _split(problem)
-    )
-
-
-def _split(problem: Problem) -> Iterator[tuple[Place, Place, Problem]]:
-    """A backward problem in launches: batches and heads are dimensions of a grid, which has so many."""
-    group = problem.heads // max(1, problem.kv_heads)
-    most = max(1, GRID_YZ_MAX // max(1, group))  # key heads
-    for batch in range(0, problem.batch, GRID_YZ_MAX):
-        batches = slice(batch, min(batch + GRID_YZ_MAX, problem.batch))
-        for head in range(0, problem.kv_heads, most):
-            end = min(head + most, problem.kv_heads)
-            extents = {"batch": batches.stop - batch, "heads": (end - head) * group, "kv_heads": end - head}
-            at_q, at_kv = (batches, slice(head * group, end * group)), (batches, slice(head, end))
-            yield at_q, at_kv, problem.with_(**extents)
+    """The launches that `selection.backward_launches` gives, of a plan."""
+    group, found = problem.heads // max(1, problem.kv_heads), []
+    launches = backward_launches(problem, deterministic, parts, gpu, short)
+    for batches, kv_heads, part, stage_id, own in launches:
+        heads = slice(kv_heads.start * group, kv_heads.stop * group)
+        scratch = backward_scratch(stage_id, part, own, gpu)
+        launch = launch_of(stage_id, part, gpu)
+        found.append(part_of(launch, (batches, heads), (batches, kv_heads), scratch, "bwd"))
+    return tuple(found)
 
 
 # ---- small matters ----------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """Which kernel computes a problem, what it needs beside its tensors, and how it is launched."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from . import few_queries, tuned, turns, ways
+from . import few_queries, rounds, tuned, turns, ways
 from .kernels import calls, calls_decode, calls_one, calls_slices, calls_split, division
 from .kernels.calls import UNDIVIDED, Parts
 from .kernels.contract import Problem, Scratch
-from .kernels.device.constants import GRID_YZ_MAX
 from .kernels.device.limits import tile_dim
 from .launch import (
     BACKWARD,
@@ -113,6 +113,33 @@ def are_short(longest_kv: int) -> bool:
     return 0 < longest_kv <= division.ONE_TILE_KEYS
 
 
+class BackwardLaunch(NamedTuple):
+    """A launch of a backward pass: of which batches and key heads, and which stage, in which parts."""
+
+    batches: slice
+    kv_heads: slice
+    problem: Problem
+    stage_id: str
+    parts: Parts | None
+
+
+def backward_launches(
+    problem: Problem,
+    deterministic: bool,
+    parts: Parts | None = None,
+    gpu: tuned.Gpu = tuned.H200,
+    short: bool = False,
+) -> Iterator[BackwardLaunch]:
+    """The launches of a backward pass, with `backward_stage` of each. With `parts` all is one, if a grid has
+    room for it."""
+    most = problem.batch, problem.kv_heads
+    if parts is None:
+        most = rounds.together(problem, deterministic, gpu.sms)
+    for batches, kv_heads, part in rounds.in_launches(problem, most):
+        stage_id, own = backward_stage(part, deterministic, parts, gpu, short)
+        yield BackwardLaunch(batches, kv_heads, part, stage_id, own)
+
+
 def backward_stage(
     problem: Problem,
     deterministic: bool,
@@ -133,9 +160,8 @@ def backward_stage(
     if division.one_tile_pays(problem):
         stages = ONE_TILE, ONE_TILE_IN_PARTS
     if parts is None:
-        one_launch = max(problem.batch, problem.heads) <= GRID_YZ_MAX
         choose = turns.parts_of if deterministic else division.parts_of
-        parts = choose(problem, gpu.sms) if one_launch else UNDIVIDED
+        parts = choose(problem, gpu.sms)
     return (stages[0], None) if parts == UNDIVIDED else (stages[1], parts)
 
 

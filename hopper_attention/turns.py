@@ -89,6 +89,20 @@ def parts_of(problem: Problem, sms: int = SMS) -> Parts:
     return division.parts_of(problem, sms, deterministic=True)
 
 
+def expected_us(problem: Problem, sms: int = SMS) -> float:
+    """How long a pass without a mask is expected to take, divided as `parts_of` has it: by the simulation, or
+    if nobody waited."""
+    if is_simulated(problem):
+        return pass_us(problem, *fastest(problem, tuple(division.divisions(problem, sms)), sms), sms)
+    parts, columns, key_blocks = parts_of(problem, sms), tile_dim(problem), _key_blocks(problem)
+    step = STEP[columns][False]
+    if parts != UNDIVIDED:
+        return CALL + step * division.steps_of(problem, parts, sms, deterministic=True)
+    rounds = math.ceil(key_blocks * problem.batch * problem.kv_heads / ctas_of(problem, key_blocks, sms))
+    of_tile = TILE + step * _group(problem, parts) * math.ceil(problem.seqlen_q / TILE_Q[columns])
+    return CALL + rounds * of_tile
+
+
 @functools.lru_cache(maxsize=4096)
 def fastest(problem: Problem, ways: tuple[Parts, ...], sms: int = SMS) -> tuple[Parts, int]:
     """In which of these ways to divide it, and with how many sums of dQ, a pass is expected to take least."""
@@ -178,7 +192,7 @@ def schedule(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> tuple
     tile_q, tile_kv = TILE_Q[columns], TILE_KV[columns]
     key_blocks, q_tiles = _key_blocks(problem), math.ceil(problem.seqlen_q / tile_q)
     blocks, all_heads = key_blocks * parts.queries, problem.batch * problem.kv_heads * parts.heads
-    waves, ctas = tile_q == 64 and not problem.causal, sms
+    waves = _in_waves(problem)
     if problem.causal:
         head_bytes = problem.seqlen_q * COLUMN_BYTES[columns] * columns * _group(problem, parts)
         section = max(tile_q // 64, 2 * SECTION_BYTES // head_bytes)
@@ -190,8 +204,6 @@ def schedule(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> tuple
         final = max(0, all_heads - FINAL_SECTIONS * section) // section * section
     if problem.causal:
         final = max(final, (all_heads + 1) // 2 // section * section)
-    if waves and sms // blocks * blocks > sms * 9 // 10:
-        ctas = sms // blocks * blocks
     keys = problem.seqlen_kv if parts == UNDIVIDED else blocks * tile_kv  # parts of queries count as keys
     may_mirror = problem.causal and keys <= 2 * problem.seqlen_q
     all_mirrored = problem.seqlen_q * COLUMN_BYTES[columns] * columns > L2_BYTES
@@ -218,7 +230,18 @@ def schedule(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> tuple
             own = [*own[turn:], *own[:turn]]
         first_head = begins_at(fetched(key_block, key_blocks), key_blocks, heads)
         found.append(KeyTile(key_block, head, mirrored, own, first_head))
-    return found, min(len(found), ctas)
+    return found, min(len(found), ctas_of(problem, blocks, sms))
+
+
+def _in_waves(problem: Problem) -> bool:
+    """Whether CTAs go from their tile to that of the same keys and a later head."""
+    return TILE_Q[tile_dim(problem)] == 64 and not problem.causal
+
+
+def ctas_of(problem: Problem, blocks: int, sms: int = SMS) -> int:
+    """Among how many CTAs many tiles are, of which a head has so many."""
+    section = sms // blocks * blocks
+    return section if _in_waves(problem) and section > sms * 9 // 10 else sms
 
 
 def _spread(problem: Problem, parts: Parts, sums: int, sms: int) -> tuple[int, bool, int]:
@@ -228,7 +251,7 @@ def _spread(problem: Problem, parts: Parts, sums: int, sms: int) -> tuple[int, b
     tiles = _key_blocks(problem) * problem.batch * problem.kv_heads * parts.count
     apart = _are_alike(problem) and tiles <= ROUNDS_APART * sms and sums % 2 == 0
     small = problem.seqlen_q * (COLUMN_BYTES[columns] + 4) * columns <= ROTATED_BYTES
-    in_waves = not problem.causal and TILE_Q[columns] == 64 and sums == 2 and small
+    in_waves = _in_waves(problem) and sums == 2 and small
     queries = parts == UNDIVIDED and (in_waves or (apart and group == 1))
     heads = group if apart and not queries else 1
     return heads, queries, sums // 2 if queries or heads > 1 else sums

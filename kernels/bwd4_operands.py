@@ -96,7 +96,7 @@ class Shared:
 
 
 def allocate(
-    smem: SmemAllocator, config: Config, head_dim: int, dtype: type, in_parts: bool, words: int
+    smem: SmemAllocator, config: Config, head_dim: int, dtype: type, has_parts: bool, words: int
 ) -> Shared:
     """Shared memory but for the barriers, in the order of `Shared`; a tile's place has so many words."""
     quads = cute.make_layout((4, WARPGROUP, dq_columns(head_dim) // 8, CONSUMERS))
@@ -110,20 +110,20 @@ def allocate(
         dQ=smem.allocate_tensor(Float32, quads, 1024),
         stats=smem.allocate_tensor(Float32, stats, 128),
         tile=smem.allocate_tensor(Int32, cute.make_layout(1 + words), 16),
-        places=smem.allocate_tensor(Int32, cute.make_layout(CONSUMER_WARPS), 16) if in_parts else None,
+        places=smem.allocate_tensor(Int32, cute.make_layout(CONSUMER_WARPS), 16) if has_parts else None,
     )
 
 
-def shared_bytes(config: Config, head_dim: int, in_parts: bool, words: int) -> int:
+def shared_bytes(config: Config, head_dim: int, has_parts: bool, words: int) -> int:
     """What `allocate` takes, and the barriers of the rings and of `own`."""
     rows = TILE_KV * (config.k_stages + 1) + 2 * config.stages * config.tile_q  # K, V, Q and dO
     ds = 2 * TILE_KV * config.tile_q * 2
     dq = TILE_KV * dq_columns(head_dim) * 4
     stats = 2 * config.stages * config.tile_q * 4
-    aligned = 16 if in_parts else 8  # to so many bytes is what follows a tile's words, places or a barrier
+    aligned = 16 if has_parts else 8  # to so many bytes is what follows a tile's words, places or a barrier
     tile = math.ceil(4 * (1 + words) / aligned) * aligned
     barriers = 2 * (2 * config.stages + config.k_stages + 2) * 8 + CONSUMERS * 8
-    return rows * head_dim * 2 + ds + dq + stats + tile + 4 * CONSUMER_WARPS * in_parts + barriers
+    return rows * head_dim * 2 + ds + dq + stats + tile + 4 * CONSUMER_WARPS * has_parts + barriers
 
 
 @dataclass(frozen=True)

@@ -27,23 +27,32 @@ def splits(problem: Problem, deterministic: bool = False) -> bool:
 def split_for(problem: Problem, sms: int = SMS) -> tuple[int, int]:
     """How many tiles of keys are left over when all SMs have had equally many, and in how many parts of their
     queries they are taken: with the least steps, or (1, 1)."""
-    columns, group = tile_dim(problem), problem.heads // max(1, problem.kv_heads)
-    tiles = math.ceil(problem.seqlen_kv / TILE_KV[columns]) * problem.batch * problem.kv_heads
-    q_tiles = math.ceil(problem.seqlen_q / TILE_Q[columns])
+    tiles, q_tiles = _tiles(problem)
     left_over = tiles % sms
     # Their counters, two for each, lie where bwd4_det counts turns.
     if tiles < sms or not left_over or 2 * left_over > problem.batch * problem.heads * q_tiles:
         return 1, 1
-
-    def steps(parts: int) -> float:
-        together = TOGETHER_STEPS + PART_STEPS * parts if parts > 1 else 0.0
-        rounds = math.ceil(left_over * parts / sms)
-        return rounds * (group * math.ceil(q_tiles / parts) + TILE_STEPS[columns]) + together
-
     most = min(q_tiles, MOST_PARTS, MOST_ROUNDS * sms // left_over)
-    parts = min(range(1, most + 1), key=steps)
-    whole = tiles // sms * (group * q_tiles + TILE_STEPS[columns]) + steps(1)
-    return (left_over, parts) if steps(1) - steps(parts) >= LEAST_GAIN * whole else (1, 1)
+    split = min(((left_over, parts) for parts in range(1, most + 1)), key=lambda x: steps_of(problem, x, sms))
+    whole = steps_of(problem, (1, 1), sms)
+    return split if whole - steps_of(problem, split, sms) >= LEAST_GAIN * whole else (1, 1)
+
+
+def steps_of(problem: Problem, split: tuple[int, int], sms: int = SMS) -> float:
+    """The time of a pass without a mask whose last tiles are split so, in steps of its main loop."""
+    (tiles, q_tiles), (left_over, parts) = _tiles(problem), split
+    group, of_tile = problem.heads // max(1, problem.kv_heads), TILE_STEPS[tile_dim(problem)]
+    together = TOGETHER_STEPS + PART_STEPS * parts if parts > 1 else 0.0
+    whole = (tiles - left_over) // sms * (group * q_tiles + of_tile)
+    last = math.ceil(left_over * parts / sms) * (group * math.ceil(q_tiles / parts) + of_tile)
+    return whole + last + together
+
+
+def _tiles(problem: Problem) -> tuple[int, int]:
+    """Of keys, of all key heads, and of a head's queries."""
+    columns = tile_dim(problem)
+    key_tiles = math.ceil(problem.seqlen_kv / TILE_KV[columns])
+    return key_tiles * problem.batch * problem.kv_heads, math.ceil(problem.seqlen_q / TILE_Q[columns])
 
 
 def undivided_scratch(

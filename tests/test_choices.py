@@ -9,6 +9,7 @@ from harness import choices, library, suite
 from harness.results import gpu_folder, results_dir
 from harness.suites import SUITES
 from hopper_attention.kernels import calls, division
+from hopper_attention.kernels.contract import Problem
 
 FOLDER = results_dir() / gpu_folder("NVIDIA H200")
 
@@ -20,6 +21,18 @@ def test_every_way_that_is_timed_has_an_expected_time(direction: str) -> None:
         expected = choices.expected_times(problem)
         assert {suite.way_of(x, problem) for x in suite.ways(problem)} <= {*expected}
         assert all(time > 0 for time in expected.values())
+
+
+def test_a_pass_in_two_launches_is_a_way() -> None:
+    """With a name, an expected time and kernels of its own; not one that a caller can ask for as parts."""
+    problem = Problem.square(1, 17, 4096, 64, False, direction="bwd")
+    taken, (first, left) = suite.choice_of(problem), suite.choice_of(problem).each
+    assert suite.chosen(problem) == "bwd4 and bwd4_parts 1×4"
+    assert (first[0].heads, left[0].heads) == (16, 1)
+    assert taken in suite.ways(problem)
+    expected = choices.expected_times(problem)
+    assert expected["bwd4 and bwd4_parts 1×4"] < expected["bwd4"]
+    assert {"bwd4", "bwd4_parts"} <= {stage_id for stage_id, *_ in suite.kernels(problem)}
 
 
 def test_ways_are_held_against_the_one_taken() -> None:

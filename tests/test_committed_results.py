@@ -89,15 +89,10 @@ ABLATIONS = sorted((repository() / "results").glob("*/ablations/*.json"))
 NOT_YET = [pytest.param(None, marks=pytest.mark.skip(reason="no variants are measured yet"))]
 
 
-# Variants whose rows were of a kernel that has changed: of each head_dim and mask that they are about.
-UNMEASURED = {"bwd4": {"dQ when all of dS is there", "dV with dK", "one head after the other"}}
-
-
 @pytest.mark.parametrize("path", ABLATIONS or NOT_YET, ids=str)
 def test_every_variant_is_measured(path: Path) -> None:
     results = Results.load(path)
-    unmeasured = UNMEASURED.get(results.stage, set())
-    assert {row.provider for row in results.rows} == set(edits.labels(results.stage)) - unmeasured
+    assert {row.provider for row in results.rows} == set(edits.labels(results.stage))
     assert all(row.ms_median for row in results.rows)
 
 

@@ -115,7 +115,7 @@ BACKWARD = BOTH | {
     "wrong input of the backward pass",
 }
 
-SPLIT_TILES = {"tiles left over by a round", "parts put together in one order"}
+SPLIT_TILES = {"tiles left over by a round", "parts put together in one order", "split tiles in a graph"}
 
 
 @pytest.mark.parametrize(

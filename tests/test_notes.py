@@ -208,7 +208,7 @@ def test_what_is_taken_out_of_a_kernel_is_one_of_its_variants() -> None:
     ("file", "idea", "label", "whole", "head_dim", "before"),
     [
         ("k6", "lazy rescaling (`exact`)", "exact", "192×64, 4 stages", 128, ""),
-        ("bwd4", "turns", "no turns", edits.WHOLE, 64, "– | – | "),
+        ("bwd4", "turns", "no turns", edits.WHOLE, 128, ""),
     ],
 )
 def test_the_worth_of_an_idea_is_the_ratio_of_two_rows(

@@ -103,6 +103,19 @@ def test_more_batches_or_heads_than_a_grid_has(
     assert bool((seen_kv == 1).all())
 
 
+def test_heads_that_are_left_over_have_a_launch_of_their_own(launched: Launched) -> None:
+    """24 heads of 12 tiles of keys are two rounds of 132 and 24 tiles."""
+    q, k, v = tensors(1, 24, 1536, 128)
+    backward(q, k, v, deterministic=True)
+    kinds = [(stage_id, given[0].shape[1]) for stage_id, _, given in launched]
+    assert kinds == [("bwd4_det", 22), ("bwd4_parts_det", 2)]
+    first, last = (given for *_, given in launched)
+    assert last[0].data_ptr() - first[0].data_ptr() == 2 * q[0, :22].numel()
+    backward(q, k, v)
+    backward(q, k, v, causal=True, deterministic=True)
+    assert [given[0].shape[1] for *_, given in launched[2:]] == [24, 24]
+
+
 def test_gradients_that_lie_unreadably_are_copied(launched: Launched) -> None:
     q, k, v = tensors(2, 4, 16, 64)
     odd = torch.ones(q.numel() + 3, dtype=q.dtype)[3:].view_as(q)

@@ -11,7 +11,7 @@ import pytest
 from untraced import kernels
 
 from hopper_attention import selection, turns
-from hopper_attention.kernels.calls import UNDIVIDED, Parts
+from hopper_attention.kernels.calls import UNDIVIDED
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.launch import DETERMINISTIC
 
@@ -314,12 +314,3 @@ def test_tiles_of_few_queries_begin_with_different_ones(causal: bool, head_dim: 
         if causal:
             own = [int(kernel.q_tile_at(3, 3, last, (block, 0, 0, 0), *lengths)) for block in range(28, 32)]
             assert own == [3] * 4
-
-
-def test_left_over_heads_would_be_faster_in_a_launch_of_their_own() -> None:
-    """Of 24 heads of 1536 tokens, as notes/bwd4_parts.md has it: 22 are two whole rounds of tiles of keys."""
-    flux = Problem.square(1, 24, 1536, 128, False, direction="bwd")
-    us = lambda heads, parts, sums: round(
-        turns.pass_us(flux.with_(heads=heads, kv_heads=heads), Parts(queries=parts), sums)
-    )
-    assert (us(24, 1, 2), us(22, 1, 2), us(2, 4, 6)) == (165, 116, 35)

@@ -77,6 +77,36 @@ def test_in_parts_and_deterministic(mask: dict, head_dim: int) -> None:
         assert all(x.equal(y) for x, y in zip(again, first))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(1, 17, 17, 4096, 64), (2, 56, 7, 1200, 64), (1, 7, 7, 2756, 96), (1, 9, 9, 1920, 128)]
+)
+def test_heads_that_are_left_over(shape: tuple[int, ...], deterministic: bool) -> None:
+    """In a launch of their own; captured, too. With turns they have the same bits every time."""
+    batch, heads, kv_heads, seqlen, head_dim = shape
+    lengths = {"seqlen_q": seqlen, "seqlen_kv": seqlen}
+    whole = problem(head_dim, batch=batch, heads=heads, kv_heads=kv_heads, **lengths).with_(direction="bwd")
+    assert len(list(selection.backward_launches(whole, deterministic))) == 2
+    q, k, v, do = random_inputs(whole)
+    options = {"deterministic": True} if deterministic else {}
+    assert verdicts(q, k, v, do, **options) == []
+    assert verdicts_with_lse(q, k, v, do, 0.1, **options) == []
+    o, lse = attention(q, k, v, return_lse=True)
+    first = attention_backward(do, q, k, v, o, lse, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attention_backward(do, q, k, v, o, lse, **options)
+    for _ in range(20):
+        for x in captured:
+            x.fill_(float("nan"))
+        graph.replay()
+        again = attention_backward(do, q, k, v, o, lse, **options)
+        for found in (captured, again):
+            if deterministic:
+                assert all(x.equal(y) for x, y in zip(found, first))
+            assert all((x - y).abs().max() <= 0.01 * y.abs().max() for x, y in zip(found, first))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_parts_and_sums_in_one_order(head_dim: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:

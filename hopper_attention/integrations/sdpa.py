@@ -152,7 +152,8 @@ def explain(
     if None in against.values():
         problem = problem_of(query, key, value, *mask)
         gpu = tuned.gpu(query.device)
-        backward, _ = selection.backward_stage(problem.with_(direction="bwd"), deterministic, gpu=gpu)
+        launches = selection.backward_launches(problem.with_(direction="bwd"), deterministic, gpu=gpu)
+        backward = " and ".join(dict.fromkeys(launch.stage_id for launch in launches))
         kernels = {"fwd": selection.forward_stage(problem, gpu=gpu), "bwd": backward}
     answers = [kernels[x] if (why := against[x]) is None else f"PyTorch's: {why}" for x in ("fwd", "bwd")]
     return Explanation(*answers)

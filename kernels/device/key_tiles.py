@@ -280,13 +280,13 @@ class Tiles(KeyScores, CountedTiles):
         if const_expr(self.splits):
             place = *place, part
         if const_expr(self.reverses):
-            mirrored = self.is_reversed(head, final, mQ.shape[0], mK.shape[0])
+            backwards = self.is_reversed(head, final, mQ.shape[0], mK.shape[0])
         if const_expr(self.mirrors):
-            kv_block = kv_blocks - 1 - kv_block if mirrored != 0 else kv_block
+            kv_block = kv_blocks - 1 - kv_block if backwards != 0 else kv_block
         if const_expr(self.divides):
             place, kv_block = (*place, kv_block % self.parts), kv_block // self.parts
         if const_expr(self.reverses):
-            place = *place, mirrored
+            place = *place, backwards
         return kv_block, *place
 
     def place_of(self, tile, mQ, mK, mList):
@@ -326,8 +326,8 @@ class Tiles(KeyScores, CountedTiles):
         place = kv_block, head, *sequence, place * (TILE_Q[self.head_dim] // ROWS), first
         if const_expr(self.mirrors):
             final = final if first + kv_blocks == mList[0, 0] else heads
-            mirrored = self.is_reversed(head, final, sequence[1], sequence[3])
-            place = kv_blocks - 1 - kv_block if mirrored != 0 else kv_block, *place[1:], mirrored
+            backwards = self.is_reversed(head, final, sequence[1], sequence[3])
+            place = kv_blocks - 1 - kv_block if backwards != 0 else kv_block, *place[1:], backwards
         return place
 
     @cute.jit
