@@ -95,14 +95,14 @@ class Contender:
 
 
 def chosen_stage(problem: Problem, deterministic: bool = False, longest: int = 0) -> str:
-    """The stage that the library runs for a problem; `longest` is what it is told of packed sequences: how
-    many queries one has at most, in the backward pass how many keys."""
+    """The stage that the library runs for a problem, of several launches the first one's; `longest` is what
+    it is told of packed sequences: how many queries one has at most, in the backward pass how many keys."""
     if problem.direction == "fwd":
         gpu, sequences = tuned.gpu(), problem.sequences or ()
         known = ways.known_of(problem.seqlen_q, len(sequences), longest)
         return selection.forward_stage(problem, ways.way_of(problem, *gpu, known), gpu)
     short = selection.are_short(longest)
-    return selection.backward_stage(problem, deterministic, gpu=tuned.gpu(), short=short)[0]
+    return next(selection.backward_launches(problem, deterministic, gpu=tuned.gpu(), short=short)).stage_id
 
 
 def library_options(stage_id: str) -> dict[str, Any]:

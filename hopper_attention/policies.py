@@ -31,7 +31,7 @@ from .launch import BACKWARD, FORWARD
 from .layouts import dense, dense_like, readable
 from .memory import WHOLE, part_of, scratch_of
 from .plans import Plans
-from .production import Plan, backward_parts, run_on
+from .production import Plan, planned_launches, run_on
 from .selection import are_short, forward_launch, forward_scratch
 
 # What the longest sequence has at most, as compiled graphs are told: few, since PyTorch compiles a function
@@ -332,7 +332,7 @@ def _plan_backward(
     if not (q.numel() and k.numel()) or problem.sequences == ():
         return Made(Plan((), (), ()), numbers)
     gpu = tuned.gpu(q.device)
-    launches = backward_parts(problem, deterministic, parts, gpu, short)
+    launches = planned_launches(problem, deterministic, parts, gpu, short)
     outputs = tuple(map(dense_like, (q, k, v)))
     unreadable = not all(x is readable(x) for x in (do, o))
     return Made(Plan(outputs, launches, (), unreadable), numbers)

@@ -237,7 +237,7 @@ def _plan_backward(
     if not (q.numel() and k.numel()):
         return Plan((), (), given)
     gpu = tuned.gpu(q.device)
-    launches = backward_parts(problem, deterministic, parts, gpu)
+    launches = planned_launches(problem, deterministic, parts, gpu)
     outputs = tuple(map(dense_like, (q, k, v)))
     unreadable = not all(x is readable(x) for x in (do, o))
     return Plan(outputs, launches, given, unreadable)
@@ -266,7 +266,7 @@ def _check_inputs(stage_id: str, problem: Problem, **inputs: torch.Tensor) -> No
     check_layouts(**inputs)
 
 
-def backward_parts(
+def planned_launches(
     problem: Problem, deterministic: bool, parts: Parts | None, gpu: tuned.Gpu, short: bool = False
 ) -> tuple[Part, ...]:
     """The launches that `selection.backward_launches` gives, of a plan."""

@@ -13,10 +13,10 @@ from .kernels.device.constants import GRID_YZ_MAX, SMS
 from .kernels.device.limits import TILE_KV, tile_dim
 
 Heads = tuple[int, int]  # batches, and key heads of each
+UNSPLIT = 1, 1  # of `calls_split.split_for`
 
 # In steps of the main loop, fitted to measured times:
-LAUNCH_STEPS = 6.0  # of a launch, beside its tiles
-SPLIT_STEPS = 6.0  # fewer, of tiles that are split, than who decides whether to split any reckons with
+LAUNCH_STEPS = 6.0  # of a launch that splits no tile: for splitting more steps are reckoned than it takes
 UNSURE = 0.02  # of a pass: so much more must be expected to be gained than nothing
 HOST_US = 100  # what two launches take of the host, for which the GPU would wait in a shorter pass
 
@@ -45,12 +45,12 @@ def together(problem: Problem, deterministic: bool, sms: int = SMS) -> Heads:
     ctas = turns.ctas_of(problem, key_tiles, sms) if deterministic else sms
     if not ctas < tiles < division.FEW_TILES * sms:  # of many rounds one is as little as a launch
         return every
-    us = lambda problem: expected_us(problem, deterministic, sms)
+    us = lambda part: expected_us(part, deterministic, sms)
     one = us(problem)
     if one < HOST_US:
         return every
     times = {every: one * (1 - UNSURE)}
-    for first, left in _halves(problem, tiles // ctas * ctas // key_tiles):
+    for first, left in _in_two(problem, tiles // ctas * ctas // key_tiles):
         times[first] = us(_part(problem, *first)) + us(left)
     return min(times, key=times.get)
 
@@ -67,12 +67,12 @@ def expected_steps(problem: Problem, sms: int = SMS) -> float:
     parts = division.parts_of(problem, sms)
     if parts != UNDIVIDED:
         return LAUNCH_STEPS + division.steps_of(problem, parts, sms)
-    split = calls_split.split_for(problem, sms) if calls_split.splits(problem) else UNDIVIDED
-    fewer = SPLIT_STEPS if split != UNDIVIDED else 0.0
-    return LAUNCH_STEPS - fewer + calls_split.steps_of(problem, split, sms)
+    split = calls_split.split_for(problem, sms) if calls_split.splits(problem) else UNSPLIT
+    launch = LAUNCH_STEPS if split == UNSPLIT else 0.0
+    return launch + calls_split.steps_of(problem, split, sms)
 
 
-def _halves(problem: Problem, most: int) -> Iterator[tuple[Heads, Problem]]:
+def _in_two(problem: Problem, most: int) -> Iterator[tuple[Heads, Problem]]:
     """(what a first launch has, the problem that is left for a second one), with `most` key heads of all
     batches in the first: as many heads of each batch, or whole batches."""
     heads, batches = most // problem.batch, most // problem.kv_heads

@@ -97,7 +97,7 @@ def expected_us(problem: Problem, sms: int = SMS) -> float:
     parts, columns, key_blocks = parts_of(problem, sms), tile_dim(problem), _key_blocks(problem)
     step = STEP[columns][False]
     if parts != UNDIVIDED:
-        return CALL + step * division.steps_of(problem, parts, sms, deterministic=True)
+        return CALL + step * division.steps_of(problem, parts, sms)
     rounds = math.ceil(key_blocks * problem.batch * problem.kv_heads / ctas_of(problem, key_blocks, sms))
     of_tile = TILE + step * _group(problem, parts) * math.ceil(problem.seqlen_q / TILE_Q[columns])
     return CALL + rounds * of_tile
@@ -239,7 +239,7 @@ def _in_waves(problem: Problem) -> bool:
 
 
 def ctas_of(problem: Problem, blocks: int, sms: int = SMS) -> int:
-    """Among how many CTAs many tiles are, of which a head has so many."""
+    """How many CTAs take tiles, `blocks` of each head, where there are more than SMs."""
     section = sms // blocks * blocks
     return section if _in_waves(problem) and section > sms * 9 // 10 else sms
 

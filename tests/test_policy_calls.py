@@ -17,7 +17,6 @@ from hopper_attention import (
     flash_attn_with_kvcache,
     ops_policies,
     policies,
-    production,
     quantize,
 )
 from hopper_attention.plans import Plans
@@ -41,7 +40,7 @@ def test_a_sinks_gradient_over_several_launches(
         found.append(tuple(q.shape[:2]))
         given[-1].copy_(do.float().sum((0, 2, 3)))
 
-    monkeypatch.setattr(production, "GRID_YZ_MAX", most)
+    monkeypatch.setattr("hopper_attention.rounds.GRID_YZ_MAX", most)
     monkeypatch.setattr(policies.calls, "launch_backward", launch_backward)
     q, k, v, o = tensors(5, 4, 2, 64, count=4)
     do, lse, sink = torch.randn_like(q), torch.zeros(5, 4, 2), torch.zeros(4)

@@ -116,6 +116,15 @@ def test_heads_that_are_left_over_have_a_launch_of_their_own(launched: Launched)
     assert [given[0].shape[1] for *_, given in launched[2:]] == [24, 24]
 
 
+def test_whole_batches_that_are_left_over(launched: Launched) -> None:
+    """3 × 2 heads of 33 tiles: a round is two batches of them."""
+    q, k, v = tensors(3, 2, 4172, 128)
+    backward(q, k, v, deterministic=True)
+    assert [tuple(given[0].shape[:2]) for *_, given in launched] == [(2, 2), (1, 2)]
+    first, last = (given for *_, given in launched)
+    assert last[1].data_ptr() - first[1].data_ptr() == 2 * k[:2].numel()
+
+
 def test_gradients_that_lie_unreadably_are_copied(launched: Launched) -> None:
     q, k, v = tensors(2, 4, 16, 64)
     odd = torch.ones(q.numel() + 3, dtype=q.dtype)[3:].view_as(q)

@@ -243,6 +243,8 @@ def test_explanations(called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match=r"query must be a torch\.Tensor, not NoneType"):
         explain(None, k, v)
     assert "enable_gqa is not set" in explain(q, k, v).forward
+    left_over = [torch.empty(1, 17, 4096, 64, dtype=q.dtype, device=q.device) for _ in range(3)]
+    assert explain(*left_over).backward == "bwd4 and bwd4_parts"
     assert explain(q, k, v, dropout_p=0.1, enable_gqa=True).backward == "PyTorch's: dropout"
     assert "mask" in explain(q, k, v, attn_mask=torch.ones(16, 16)).forward
     assert explain(*(x[..., :36] for x in (q, q, q))).forward == "k6_r64"  # SDPA pads them to 40

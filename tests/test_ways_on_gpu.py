@@ -79,7 +79,14 @@ def test_in_parts_and_deterministic(mask: dict, head_dim: int) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
-    "shape", [(1, 17, 17, 4096, 64), (2, 56, 7, 1200, 64), (1, 7, 7, 2756, 96), (1, 9, 9, 1920, 128)]
+    "shape",
+    [
+        (1, 17, 17, 4096, 64),
+        (3, 2, 2, 4172, 128),
+        (2, 56, 7, 1200, 64),
+        (1, 7, 7, 2756, 96),
+        (1, 9, 9, 1920, 128),
+    ],
 )
 def test_heads_that_are_left_over(shape: tuple[int, ...], deterministic: bool) -> None:
     """In a launch of their own; captured, too. With turns they have the same bits every time."""
