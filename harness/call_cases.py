@@ -5,11 +5,12 @@ import math
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import torch
 
 from harness import split_cases
-from harness.case_runs import differing, inputs_for, ready, refused, run, run_poisoned, small
+from harness.case_runs import captured, differing, inputs_for, ready, refused, run, run_poisoned, small
 from harness.inputs import poison
 from harness.registry import case
 from harness.results import repository
@@ -154,11 +155,7 @@ def cuda_graph(stage_id, args):
     for problem in small(stage_id):
         inputs = inputs_for(problem)
         module, compiled, tensors = ready(stage_id, inputs, problem.causal)
-        module.run_kernel(compiled, tensors)  # loads the module, which a capture must not
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            module.run_kernel(compiled, tensors)
+        graph = captured(partial(module.run_kernel, compiled, tensors))
         for seed in (1, 2):
             new = inputs_for(problem, seed=seed)
             _, _, other = ready(stage_id, new, problem.causal)

@@ -100,6 +100,16 @@ def noted(verdict: judging.Verdict, what: object) -> Iterator[str]:
         yield f"{what}: {failure}"
 
 
+def captured(launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of a launch, which is made once before: that loads the module, which a capture must not."""
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph
+
+
 def differing(stage_id: str, found: Outputs, expected: Outputs) -> list[str]:
     """The outputs that differ. They must be bit-identical, but for a stage with float atomics: there sums of
     another order, rounded to 16 bits, may differ by a unit in the last place, or where they cancel by a

@@ -11,10 +11,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from harness import reference
+from harness.case_runs import captured
 from harness.policies import Given, random_given, starts_of
 from harness.registry import case, same
 from hopper_attention.kernels import ladder
@@ -282,11 +284,7 @@ def a_graph_of_other_lengths(stage_id, args):
         given, other = (random_given(packed_of(stage_id, x, head_dim, causal=True)) for x in (first, then))
         t = given.allocate(stage_id)
         compiled = compile_stage(stage_id, given.problem)
-        module.run_kernel(compiled, t)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            module.run_kernel(compiled, t)
+        graph = captured(partial(module.run_kernel, compiled, t))
         fresh = other.allocate(stage_id)
         for name in ("q", "k", "v", "do", *(("o", "lse") if t.do is not None else ())):
             if getattr(t, name) is not None:

@@ -1,9 +1,11 @@
 """Cases of tiles of keys that are left over by a round of the SMs, and taken in parts
 (`kernels.device.split_tiles`)."""
 
+from functools import partial
+
 import torch
 
-from harness.case_runs import differing, inputs_for, judged, ready, run
+from harness.case_runs import captured, differing, inputs_for, judged, ready, run
 from harness.inputs import poison, random_inputs
 from harness.registry import case, same
 from hopper_attention.kernels import calls_split
@@ -59,11 +61,7 @@ def split_tiles_in_a_graph(stage_id, args):
         inputs = inputs_for(problem)
         expected = run(stage_id, inputs, False)
         module, compiled, tensors = ready(stage_id, inputs, False)
-        module.run_kernel(compiled, tensors)  # loads the module, which a capture must not
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            module.run_kernel(compiled, tensors)
+        graph = captured(partial(module.run_kernel, compiled, tensors))
         for replay in range(3):
             poison(tensors)
             graph.replay()

@@ -58,8 +58,8 @@ def _change(results: Results | None, label: str, head_dim: int, causal: bool) ->
     ]
     rates = {row.provider: row.tflops for row in rows}
     whole = next((x for x in edits.labels(results.stage) if x in rates), None)
-    if whole is None:  # of the kernel as it is
-        return "–"
+    if whole is None:
+        return NOT_MEASURED
     if label not in rates:  # an idea about one mask
         return ""
     change = 100 * (rates[label] / rates[whole] - 1)

@@ -2,7 +2,6 @@
 them: where their heads take less in parts, they are a launch of their own. notes/bwd4_parts.md, "Heads that
 are left over", has the measured times. Imports no compiler."""
 
-import math
 from collections.abc import Iterator
 
 from . import turns
@@ -10,7 +9,7 @@ from .kernels import calls_split, division
 from .kernels.calls import UNDIVIDED
 from .kernels.contract import Problem
 from .kernels.device.constants import GRID_YZ_MAX, SMS
-from .kernels.device.limits import TILE_KV, tile_dim
+from .kernels.device.limits import tile_dim
 
 Heads = tuple[int, int]  # batches, and key heads of each
 UNSPLIT = 1, 1  # of `calls_split.split_for`
@@ -38,11 +37,11 @@ def together(problem: Problem, deterministic: bool, sms: int = SMS) -> Heads:
     """How many batches and key heads a launch has at most: all, or, without a mask, those whose tiles of keys
     come in whole rounds, if they and then the others are expected to take clearly less."""
     every, columns = (problem.batch, problem.kv_heads), tile_dim(problem)
-    key_tiles = math.ceil(problem.seqlen_kv / TILE_KV[columns])
-    if problem.causal or problem.policies or columns > 128 or key_tiles < 2 or not problem.seqlen_q:
+    key_blocks = turns.key_blocks_of(problem)
+    if problem.causal or problem.policies or columns > 128 or key_blocks < 2 or not problem.seqlen_q:
         return every
-    tiles = key_tiles * problem.batch * problem.kv_heads
-    ctas = turns.ctas_of(problem, key_tiles, sms) if deterministic else sms
+    tiles = key_blocks * problem.batch * problem.kv_heads
+    ctas = turns.ctas_of(problem, key_blocks, sms) if deterministic else sms
     if not ctas < tiles < division.FEW_TILES * sms:  # of many rounds one is as little as a launch
         return every
     us = lambda part: expected_us(part, deterministic, sms)
@@ -50,7 +49,7 @@ def together(problem: Problem, deterministic: bool, sms: int = SMS) -> Heads:
     if one < HOST_US:
         return every
     times = {every: one * (1 - UNSURE)}
-    for first, left in _in_two(problem, tiles // ctas * ctas // key_tiles):
+    for first, left in _in_two(problem, tiles // ctas * ctas // key_blocks):
         times[first] = us(_part(problem, *first)) + us(left)
     return min(times, key=times.get)
 

@@ -56,7 +56,7 @@ def is_simulated(problem: Problem) -> bool:
     columns = tile_dim(problem)
     if problem.policies or problem.top_left or columns > 128:
         return False
-    tiles = _key_blocks(problem)
+    tiles = key_blocks_of(problem)
     steps = problem.batch * problem.heads * tiles * math.ceil(problem.seqlen_q / TILE_Q[columns])
     return tiles > 1 and 0 < steps <= SHORT
 
@@ -75,9 +75,9 @@ def parts_of(problem: Problem, sms: int = SMS) -> Parts:
     """How to divide a deterministic backward pass: by the simulation; where tiles of keys are few and may
     begin with different heads, into as many parts of the queries as fill the SMs; or `division.parts_of`."""
     if is_simulated(problem):
-        return fastest(problem, tuple(division.divisions(problem, sms)), sms)[0]
+        return _fastest_of_all(problem, sms)[0]
     columns, most = tile_dim(problem), ROUNDS_APART * sms
-    key_blocks = _key_blocks(problem)
+    key_blocks = key_blocks_of(problem)
     tiles = key_blocks * problem.batch * problem.kv_heads
     if key_blocks > 1 and columns <= 128 and not problem.top_left and _are_alike(problem):
         if tiles <= most and problem.heads > problem.kv_heads:
@@ -93,8 +93,8 @@ def expected_us(problem: Problem, sms: int = SMS) -> float:
     """How long a pass without a mask is expected to take, divided as `parts_of` has it: by the simulation, or
     if nobody waited."""
     if is_simulated(problem):
-        return pass_us(problem, *fastest(problem, tuple(division.divisions(problem, sms)), sms), sms)
-    parts, columns, key_blocks = parts_of(problem, sms), tile_dim(problem), _key_blocks(problem)
+        return pass_us(problem, *_fastest_of_all(problem, sms), sms)
+    parts, columns, key_blocks = parts_of(problem, sms), tile_dim(problem), key_blocks_of(problem)
     step = STEP[columns][False]
     if parts != UNDIVIDED:
         return CALL + step * division.steps_of(problem, parts, sms)
@@ -103,10 +103,14 @@ def expected_us(problem: Problem, sms: int = SMS) -> float:
     return CALL + rounds * of_tile
 
 
+def _fastest_of_all(problem: Problem, sms: int) -> tuple[Parts, int]:
+    return fastest(problem, tuple(division.divisions(problem, sms)), sms)
+
+
 @functools.lru_cache(maxsize=4096)
 def fastest(problem: Problem, ways: tuple[Parts, ...], sms: int = SMS) -> tuple[Parts, int]:
     """In which of these ways to divide it, and with how many sums of dQ, a pass is expected to take least."""
-    tried = [(parts, sums) for parts in ways for sums in SUMS if sums <= _key_blocks(problem)]
+    tried = [(parts, sums) for parts in ways for sums in SUMS if sums <= key_blocks_of(problem)]
     best, least = tried[0], math.inf
     for bound, choice in sorted((least_us(problem, *x, sms), x) for x in tried):
         if bound >= least:  # and so are those of all others
@@ -190,7 +194,7 @@ def schedule(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> tuple
     CTAs."""
     columns = tile_dim(problem)
     tile_q, tile_kv = TILE_Q[columns], TILE_KV[columns]
-    key_blocks, q_tiles = _key_blocks(problem), math.ceil(problem.seqlen_q / tile_q)
+    key_blocks, q_tiles = key_blocks_of(problem), math.ceil(problem.seqlen_q / tile_q)
     blocks, all_heads = key_blocks * parts.queries, problem.batch * problem.kv_heads * parts.heads
     waves = _in_waves(problem)
     if problem.causal:
@@ -248,7 +252,7 @@ def _spread(problem: Problem, parts: Parts, sums: int, sms: int) -> tuple[int, b
     """`dq_sums.SummedTiles.spread_of`: with how many different heads of their group tiles of keys begin,
     whether with different queries, and how many chains of turns there are."""
     columns, group = tile_dim(problem), _group(problem, parts)
-    tiles = _key_blocks(problem) * problem.batch * problem.kv_heads * parts.count
+    tiles = key_blocks_of(problem) * problem.batch * problem.kv_heads * parts.count
     apart = _are_alike(problem) and tiles <= ROUNDS_APART * sms and sums % 2 == 0
     small = problem.seqlen_q * (COLUMN_BYTES[columns] + 4) * columns <= ROTATED_BYTES
     in_waves = _in_waves(problem) and sums == 2 and small
@@ -264,7 +268,7 @@ def _are_alike(problem: Problem) -> bool:
 
 def _late_turns(problem: Problem, seen: list[int], g: int, heads: int, queries: bool) -> list[int]:
     """`dq_sums.SummedTiles.late_turns` of each tile of queries of a group's g-th head."""
-    tiles = _seen_by_all(problem) if queries else _key_blocks(problem)
+    tiles = _seen_by_all(problem) if queries else key_blocks_of(problem)
     at = lambda q: (q, tiles, len(seen)) if queries else (g, tiles, heads)
     return [max(0, begin_behind(*at(q)) + turns - tiles) for q, turns in enumerate(seen)]
 
@@ -272,7 +276,7 @@ def _late_turns(problem: Problem, seen: list[int], g: int, heads: int, queries: 
 def _seen_by_all(problem: Problem) -> int:
     """How many tiles of keys all queries see; they are the first."""
     if not problem.causal:
-        return _key_blocks(problem)
+        return key_blocks_of(problem)
     return max(0, problem.seqlen_kv - problem.seqlen_q + 1) // TILE_KV[tile_dim(problem)]
 
 
@@ -281,7 +285,7 @@ def _group(problem: Problem, parts: Parts) -> int:
     return problem.heads // problem.kv_heads // parts.heads
 
 
-def _key_blocks(problem: Problem) -> int:
+def key_blocks_of(problem: Problem) -> int:
     """How many tiles of keys a head has."""
     return math.ceil(problem.seqlen_kv / TILE_KV[tile_dim(problem)])
 

@@ -299,15 +299,16 @@ def test_without_d_only_dv_is_right() -> None:
 
 
 def test_turns_order_products_and_not_data() -> None:
-    """Rows of a kernel without turns passed their check; how much slower they are is told of heads of 64."""
+    """Rows of a kernel without turns passed their check; how much slower they are is told in a range, and of
+    heads of 64."""
     measured = Results.load(repository() / "results" / "h200" / "ablations" / "bwd4.json")
-    problem = next(
-        row.problem
-        for row in measured.rows
-        if (row.provider, row.seqlen_q, row.head_dim, row.causal) == ("no turns", 4096, 64, False)
-    )
-    rate = lambda label: measured.find(label, problem).tflops
-    assert round(100 * (1 - rate("no turns") / rate(edits.WHOLE))) == 12
+    rate = lambda label, problem: measured.find(label, problem).tflops
+    problems = {row.problem for row in measured.rows if row.provider == "no turns" and row.seqlen_q == 4096}
+    losses = {x: 1 - rate("no turns", x) / rate(edits.WHOLE, x) for x in problems}
+    assert len(losses) == 4
+    assert (round(100 * min(losses.values())), round(100 * max(losses.values()))) == (7, 12)
+    (of_64,) = (loss for x, loss in losses.items() if x.head_dim == 64 and not x.causal)
+    assert round(100 * of_64) == 12
 
 
 def test_dv_early_at_head_dim_64_spills_and_serialises(edited: Callable[..., ModuleType]) -> None:
