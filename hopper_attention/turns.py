@@ -36,6 +36,7 @@ TILE = 1.0  # of a tile of keys beside its steps
 SUM_MB = {64: 0.4, 96: 0.3, 128: 0.3}  # for a megabyte of sums of dQ
 PART_MB = 0.485  # for a megabyte of parts of dK and dV
 CALL = 7.4  # of everything else
+ROUNDING = 1e-6  # more than sums of the same times differ by
 SUMS = (1, 2, 3, 4, 6, 8, 12, 16)
 SHORT = 6000  # steps of all tiles: so many are simulated in tens of milliseconds, once for a shape
 
@@ -115,14 +116,15 @@ def fastest(problem: Problem, ways: tuple[Parts, ...], sms: int = SMS) -> tuple[
     for bound, choice in sorted((least_us(problem, *x, sms), x) for x in tried):
         if bound >= least:  # and so are those of all others
             break
-        if (us := pass_us(problem, *choice, sms)) < least:
+        if (us := pass_us(problem, *choice, sms, most=least)) < least:
             best, least = choice, us
     return best
 
 
-def pass_us(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> float:
-    """How long a pass is expected to take."""
-    return CALL + bytes_us(problem, parts, sums) + waited(problem, parts, sums, sms)
+def pass_us(problem: Problem, parts: Parts, sums: int, sms: int = SMS, most: float = math.inf) -> float:
+    """How long a pass is expected to take; infinity if that is certain to be more than `most`."""
+    others = CALL + bytes_us(problem, parts, sums)
+    return others + waited(problem, parts, sums, sms, most=most - others)
 
 
 def least_us(problem: Problem, parts: Parts, sums: int, sms: int = SMS) -> float:
@@ -155,9 +157,15 @@ class Visit(NamedTuple):
 
 
 def waited(
-    problem: Problem, parts: Parts, sums: int, sms: int = SMS, visits: list[Visit] | None = None
+    problem: Problem,
+    parts: Parts,
+    sums: int,
+    sms: int = SMS,
+    visits: list[Visit] | None = None,
+    most: float = math.inf,
 ) -> float:
-    """The time until the last addition, in µs; its steps are added to `visits`."""
+    """The time until the last addition, in µs, or infinity as soon as that is certain to be more than `most`;
+    its steps are added to `visits`."""
     step, link = STEP[tile_dim(problem)][problem.causal], LINK[tile_dim(problem)]
     group = _group(problem, parts)
     tiles, ctas = schedule(problem, parts, sums, sms)
@@ -167,24 +175,37 @@ def waited(
     heads, queries, chains = _spread(problem, parts, sums, sms)
     seen = _key_blocks_seen(problem)
     late = [_late_turns(problem, seen, g, heads, queries) for g in range(group)]
-    passed: dict[tuple[int, int, int, int], float] = {}  # when a sum's turn is the next one's
+    # Of a head, when a sum's turn is the next one's: (query head of the group, tile of queries, sum)
+    passed: dict[int, list[float]] = {}
     free, end = [0.0] * ctas, 0.0
+    taken, to_do = 0.0, sum(TILE + step * group * len(x.queries) for x in tiles)  # of all CTAs
     for number, tile in enumerate(tiles):
-        time = free[0] + TILE
+        if max(end, (taken + to_do) / ctas) + link > most + ROUNDING:  # even if nobody waits any more
+            return math.inf
+        begun = free[0]
+        time = begun + TILE
+        to_do -= TILE + step * group * len(tile.queries)
+        turn_of = passed.setdefault(tile.head, [0.0] * (group * len(seen) * 2 * chains))
+        leftward = problem.causal and not tile.mirrored
         for nth in range(group):
             g = (tile.first_head + nth) % group
+            late_turns, first = late[g], g * len(seen)
             for q in tile.queries:
-                turn = seen[q] - 1 - tile.block if problem.causal and not tile.mirrored else tile.block
-                at = (turn - late[g][q]) % chains
-                if turn < late[g][q]:
-                    at = chains + turn % chains
+                turn = seen[q] - 1 - tile.block if leftward else tile.block
+                lag = turn - late_turns[q]
+                at = (first + q) * 2 * chains + (lag % chains if lag >= 0 else chains + turn % chains)
                 done = time + step
-                own = max(done, passed.get((tile.head, g, q, at), 0.0))
-                passed[tile.head, g, q, at] = own + link
+                own = turn_of[at]
+                if own < done:
+                    own = done
+                turn_of[at] = own + link
                 if visits is not None:
                     visits.append(Visit(number, g, time, done))
-                time = max(done, own - AHEAD)
+                time = own - AHEAD
+                if time < done:
+                    time = done
         heapq.heapreplace(free, time)
+        taken += time - begun
         end = max(end, time)
     return end + link
 

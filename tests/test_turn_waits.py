@@ -1,6 +1,7 @@
 """The simulation that chooses parts and sums of a short deterministic backward pass: its schedule is the
 kernels' own, and who waits for whom follows from it."""
 
+import math
 import random
 from types import SimpleNamespace
 
@@ -114,6 +115,18 @@ def test_what_is_not_simulated_would_take_longer(problem: Problem) -> None:
     us = {(parts, x): turns.pass_us(problem, parts, x) for parts in ways for x in sums}
     assert all(turns.least_us(problem, *x) <= us[x] + 1e-9 for x in us)
     assert us[turns.fastest(problem, tuple(ways))] == pytest.approx(min(us.values()))
+
+
+def test_a_walk_is_given_up_only_where_it_would_take_longer() -> None:
+    given_up = walks = 0
+    for problem in short_problems(40):
+        for parts in division.divisions(problem):
+            us = turns.pass_us(problem, parts, 1)
+            assert turns.pass_us(problem, parts, 1, most=us) == us
+            shorter = turns.pass_us(problem, parts, 1, most=us / 2)
+            assert shorter in (us, math.inf)
+            given_up, walks = given_up + (shorter == math.inf), walks + 1
+    assert given_up > 0.9 * walks
 
 
 def chosen(problem: Problem) -> tuple[tuple[int, int], int]:
