@@ -10,6 +10,7 @@ on meanwhile, until the buffer of dQ is needed again.
 import functools
 import heapq
 import math
+from collections import defaultdict
 from typing import NamedTuple
 
 from .kernels import division
@@ -176,7 +177,7 @@ def waited(
     seen = _key_blocks_seen(problem)
     late = [_late_turns(problem, seen, g, heads, queries) for g in range(group)]
     # Of a head, when a sum's turn is the next one's: (query head of the group, tile of queries, sum)
-    passed: dict[int, list[float]] = {}
+    passed = defaultdict(lambda: [0.0] * (group * len(seen) * 2 * chains))
     free, end = [0.0] * ctas, 0.0
     taken, to_do = 0.0, sum(TILE + step * group * len(x.queries) for x in tiles)  # of all CTAs
     for number, tile in enumerate(tiles):
@@ -185,8 +186,7 @@ def waited(
         begun = free[0]
         time = begun + TILE
         to_do -= TILE + step * group * len(tile.queries)
-        turn_of = passed.setdefault(tile.head, [0.0] * (group * len(seen) * 2 * chains))
-        leftward = problem.causal and not tile.mirrored
+        turn_of, leftward = passed[tile.head], problem.causal and not tile.mirrored
         for nth in range(group):
             g = (tile.first_head + nth) % group
             late_turns, first = late[g], g * len(seen)
