@@ -288,11 +288,12 @@ class _One:
             for name in self.calls:
                 yield results.Row.on(self.problem, name, error=out_of_memory(error))
             times = {}
+        steady = {}
+        if self.bench.sustains and self.problem.seqlen_q >= SUSTAINED_FROM:
+            rates = {name: self.problem.flops / time.ms_median / 1e9 for name, time in times.items()}
+            fast = {name: self.calls[name] for name, rate in rates.items() if rate >= SUSTAINED_TFLOPS}
+            steady = timing.sustained(fast, {name: times[name].ms_median for name in fast})
         for name, time in times.items():
-            steady = None
-            fast = self.problem.flops / time.ms_median / 1e9 >= SUSTAINED_TFLOPS
-            if self.bench.sustains and fast and self.problem.seqlen_q >= SUSTAINED_FROM:
-                steady = timing.sustained(self.calls[name], time.ms_median)
             known = self.known.get(name, {})
             if name in self.judges:
                 verdict = self.judges[name]()
@@ -300,7 +301,7 @@ class _One:
                     yield self.failed(name, verdict, "after the timing: ")
                     continue
                 known["max_error"] = max(known["max_error"], verdict.max_error)
-            yield results.Row.timed(self.problem, name, time, steady, **known)
+            yield results.Row.timed(self.problem, name, time, steady.get(name), **known)
         # What a judge closes over holds this object and every tensor of its stage: a cycle, and gigabytes.
         for held in (self.calls, self.judges, self.known):
             held.clear()

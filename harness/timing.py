@@ -5,7 +5,7 @@ import datetime
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,8 @@ CYCLES_PER_SECOND = 2e9  # of the SM clock, at most
 REST = 2.0  # of a call's time: calls of milliseconds one after the other would be timed at the power cap
 REST_CYCLES_MAX = 200_000_000  # ≈ 0.1 s
 MIN_REPEATS, MAX_REPEATS = 5, 60
-SUSTAINED_SECONDS = 2.0
+SUSTAINED_SECONDS, SUSTAINED_TURNS = 2.0, 4
+SETTLING_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -162,31 +163,49 @@ def interleaved(
     return timings
 
 
-def sustained(call: Callable[[], object], ms: float, seconds: float = SUSTAINED_SECONDS) -> Timing:
-    """Mean milliseconds of back-to-back launches over at least `seconds`, as `ms_median`, given one call
-    takes `ms`.
+def sustained(
+    calls: Mapping[str, Callable[[], object]],
+    ms: Mapping[str, float],
+    seconds: float = SUSTAINED_SECONDS,
+    turns: int = SUSTAINED_TURNS,
+) -> dict[str, Timing]:
+    """Of each call, the mean milliseconds of back-to-back launches over at least `seconds`, as `ms_median`,
+    given what one takes, `ms`.
 
-    Launches are queued in bursts of about 50 ms; clock and power are read while they run and reported as
-    medians. The first half second is not counted: the GPU takes that long to settle at its power cap.
+    The calls take `turns` turns; in each, half a second is not counted, in which the GPU settles at its power
+    cap. Before these is a turn of which nothing is counted: who comes first after a rest has 1 to 3 % less
+    for longer than that (notes/measuring.md, "Bursts and steady work"). Launches are queued in bursts of
+    about 50 ms; clock and power are read while they run, and reported as medians.
     """
     sensors = Sensors()
-    burst = max(1, int(50 / ms))
+    counts, elapsed = dict.fromkeys(calls, 0), dict.fromkeys(calls, 0.0)
+    readings: dict[str, list[tuple[float | None, float | None]]] = {name: [] for name in calls}
 
-    def run_for(limit: float) -> tuple[int, float, list[tuple[float | None, float | None]]]:
-        count, readings, begin = 0, [], time.perf_counter()
+    def run_for(name: str, limit: float, counted: bool) -> None:
+        begin = time.perf_counter()
         while time.perf_counter() - begin < limit:
+            burst = max(1, int(50 / ms[name]))
             for _ in range(burst):
-                call()
-            readings.append((sensors.clock_mhz(), sensors.power_w()))
+                calls[name]()
+            found = sensors.clock_mhz(), sensors.power_w()
             torch.cuda.synchronize()
-            count += burst
-        return count, time.perf_counter() - begin, readings
+            if counted:
+                counts[name] += burst
+                readings[name].append(found)
+        if counted:
+            elapsed[name] += time.perf_counter() - begin
 
-    run_for(0.5)
-    count, elapsed, readings = run_for(seconds)
-    clocks, powers = ([x for x in column if x is not None] for column in zip(*readings))
+    for turn in range(1 + turns):
+        for name in calls:
+            run_for(name, SETTLING_SECONDS, counted=False)
+            run_for(name, seconds / turns, counted=turn > 0)
     middle = lambda values: statistics.median(values) if values else None
-    return Timing(1e3 * elapsed / count, 0.0, middle(clocks), middle(powers))
+    timings = {}
+    for name in calls:
+        clocks, powers = ([x for x in column if x is not None] for column in zip(*readings[name]))
+        mean = 1e3 * elapsed[name] / counts[name]
+        timings[name] = Timing(mean, 0.0, middle(clocks), middle(powers))
+    return timings
 
 
 def host_microseconds(call: Callable[[], object], calls: int = 500, rounds: int = 20) -> float:

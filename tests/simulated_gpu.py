@@ -19,6 +19,7 @@ BYTES_PER_SECOND = 3.35e12
 CLOCK_HZ = 1.98e9
 QUEUE = 1024  # operations that fit the stream's queue; the host waits for a place
 SETTLED = 0.4  # seconds of work without rest until the power cap sets the clock
+EVEN = 2.0  # until every second is like the last
 IDLE, BURST, CAPPED = (345.0, 80.0), (1700.0, 600.0), (1400.0, 690.0)  # MHz and W
 
 
@@ -86,14 +87,19 @@ class SimulatedGpu:
         self.warm = True
 
     def call(
-        self, ms: float, cold_ms: float = 0.0, capped_ms: float = 0.0, host_us: float = 0.0
+        self,
+        ms: float,
+        cold_ms: float = 0.0,
+        capped_ms: float = 0.0,
+        uneven_ms: float = 0.0,
+        host_us: float = 0.0,
     ) -> Callable[[], None]:
-        """A call of one kernel: it takes `ms`, that much more where L2 is cold, and that much more again at
-        the power cap."""
+        """A call of one kernel: it takes `ms`, that much more where L2 is cold, that much more again at the
+        power cap, and more until that is EVEN."""
 
         def call() -> None:
-            cold, capped = not self.warm, self.work >= SETTLED
-            self.launch(ms + cold * cold_ms + capped * capped_ms, host_us)
+            cold, capped, uneven = not self.warm, self.work >= SETTLED, self.work < EVEN
+            self.launch(ms + cold * cold_ms + capped * capped_ms + uneven * uneven_ms, host_us)
 
         return call
 

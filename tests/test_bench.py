@@ -99,7 +99,8 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> dict[str, ToyKernel | Exception]:
     monkeypatch.setattr(machine_code, "identity", sha_of)
     monkeypatch.setattr(timing, "environment", lambda found: environment | {"peers": found, "host_us": {}})
     monkeypatch.setattr(timing, "interleaved", interleaved)
-    monkeypatch.setattr(timing, "sustained", lambda call, ms: timing.Timing(2 * ms, 0.0, 1400.0, 690.0))
+    at_cap = lambda calls, ms: {name: timing.Timing(2 * ms[name], 0.0, 1400.0, 690.0) for name in calls}
+    monkeypatch.setattr(timing, "sustained", at_cap)
     monkeypatch.setattr(timing, "host_microseconds", lambda call: call() or 4.321)
     table = {"math": peer(lacking), "fa2": peer(), "flex": peer(RuntimeError("no such mask\nat line 3"))}
     monkeypatch.setattr(peers, "PEERS", table)

@@ -184,21 +184,31 @@ def test_a_sustained_time_is_that_of_launches_at_the_power_cap(
 ) -> None:
     # Nothing is flushed between launches, and the burst time that says how many to queue is another.
     call = gpu.call(ms, cold_ms=ms, capped_ms=0.25 * ms, host_us=3.0)
-    found = timing.sustained(call, 1.1 * ms, seconds)
+    found = timing.sustained({"call": call}, {"call": 1.1 * ms}, seconds, turns=2)["call"]
     # While a burst's first launch is enqueued, the GPU waits.
     assert found.ms_median == pytest.approx(1.25 * ms + 3e-3 / max(1, int(50 / (1.1 * ms))), rel=1e-4)
     assert found.ms_iqr == 0.0
     assert (found.clock_mhz, found.power_w) == CAPPED
     settled = [begin for begin, _, state in gpu.kernels if state == CAPPED]
     assert settled[0] == pytest.approx(SETTLED, abs=3e-3 * ms)
-    assert 0.5 + seconds <= gpu.now <= 0.5 + seconds + 2 * max(0.065, 2e-3 * ms)
+    turn = timing.SETTLING_SECONDS + seconds / 2
+    assert 3 * turn <= gpu.now <= 3 * (turn + 2 * max(0.065, 2e-3 * ms))
     assert gpu.done <= gpu.now  # nothing was counted that had not run yet
 
 
+def test_who_is_sustained_first_has_no_other_time(gpu: SimulatedGpu) -> None:
+    calls = {name: gpu.call(2.0, uneven_ms=0.1) for name in "abc"}
+    found = timing.sustained(calls, dict.fromkeys(calls, 2.0))
+    assert list(found) == list(calls)
+    assert [time.ms_median for time in found.values()] == pytest.approx([2.0] * 3, rel=1e-6)
+
+
 def test_a_sustained_time_is_of_two_seconds_unless_told_otherwise(gpu: SimulatedGpu) -> None:
-    timing.sustained(gpu.call(1.0), 1.0)
-    assert gpu.now == pytest.approx(0.5 + timing.SUSTAINED_SECONDS, abs=0.1)
-    assert timing.SUSTAINED_SECONDS == 2.0
+    timing.sustained({"call": gpu.call(1.0)}, {"call": 1.0})
+    turns = timing.SUSTAINED_TURNS
+    of_turn = timing.SETTLING_SECONDS + timing.SUSTAINED_SECONDS / turns
+    assert gpu.now == pytest.approx((1 + turns) * of_turn, abs=0.1 * (1 + turns))
+    assert (timing.SUSTAINED_SECONDS, turns) == (2.0, 4)
 
 
 # The host
