@@ -290,9 +290,9 @@ class _One:
             times = {}
         steady = {}
         if self.bench.sustains and self.problem.seqlen_q >= SUSTAINED_FROM:
-            rates = {name: self.problem.flops / time.ms_median / 1e9 for name, time in times.items()}
-            fast = {name: self.calls[name] for name, rate in rates.items() if rate >= SUSTAINED_TFLOPS}
-            steady = timing.sustained(fast, {name: times[name].ms_median for name in fast})
+            ms = {name: time.ms_median for name, time in times.items()}
+            fast = {x: ms[x] for x in ms if self.problem.flops / ms[x] / 1e9 >= SUSTAINED_TFLOPS}
+            steady = timing.sustained({x: self.calls[x] for x in fast}, fast)
         for name, time in times.items():
             known = self.known.get(name, {})
             if name in self.judges:

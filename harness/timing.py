@@ -2,6 +2,7 @@
 others'."""
 
 import datetime
+import itertools
 import platform
 import statistics
 import time
@@ -178,33 +179,30 @@ def sustained(
     about 50 ms; clock and power are read while they run, and reported as medians.
     """
     sensors = Sensors()
-    counts, elapsed = dict.fromkeys(calls, 0), dict.fromkeys(calls, 0.0)
-    readings: dict[str, list[tuple[float | None, float | None]]] = {name: [] for name in calls}
 
-    def run_for(name: str, limit: float, counted: bool) -> None:
-        begin = time.perf_counter()
+    def run_for(name: str, limit: float) -> tuple[int, float, list[tuple[float | None, float | None]]]:
+        count, readings, begin = 0, [], time.perf_counter()
+        burst = max(1, int(50 / ms[name]))
         while time.perf_counter() - begin < limit:
-            burst = max(1, int(50 / ms[name]))
             for _ in range(burst):
                 calls[name]()
-            found = sensors.clock_mhz(), sensors.power_w()
+            readings.append((sensors.clock_mhz(), sensors.power_w()))
             torch.cuda.synchronize()
-            if counted:
-                counts[name] += burst
-                readings[name].append(found)
-        if counted:
-            elapsed[name] += time.perf_counter() - begin
+            count += burst
+        return count, time.perf_counter() - begin, readings
 
-    for turn in range(1 + turns):
+    ran: dict[str, list[tuple]] = {name: [] for name in calls}
+    for _ in range(1 + turns):
         for name in calls:
-            run_for(name, SETTLING_SECONDS, counted=False)
-            run_for(name, seconds / turns, counted=turn > 0)
+            run_for(name, SETTLING_SECONDS)
+            ran[name].append(run_for(name, seconds / turns))
     middle = lambda values: statistics.median(values) if values else None
     timings = {}
-    for name in calls:
-        clocks, powers = ([x for x in column if x is not None] for column in zip(*readings[name]))
-        mean = 1e3 * elapsed[name] / counts[name]
-        timings[name] = Timing(mean, 0.0, middle(clocks), middle(powers))
+    for name, (_, *counted) in ran.items():
+        counts, elapsed, readings = zip(*counted)
+        columns = zip(*itertools.chain(*readings))
+        clocks, powers = ([x for x in column if x is not None] for column in columns)
+        timings[name] = Timing(1e3 * sum(elapsed) / sum(counts), 0.0, middle(clocks), middle(powers))
     return timings
 
 
