@@ -255,7 +255,12 @@ def one_launch(stage_id: str) -> None:
     torch.cuda.synchronize()
 
 
+def main(arguments: list[str]) -> None:
+    """What the sanitizers run: `one_launch` of a stage that `ref_check.py` takes."""
+    if len(arguments) != 1 or arguments[0] not in ladder.CHECKED:
+        sys.exit("harness.call_cases: give one of the stages that ref_check.py takes")
+    one_launch(arguments[0])
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in ladder.LADDER:
-        sys.exit("harness.call_cases: give one of the ladder's stages")
-    one_launch(sys.argv[1])
+    main(sys.argv[1:])

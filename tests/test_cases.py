@@ -15,7 +15,18 @@ import torch
 from of_codes import read as read_back
 from torch.overrides import TorchFunctionMode
 
-from harness import case_runs, cases, head_dims, judging, needles, quantized, reference, registry, stages
+from harness import (
+    call_cases,
+    case_runs,
+    cases,
+    head_dims,
+    judging,
+    needles,
+    quantized,
+    reference,
+    registry,
+    stages,
+)
 from harness.inputs import random_inputs
 from hopper_attention import ops, production_fp8
 from hopper_attention.kernels import ladder
@@ -419,3 +430,15 @@ def test_ready_gives_a_stage_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> N
     assert (o.dtype, lse.dtype) == (q.dtype, torch.float32)
     assert torch.equal(o, expected.forward[0].to(q.dtype))
     assert torch.equal(lse, expected.forward[1].float())
+
+
+def test_the_sanitizers_run_every_stage_that_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    monkeypatch.setattr(call_cases, "one_launch", launched.append)
+    for stage_id in ladder.CHECKED:
+        call_cases.main([stage_id])
+    assert launched == list(ladder.CHECKED)
+    for wrong in ([], ["k99"], [*ladder.BESIDE], ["k1", "k2"]):
+        with pytest.raises(SystemExit, match="give one of the stages"):
+            call_cases.main(wrong)
+    assert launched == list(ladder.CHECKED)
