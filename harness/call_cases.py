@@ -240,7 +240,8 @@ def sanitizer(stage_id, args):
         command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", __name__, stage_id]
         run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=repository())
         if run.returncode or "ERROR SUMMARY: 0 errors" not in run.stdout:
-            yield f"{tool}: " + (run.stdout + run.stderr)[-1500:]
+            said = run.stdout + run.stderr
+            yield f"{tool}: {said[:1500]}\n[…]\n{said[-1000:]}"  # the first error, and how it ended
 
 
 def one_launch(stage_id: str) -> None:
