@@ -241,7 +241,9 @@ def sanitizer(stage_id, args):
         run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=repository())
         if run.returncode or "ERROR SUMMARY: 0 errors" not in run.stdout:
             said = run.stdout + run.stderr
-            yield f"{tool}: {said[:1500]}\n[…]\n{said[-1000:]}"  # the first error, and how it ended
+            if len(said) > 2500:  # the first error, and how it ended
+                said = f"{said[:1500]}\n[…]\n{said[-1000:]}"
+            yield f"{tool}: {said}"
 
 
 def one_launch(stage_id: str) -> None:
