@@ -15,6 +15,7 @@ from .device.limits import (
     TILE_Q,
     bounds,
     column_blocks,
+    folds,
     has_own_kernel,
     is_own,
     list_shape,
@@ -91,6 +92,7 @@ def backward_scratch(
     bwd4_parts; of one tile of keys, that of bwd4_one, which has no sums of dQ; of these `sums`, by default
     as `sums_for` has it."""
     columns, of_keys = tile_dim(problem), {}
+    folded = folds(columns, problem.softcap > 0)
     tile_q, tile_kv = TILE_Q[columns], TILE_KV[columns]
     key_heads = problem.batch * problem.kv_heads * (parts.heads if parts else 1)
     if parts is not None:  # `key_parts`
@@ -107,11 +109,11 @@ def backward_scratch(
         zeroed *= listed_tiles(problem.seqlen_kv, len(problem.sequences), tile_kv)
     kernels = 1 if one_tile or (columns <= 128 and not lists) else 2  # with a counter of tiles taken each
     if columns > 128 or one_tile:
-        stats = scratch_shapes(problem, tile_q)["stats"]
+        stats = scratch_shapes(problem, tile_q, folded=folded)["stats"]
         return {"stats": stats, **of_keys, **lists, "counter": ((kernels,), "int32")}
     sums, heads = sums or sums_for(problem, deterministic), problem.batch * problem.heads
     return (
-        scratch_shapes(problem, tile_q, sums)
+        scratch_shapes(problem, tile_q, sums, folded)
         | of_keys
         | lists
         | {

@@ -21,6 +21,7 @@ FINAL_SECTIONS = 4  # of them, at the end, worked on as one: what is fetched las
 L2_BYTES = 48 * 2**20
 ROTATED_BYTES = 32 * 2**20  # of a head's queries, with both sums of dQ: what CTAs read at many places at once
 FORWARD_ROWS = {64: 256, 96: 192, 128: 192, 192: 128, 256: 128}  # queries in a tile of k6, by `tile_dim`
+FOLDED_WORDS = 4  # of 32 bits, a query's LSE and D in statistics that the tensor cores subtract (`folds`)
 UNBOUNDED = 2**30  # keys that a window reaches back or ahead if it has no bound there
 FINAL_LISTED = 64  # tiles of a head at most that are listed one by one, at the end
 LISTED = 8  # numbers that `tile_list.ListTiles` says of a tile
@@ -182,16 +183,27 @@ def list_shape(total: int, sequences: int, rows: int) -> tuple[int, int]:
     return 1 + listed_tiles(total, sequences, rows), LISTED
 
 
-def scratch_shapes(problem: Problem, tile_q: int, sums: int = 1) -> Scratch:
-    """stats and dQ_sum (`backward_ends`) for kernels with tiles of up to `tile_q` queries and so many sums
-    of dQ."""
+def folds(columns: int, capped: bool) -> bool:
+    """Whether bwd4's tensor cores subtract LSE and D (`folded`) in tiles of so many columns: where it has the
+    registers, and where no soft cap comes between scores and LSE."""
+    return columns == 128 and not capped
+
+
+def stats_shape(folded: bool) -> tuple[int, int]:
+    """Of a block of 64 queries, in fp32: `backward_ends`, or `folded`."""
+    return (BLOCK, FOLDED_WORDS) if folded else (2, BLOCK)
+
+
+def scratch_shapes(problem: Problem, tile_q: int, sums: int = 1, folded: bool = False) -> Scratch:
+    """stats and dQ_sum (`backward_ends`, `folded`) for kernels with tiles of up to `tile_q` queries and so
+    many sums of dQ."""
     tiles = math.ceil(problem.seqlen_q / tile_q)
     if problem.sequences is not None:
         tiles = listed_tiles(problem.seqlen_q, len(problem.sequences), tile_q)
     blocks = tiles * tile_q // BLOCK
     heads, columns = problem.batch * problem.heads, column_blocks(tile_dim(problem))
     return {
-        "stats": ((heads, blocks, 2, BLOCK), "float32"),
+        "stats": ((heads, blocks, *stats_shape(folded)), "float32"),
         "dQ_sum": ((heads * sums, blocks, columns, BLOCK * BLOCK), "float32"),
     }
 
