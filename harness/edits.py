@@ -85,6 +85,10 @@ LACKING: dict[str, dict[str, Lacking]] = {
             _edits("bwd4_operands.py", ("Config(TILE_Q[128], True", "Config(TILE_Q[128], False")),
             head_dims=(128,),
         ),
+        "LSE and D subtracted by threads": Lacking(
+            _edits("device/limits.py", ("return columns == 128 and not capped", "return False")),
+            head_dims=(128,),
+        ),
         "V in shared memory": Lacking(
             _edits("bwd4_operands.py", ("Config(TILE_Q[64], False, True", "Config(TILE_Q[64], False, False")),
             head_dims=(64,),

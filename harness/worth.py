@@ -22,6 +22,7 @@ LACKING: dict[str, tuple[tuple[str, str, tuple[int, ...]], ...]] = {
         ("dQ leaves beside the next Sᵀ", "next Sᵀ when dQ has left", BOTH),
         ("dV before dPᵀ is waited for", "dV with dK", (128,)),
         ("exponentials beside dPᵀ", "exponentials when dPᵀ is done", BOTH),
+        ("LSE and D subtracted by the tensor cores", "LSE and D subtracted by threads", (128,)),
         ("half of dQ before the other's dS is there", "dQ when all of dS is there", (128,)),
         ("sections of heads", "one head after the other", BOTH),
         ("persistent CTAs", "a CTA a tile of keys", BOTH),

@@ -7,9 +7,10 @@ What changes      against bwd3: persistent CTAs and a tile counter; a warp that 
                   its sum by bulk reduction; dV overlaps dS, the next Sᵀ overlaps dQ's way to shared memory;
                   masked and unmasked loops apart; the next tile's K is loaded while this one is worked on,
                   dK and dV leave while the next begins; a warp writes the zeros that dQ is added to when
-                  they are about to be needed; fp16, GQA without an fp32 round trip, unequal lengths; two
-                  kernels for head_dim 256, and for packed sequences; the tiles of the last round in parts;
-                  `bwd4_det`, with one order of additions.
+                  they are about to be needed; LSE and D subtracted by the tensor cores (device/folded.py);
+                  fp16, GQA without an fp32 round trip, unequal lengths; two kernels for head_dim 256, and for
+                  packed sequences; the tiles of the last round in parts; `bwd4_det`, with one order of
+                  additions.
 What does not     preprocess and postprocess, who owns what, which products take registers.
 Supports          bf16 and fp16; head_dims as k6, in tiles of 64, 96, 128, 192, also with values of 128, and
                   256; seqlens ≥ 1; GQA and MQA; causal masks as k6's; windows, caps, sinks, packed sequences
@@ -40,7 +41,6 @@ from .bwd4_operands import (
     issue_dQ,
     k_block,
     leave_dQ,
-    make_rings,
     rounded_dQ,
     shared_bytes,
     tiled_mmas,
@@ -53,6 +53,7 @@ from .contract import Problem, Scratch, Stage, Work
 from .device.compiling import ELEMENTS
 from .device.constants import SMS, WARP, WARPGROUP
 from .device.dq_sums import AND_ADDER
+from .device.folded import write_ones
 from .device.key_parts import halves
 from .device.key_tiles import BOTH, CONSUMER_WARPS, CONSUMERS, REGISTERS, ROWS, THREADS
 from .device.limits import tile_dims
@@ -142,7 +143,7 @@ class Backward(StoringTiles):
 
     @property
     def smem_bytes(self) -> int:
-        return shared_bytes(self.config, self.head_dim, self.in_parts, self.words)
+        return shared_bytes(self.config, self.head_dim, self.in_parts, self.words, self.folds)
 
     @cute.jit
     def launch(
@@ -166,14 +167,14 @@ class Backward(StoringTiles):
                 tma += store_atom(mX, ROWS, self.head_dim)
         if const_expr(self.one_tile):
             sums = tuple(store_atom(self.batch.view(sums), ROWS, dq_columns(self.head_dim), of_K))
-        mmas = tiled_mmas(self.config, self.head_dim, self.dtype)
+        mmas = tiled_mmas(self.config, self.head_dim, self.dtype, self.folds)
         kv_blocks = cute.ceil_div(seqlen_kv, TILE_KV)
         tiles = kv_blocks * kv_heads * batch
         if const_expr(self.splits):
             tiles = count_taken(tiles, mSplit)
         if const_expr(self.packed):
             tiles = self.most_tiles(mList) * kv_heads
-        self.kernel(*mmas, *tma, mStats, sums, mCounter, tiles, numbers, mTiled, mList, mSplit).launch(
+        self.kernel(mmas, *tma, mStats, sums, mCounter, tiles, numbers, mTiled, mList, mSplit).launch(
             grid=(self.ctas(tiles, kv_blocks), 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,  # the registers of an SM are all for one CTA
@@ -183,7 +184,7 @@ class Backward(StoringTiles):
 
     @cute.kernel
     def kernel(
-        self, mma_s, mma_p, mma_kv, mma_q, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV,
+        self, mmas, load_Q, mQ, load_dO, mDO, load_K, mK, load_V, mV,
         store_dK, mDK, store_dV, mDV, mStats, sums, mCounter, tiles, numbers, mTiled, mList, mSplit,
     ):  # fmt: skip
         """mQ, mDO, mK, mV, mDK, mDV are (seqlen, head_dim, heads, batch), as TMA descriptors see them;
@@ -198,12 +199,14 @@ class Backward(StoringTiles):
         if const_expr(self.counts_sums):
             self.count_sums(sums[0], sums[-1].shape[0], tiles, *lengths)
         smem = SmemAllocator()
-        shared = allocate(smem, self.config, self.head_dim, self.dtype, self.in_parts, self.words)
-        if const_expr(self.one_tile):
-            sums = *sums, rounded_dQ(shared.dQ, self.dtype, self.head_dim)
         # All but the producer hear of tiles, and where the first stores nobody writes zeros.
         listeners = THREADS - (1 if self.zeroes_ahead else 2) * WARP
-        rings = make_rings(smem, self.config, self.head_dim, listeners)
+        what = self.config, self.head_dim, self.dtype, self.in_parts, self.words, listeners, self.folds
+        shared, rings = allocate(smem, *what)
+        if const_expr(self.one_tile):
+            sums = *sums, rounded_dQ(shared.dQ, self.dtype, self.head_dim)
+        if const_expr(self.folds):
+            write_ones(shared.ones, tidx)
         if tidx == 0:
             for c in range_constexpr(CONSUMERS):
                 cute.arch.mbarrier_init(rings.own + c, WARPGROUP)
@@ -224,7 +227,7 @@ class Backward(StoringTiles):
                 self.write_zeros(rings.tile, shared.tile, mQ, mTiled, *sums[:2])
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
-            mmas, stores = (mma_s, mma_p, mma_kv, mma_q), (store_dK, mDK, store_dV, mDV)
+            stores = store_dK, mDK, store_dV, mDV
             of_parts = mTiled, mSplit, sums[-1] if self.splits else None
             self.consume(rings, shared, mmas, stores, tidx, lengths, *of_parts)
 
@@ -338,7 +341,7 @@ class Backward(StoringTiles):
 
     def scores(self, x: Consumer, f: Fragments, k_get, q_get):
         """Issue Sᵀ = K·Qᵀ of a tile of queries."""
-        f.S.of(k_get.index * CONSUMERS + x.index, q_get.index).issue(False)
+        f.S.of(k_get.index * CONSUMERS + x.index, q_get.index).begin_with(f.LSE, q_get.index)
 
     def step(
         self, x: Consumer, f: Fragments, k_get, q_get, q_next, parity, kv_block, q_tile, seqlens,
@@ -356,6 +359,8 @@ class Backward(StoringTiles):
             pass the turn ──────────────────────────────────────────
             wait for dQ; leave Q and dO; dQ to shared memory, for an adding warp; wait for Sᵀ
 
+        Where the scores fold, Sᵀ and dPᵀ come without LSE and D, which the tensor cores have subtracted.
+
         Nothing is in flight at either end: across a loop's back edge ptxas would serialise every WGMMA of the
         kernel (notes/bwd4.md, "What the assembler takes").
         """
@@ -363,8 +368,10 @@ class Backward(StoringTiles):
         dV = f.dV.of(None, stage)  # here: traced behind the wait, LLVM orders the step differently
         rings.do.consumer_wait(q_get)
         for part in f.parts:
-            part.dP.of(None, part.place(stage)).issue(False)
-            sLSE, sD = [part.own(shared.stats[None, i, None, stage]) for i in range(2)]
+            part.dP.of(None, part.place(stage)).begin_with(f.D, stage)
+            sLSE = sD = None
+            if not self.folds:
+                sLSE, sD = [part.own(shared.stats[None, i, None, stage]) for i in range(2)]
             hides = f.places, kv_block * TILE_KV + x.index * ROWS, part.first_query(q_tile), *seqlens
             self.exponentials(part.scores, part.words_P, sLSE, *hides, masked)
             self.round_P(part.S, part.words_P)

@@ -27,7 +27,7 @@ from .device.backward_ends import QUAD, Postprocess, Preprocess, fake_scratch
 from .device.compiling import ELEMENTS, compile_for_torch, fake_fp32, fake_gqa_backward
 from .device.constants import SMS, WARP, WARPGROUP
 from .device.key_parts import fake_parts, halves, tiled_in_parts
-from .device.limits import BLOCK, column_blocks
+from .device.limits import BLOCK, column_blocks, folds
 from .device.masks import mask_of
 from .device.policies import Numbers
 
@@ -43,21 +43,24 @@ class Adding(Backward):
 
 
 class Begin:
-    """stats and zeros, as `Preprocess`; of a problem with a gradient of the LSE, that comes last."""
+    """stats and zeros, as `Preprocess`; then comes the gradient of the LSE and the scale, where a problem has
+    them."""
 
     def __init__(self, problem: Problem, sms: int):
-        self.preprocess = Preprocess(problem.head_dim)
+        self.preprocess = Preprocess(problem.head_dim, folds=folds(problem.head_dim, False))
+        self.lse_grad = problem.lse_grad
 
     @cute.jit
     def __call__(self, mO, mDO, mLSE, mStats, mDQ_sum, *rest):
-        *mDLSE, stream = rest
-        self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, None, *mDLSE)
+        *given, stream = rest
+        mDLSE, scale = given.pop(0) if self.lse_grad else None, given[0] if given else None
+        self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, None, mDLSE, scale=scale)
 
     @staticmethod
     def stand_ins(problem: Problem) -> list[object]:
         _, _, _, o, do, *_ = fake_gqa_backward(problem.head_dim, problem.dtype)
-        stats, sums = fake_scratch(problem.head_dim)
-        return [o, do, fake_fp32(o), stats, sums, *[fake_fp32(o)] * problem.lse_grad]
+        dlse = [fake_fp32(o)] * problem.lse_grad
+        return [o, do, fake_fp32(o), *_scratch(problem), *dlse, *_scale(problem)]
 
 
 class Block:
@@ -81,7 +84,7 @@ class Block:
         q, k, v, _, do, *_ = fake_gqa_backward(problem.head_dim, problem.dtype)
         counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
         parts = fake_parts(problem.head_dim)
-        return [q, k, v, do, *fake_scratch(problem.head_dim), parts, counter, *_scale(problem)]
+        return [q, k, v, do, *_scratch(problem), parts, counter, *_scale(problem)]
 
 
 class Queries:
@@ -98,7 +101,7 @@ class Queries:
     @staticmethod
     def stand_ins(problem: Problem) -> list[object]:
         q, *_ = fake_gqa_backward(problem.head_dim, problem.dtype)
-        return [fake_scratch(problem.head_dim)[1], q, *_scale(problem)]
+        return [_scratch(problem)[1], q, *_scale(problem)]
 
 
 class Keys:
@@ -177,6 +180,10 @@ class Keys:
 
 
 PIECES = {"begin": Begin, "block": Block, "queries": Queries, "keys": Keys}
+
+
+def _scratch(problem: Problem) -> tuple[object, object]:
+    return fake_scratch(problem.head_dim, folded=folds(problem.head_dim, False))
 
 
 def _scale(problem: Problem) -> list[object]:

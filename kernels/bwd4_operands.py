@@ -11,6 +11,8 @@ are rows, so that P and dS come out as operand A of dV and dK, in registers:
 
 dQ sums over the keys of both, so a consumer computes not what its own keys add but half of the result: 64 of
 the columns of 64 queries (d = 128; of 96, 48), or all 64 columns of 64 of the 128 queries (d = 64).
+
+At 128 columns Sᵀ and dPᵀ fold LSE and D in: each begins with a product more (`device.folded`).
 """
 
 import math
@@ -18,20 +20,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .contract import Problem
 from .device.constants import WARPGROUP
+from .device.folded import ONES, folding_mma, folding_products
 from .device.fragments import Coordinates, Product, coordinates
 from .device.key_tiles import CONSUMER_WARPS, CONSUMERS, ROWS, Rings
-from .device.limits import TILE_Q, tile_dim
+from .device.limits import FOLDED_WORDS, TILE_Q, stats_shape, tile_dim
 from .device.rings import tma_rings
 from .device.rows import in_parts
 from .device.tile_order import message_ring
-from .device.tma import allocate_tiles, row_slices, swizzled_tiles, tiles_at
+from .device.tma import SWIZZLE_BYTES, allocate_tiles, row_slices, swizzled_tiles, tiles_at
 from .device.wgmma import by_row, exchanged, operand_a
 
 TILE_KV = ROWS * CONSUMERS
@@ -90,40 +93,68 @@ class Shared:
     dO: cute.Tensor  # (query, head_dim, stage)
     dS: cute.Tensor  # (key, query, consumer + 2 · parity of the step)
     dQ: cute.Tensor  # (register, thread, quad, consumer) fp32: as its accumulator holds it; or `rounded_dQ`
-    stats: cute.Tensor  # (query, LSE or D, block of 64 queries, stage) fp32
+    stats: cute.Tensor  # (query, LSE or D, block of 64 queries, stage) fp32; or (word, query, …) of `folded`
+    ones: cute.Tensor | None  # what is on the keys' side of these, bf16
     tile: cute.Tensor  # (1 + words,) int32: valid, and the place of a tile of keys
     places: cute.Tensor | None  # (consumer warp,) int32, where keys are in parts: which part the warp has
 
 
 def allocate(
-    smem: SmemAllocator, config: Config, head_dim: int, dtype: type, has_parts: bool, words: int
-) -> Shared:
-    """Shared memory but for the barriers, in the order of `Shared`; a tile's place has so many words."""
+    smem: SmemAllocator, config: Config, head_dim: int, dtype: type, has_parts: bool, words: int,
+    listeners: int, folds: bool,
+) -> "tuple[Shared, RingsAndOwn]":  # fmt: skip
+    """Shared memory, and the barriers in it; a tile's place has so many words, which `listeners` threads hear
+    of. The tiles come first; where the scores fold they come last, since compute-sanitizer's memcheck stops
+    a kernel whose operands of `folded` lie at the end (notes/bwd4_log.md)."""
+    rings = lambda: make_rings(smem, config, head_dim, listeners, folds)
+    tiles = lambda: _allocate_tiles(smem, config, head_dim, dtype)
+    small = lambda: _allocate_small(smem, config, has_parts, words, folds)
+    if folds:
+        barriers, numbers = rings(), small()
+        return Shared(**numbers, **tiles()), barriers
+    shared = Shared(**tiles(), **small())
+    return shared, rings()
+
+
+def _allocate_tiles(smem: SmemAllocator, config: Config, head_dim: int, dtype: type) -> dict[str, object]:
     quads = cute.make_layout((4, WARPGROUP, dq_columns(head_dim) // 8, CONSUMERS))
-    stats = cute.make_layout((ROWS, 2, config.blocks, config.stages))
-    return Shared(
-        K=allocate_tiles(smem, dtype, ROWS, head_dim, CONSUMERS * config.k_stages, k_block(head_dim)),
-        V=allocate_tiles(smem, dtype, ROWS, head_dim, CONSUMERS),
-        Q=allocate_tiles(smem, dtype, config.tile_q, head_dim, config.stages),
-        dO=allocate_tiles(smem, dtype, config.tile_q, head_dim, config.stages),
-        dS=allocate_tiles(smem, dtype, ROWS, config.tile_q, CONSUMERS * 2),
-        dQ=smem.allocate_tensor(Float32, quads, 1024),
-        stats=smem.allocate_tensor(Float32, stats, 128),
-        tile=smem.allocate_tensor(Int32, cute.make_layout(1 + words), 16),
-        places=smem.allocate_tensor(Int32, cute.make_layout(CONSUMER_WARPS), 16) if has_parts else None,
-    )
+    return {
+        "K": allocate_tiles(smem, dtype, ROWS, head_dim, CONSUMERS * config.k_stages, k_block(head_dim)),
+        "V": allocate_tiles(smem, dtype, ROWS, head_dim, CONSUMERS),
+        "Q": allocate_tiles(smem, dtype, config.tile_q, head_dim, config.stages),
+        "dO": allocate_tiles(smem, dtype, config.tile_q, head_dim, config.stages),
+        "dS": allocate_tiles(smem, dtype, ROWS, config.tile_q, CONSUMERS * 2),
+        "dQ": smem.allocate_tensor(Float32, quads, SWIZZLE_BYTES),
+    }
 
 
-def shared_bytes(config: Config, head_dim: int, has_parts: bool, words: int) -> int:
-    """What `allocate` takes, and the barriers of the rings and of `own`."""
+def _allocate_small(
+    smem: SmemAllocator, config: Config, has_parts: bool, words: int, folds: bool
+) -> dict[str, object]:
+    of_block = (FOLDED_WORDS, ROWS) if folds else (ROWS, 2)
+    stats = cute.make_layout((*of_block, config.blocks, config.stages))
+    return {
+        "stats": smem.allocate_tensor(Float32, stats, 128),
+        "ones": smem.allocate_tensor(BFloat16, cute.make_layout(ONES), 128) if folds else None,
+        "tile": smem.allocate_tensor(Int32, cute.make_layout(1 + words), 16),
+        "places": smem.allocate_tensor(Int32, cute.make_layout(CONSUMER_WARPS), 16) if has_parts else None,
+    }
+
+
+def shared_bytes(config: Config, head_dim: int, has_parts: bool, words: int, folds: bool) -> int:
+    """What `allocate` takes."""
     rows = TILE_KV * (config.k_stages + 1) + 2 * config.stages * config.tile_q  # K, V, Q and dO
     ds = 2 * TILE_KV * config.tile_q * 2
     dq = TILE_KV * dq_columns(head_dim) * 4
-    stats = 2 * config.stages * config.tile_q * 4
-    aligned = 16 if has_parts else 8  # to so many bytes is what follows a tile's words, places or a barrier
-    tile = math.ceil(4 * (1 + words) / aligned) * aligned
+    tiles = rows * head_dim * 2 + ds + dq
+    stats = config.blocks * config.stages * math.prod(stats_shape(folds)) * 4
     barriers = 2 * (2 * config.stages + config.k_stages + 2) * 8 + CONSUMERS * 8
-    return rows * head_dim * 2 + ds + dq + stats + tile + 4 * CONSUMER_WARPS * has_parts + barriers
+    aligned = 16 if has_parts else 8  # to so many bytes is what follows a tile's words, places or a barrier
+    tile = math.ceil(4 * (1 + words) / aligned) * aligned + 4 * CONSUMER_WARPS * has_parts
+    if folds:
+        before = math.ceil(barriers / 128) * 128 + stats + ONES * 2 + tile
+        return math.ceil(before / SWIZZLE_BYTES) * SWIZZLE_BYTES + tiles
+    return tiles + stats + tile + barriers
 
 
 @dataclass(frozen=True)
@@ -133,13 +164,15 @@ class RingsAndOwn(Rings):
     own: cute.Pointer  # a barrier for each consumer: its dK and dV are in shared memory
 
 
-def make_rings(smem: SmemAllocator, config: Config, head_dim: int, listeners: int) -> RingsAndOwn:
-    """The barriers, in the order of `RingsAndOwn`; `listeners` are the threads that hear of a tile. Those of
-    `own` are not initialised."""
+def make_rings(
+    smem: SmemAllocator, config: Config, head_dim: int, listeners: int, folds: bool
+) -> RingsAndOwn:
+    """The barriers, in the order of `RingsAndOwn`. Those of `own` are not initialised."""
     q_bytes, kv_bytes = config.tile_q * head_dim * 2, TILE_KV * head_dim * 2
+    stats_bytes = config.blocks * math.prod(stats_shape(folds)) * 4
     loads = tma_rings(
         smem,
-        (config.stages, q_bytes + 2 * config.tile_q * 4, CONSUMER_WARPS),
+        (config.stages, q_bytes + stats_bytes, CONSUMER_WARPS),
         (config.stages, q_bytes, CONSUMER_WARPS),
         (config.k_stages, kv_bytes, CONSUMER_WARPS),
         (1, kv_bytes, CONSUMER_WARPS),
@@ -158,10 +191,11 @@ class Consumer:
     rings: RingsAndOwn
 
 
-def tiled_mmas(config: Config, head_dim: int, dtype: type) -> list[cute.TiledMma]:
-    """Of Sᵀ, of dPᵀ, of dV and dK, of dQ: a warpgroup's products of 64 rows."""
+def tiled_mmas(config: Config, head_dim: int, dtype: type, folds: bool) -> list[cute.TiledMma]:
+    """Of Sᵀ, of dPᵀ, of dV and dK, of dQ: a warpgroup's products of 64 rows; and of what scores that fold
+    begin with."""
     source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
-    return [
+    mmas = [
         make_trivial_tiled_mma(dtype, dtype, a, b, Float32, (1, 1, 1), (ROWS, n), place)
         for a, b, n, place in (
             (K, K, config.tile_q, source.SMEM),  # Sᵀ = K·Qᵀ
@@ -170,6 +204,7 @@ def tiled_mmas(config: Config, head_dim: int, dtype: type) -> list[cute.TiledMma
             (MN, MN, dq_columns(head_dim), source.SMEM),  # dQ = dS·K
         )
     ]
+    return [*mmas, folding_mma(ROWS, config.tile_q)] if folds else mmas
 
 
 @dataclass(frozen=True)
@@ -212,6 +247,8 @@ class Fragments:
 
     S: Product  # last mode of K: consumer + 2 · stage; of Q: stage
     dP: Product  # V has none; of dO: stage
+    LSE: Product | None  # what S begins with, if the scores fold; last mode of the statistics: stage
+    D: Product | None  # the same of dP
     dV: Product  # P: registers; of dO: stage
     dK: Product  # dS: registers; of Q: stage
     dQ: Product  # of dS: block of 64 queries, fastest, in `Shared.dS`'s; of K: of 64 columns in `Shared.K`'s
@@ -239,8 +276,8 @@ def fragments(
 ) -> Fragments:
     """A consumer's fragments. In another order the same lines may give other machine code."""
     d, tile_q = cute.size(shared.K, mode=[1]), config.tile_q
-    mma_s, mma_p, mma_kv, mma_q = mmas
-    thr_s, thr_p, thr_kv, thr_q = [mma.get_slice(0) for mma in mmas]
+    mma_s, mma_p, mma_kv, mma_q, *mma_fold = mmas
+    thr_s, thr_p, thr_kv, thr_q = [mma.get_slice(0) for mma in mmas[:4]]
     rS, rdP = [
         cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, tile_q)), Float32) for _ in range(2)
     ]  # ((2, 2, tile_q/8), 1, 1)
@@ -286,6 +323,10 @@ def fragments(
     stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
     copy_dS, copy_dKV = [cute.make_tiled_copy_C(stmatrix, mma).get_slice(thread) for mma in (mma_s, mma_kv)]
     dP = Product(mma_p, rdP, tPV, tPdO)
+    begin_S = begin_dP = None
+    if mma_fold:
+        shape = ROWS, tile_q, config.stages
+        begin_S, begin_dP = folding_products(*mma_fold, shape, rS, rdP, shared.ones, shared.stats)
     parts = [PartOfQueries(rS, dP, scores, dscores, words_P, words_dS, tile_q)]
     if config.parts > 1:
         count = config.parts
@@ -299,6 +340,8 @@ def fragments(
     return Fragments(
         S=Product(mma_s, rS, tSK, tSQ),
         dP=dP,
+        LSE=begin_S,
+        D=begin_dP,
         dV=Product(mma_kv, rdV, tP, tVdO),
         dK=Product(mma_kv, rdK, tdS, tKQ),
         dQ=Product(mma_q, rdQ, tQdS, tQK),

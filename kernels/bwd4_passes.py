@@ -6,6 +6,7 @@ the scratch, from mStats on, has the shapes that `calls.backward_scratch` names,
 `calls_split.undivided_scratch`; what follows is what `calls.given_names` names.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass.cute as cute
@@ -14,9 +15,10 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from .calls import given_names
 from .contract import Problem, Work
-from .device.backward_ends import Postprocess, Preprocess, SinkGradient, as_tiles, fake_scratch
+from .device.backward_ends import Postprocess, Preprocess, as_tiles, fake_scratch
 from .device.compiling import compile_for_torch, fake_fp32, fake_gqa_backward
 from .device.dq_sums import SummedTiles
+from .device.folded import COLUMNS, FOLDED_PRODUCTS
 from .device.given import Given, fake_given, fake_heads, fake_list, take_given
 from .device.key_parts import PartSums, fake_parts, tiled_in_parts
 from .device.key_tiles import CONSUMERS, ROWS, Tiles, work_of
@@ -24,6 +26,7 @@ from .device.limits import has_own_kernel
 from .device.policies import Numbers
 from .device.query_tiles import QueryTiles
 from .device.short_sequences import ListBothApart
+from .device.sink_gradient import SinkGradient
 from .device.tile_list import ListBoth
 
 
@@ -95,7 +98,7 @@ class FlashAttentionBackward(Pass):
             self.lists, most_keys = (), main.tile_kv if main.by_sequence else None
         if main.splits:
             self.floats = *self.floats, "mSplit"
-        self.preprocess = Preprocess(main.head_dim, packed, most_keys)
+        self.preprocess = Preprocess(main.head_dim, packed, most_keys, main.folds)
         tiles = main if main.deterministic else None
         narrow = main.divides or main.counts_sums
         apart = left_over.tile_kv if left_over else None
@@ -111,17 +114,18 @@ class FlashAttentionBackward(Pass):
             mListQ = mListKV = *given.sequences, mQ.shape[2], mK.shape[2]  # by which tiles are found
         if mParts is not None:
             mTiled = tiled_in_parts(mK, mParts, self.main.tile_kv)
+        scaled = {"scale": given.scale}
         if self.main.deterministic or self.main.one_tile:
-            self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, mDLSE, mListQ)
+            self.preprocess(mO, mDO, mLSE, mStats, None, stream, None, mDLSE, mListQ, **scaled)
         elif self.packed:
-            lists = mListQ, mListKV
-            self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, (self.main, mQ, mK), mDLSE, *lists)
+            more = mDLSE, mListQ, mListKV
+            self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, (self.main, mQ, mK), *more, **scaled)
         else:
             tiles = as_tiles(mQ, mK)
             if mParts is not None:
                 tiles[1] = mTiled
             theirs = tiles[1].shape[2], *self.main.left_to_zero(*tiles)
-            self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs, mDLSE)
+            self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs, mDLSE, **scaled)
         sums, inputs = mDQ if self.main.one_tile else (mDQ_sum, mZeroed, mOrder), (mQ, mK, mV, mDO)
         counters = each_of(mCounter, 2) if self.left_over else [mCounter]
         outputs, more = (mDK, mDV, mStats), (stream, numbers, mTiled, mParts, mListKV)
@@ -139,15 +143,18 @@ class FlashAttentionBackward(Pass):
         elif not self.main.one_tile:
             self.postprocess(mDQ_sum, mDQ, stream, counted, keys, numbers, mList=mListQ)
         if mDsink is not None:
-            SinkGradient(self.main.blocks)(mStats, given.sink, mDsink, stream, mListQ)
+            sinks = SinkGradient(self.main.head_dim, self.main.blocks, self.main.folds)
+            sinks(mStats, given.sink, mDsink, stream, mListQ, **scaled)
 
     def fake_workspace(self) -> tuple[object, ...]:
         if self.main.one_tile:
             counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
-            return fake_scratch(self.main.head_dim)[0], *self.fake_lists(), counter
+            stats, _ = fake_scratch(self.main.head_dim, folded=self.main.folds)
+            return stats, *self.fake_lists(), counter
         order = (cute.sym_int(), cute.sym_int())
+        sums = 2 if self.main.counts_sums else self.main.sums
         return (
-            *fake_scratch(self.main.head_dim, 2 if self.main.counts_sums else self.main.sums),
+            *fake_scratch(self.main.head_dim, sums, self.main.folds),
             *([fake_parts(self.main.head_dim)] if self.main.splits else ()),
             *self.fake_lists(),
             make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),
@@ -156,7 +163,11 @@ class FlashAttentionBackward(Pass):
         )
 
     def work(self, problem: Problem) -> list[Work]:
-        return [work_of(self.main, problem, 5, f"{self.main.tile_kv} keys of a query head")]
+        work = work_of(self.main, problem, 5, f"{self.main.tile_kv} keys of a query head")
+        if self.main.folds:
+            more = 1 + FOLDED_PRODUCTS * COLUMNS / (5 * problem.head_dim)
+            work = replace(work, tensor_flops=work.tensor_flops * more)
+        return [work]
 
 
 class DividedFlashAttentionBackward(FlashAttentionBackward):
@@ -195,7 +206,8 @@ class WideFlashAttentionBackward(Pass):
         self.main.launch(*inputs, mDK, mDV, mStats, counters[0], stream, numbers, *more)
         self.queries.launch(*inputs, mDQ, mStats, counters[1], stream, numbers, mListQ)
         if mDsink is not None:
-            SinkGradient(self.queries.tile_q // ROWS)(mStats, given.sink, mDsink, stream, mListQ)
+            sinks = SinkGradient(self.main.head_dim, self.queries.tile_q // ROWS, self.main.folds)
+            sinks(mStats, given.sink, mDsink, stream, mListQ)
 
     def fake_workspace(self) -> tuple[object, ...]:
         counters = make_fake_tensor(Int32, (2,), (1,), assumed_align=4)

@@ -120,12 +120,18 @@ def write(scratch, x):
     scratch.copy_(held.unflatten(1, (-1, 64)).unflatten(3, (-1, 64)).permute(0, 1, 3, 2, 4).flatten(3, 4))
 
 
-def begin(o, do, lse, stats, dq_sum, dlse=None):
+def own_stats(stats):
+    """(row, block, query, LSE or D), in as much of a block as any kernel's statistics have."""
+    return stats.flatten(2)[:, :, : 2 * 64].unflatten(2, (64, 2))
+
+
+def begin(o, do, lse, stats, dq_sum, *given):
+    dlse = next((x for x in given if isinstance(x, torch.Tensor)), None)
     d = (do.double() * o.double()).sum(-1) - (0 if dlse is None else dlse.double())
     both = torch.stack((lse.double(), d), -1).flatten(0, 1)  # (row, queries, 2)
     held = both.new_full((both.shape[0], 64 * stats.shape[1], 2), torch.nan)
     held[:, : both.shape[1]] = both
-    stats.copy_(held.unflatten(1, (-1, 64)).transpose(2, 3))
+    own_stats(stats).copy_(held.unflatten(1, (-1, 64)))
     dq_sum.zero_()
 
 
@@ -133,7 +139,7 @@ def block(q, k, v, do, stats, dq_sum, parts, counter, scale=None, causal=False):
     batch, heads, rows, _ = q.shape
     assert counter.item() == 0, "another launch's"
     counter.fill_(1)
-    own = stats.transpose(2, 3).flatten(1, 2)[:, :rows].unflatten(0, (batch, heads))
+    own = own_stats(stats).flatten(1, 2)[:, :rows].unflatten(0, (batch, heads))
     dq, dk, dv = products(q, k, v, do, *own.unbind(-1), scale, causal)
     write(dq_sum, in_rows(dq_sum, rows) + dq.flatten(0, 1))
     for into, x in zip(parts, (dk, dv)):

@@ -15,7 +15,7 @@ from .. import ops, production, tuned
 from ..checks import check_lse, gradient_problem_of
 from ..kernels.contract import DTYPES, Problem
 from ..kernels.device.constants import GRID_YZ_MAX
-from ..kernels.device.limits import BLOCK, column_blocks
+from ..kernels.device.limits import BLOCK, column_blocks, folds, stats_shape
 from ..launch import BACKWARD, kernel_for, sms_option
 from ..layouts import readable
 from .zigzag import SEQUENCE, Rows, Step, Turn
@@ -91,9 +91,8 @@ class Launches(NamedTuple):
 def kernels_of(problem: Problem, sms: int) -> dict[str, tuple[str, Problem, dict[str, object]]]:
     """What a backward problem's `Launches` are made of, as `kernel_for` takes it."""
     least = Problem.square(1, 1, 1, problem.head_dim, False, dtype=problem.dtype, direction="bwd")
-    scaled, begins = least.with_(scaled=problem.scaled), least
-    if problem.lse_grad:
-        begins = least.with_(scaled=True, lse_grad=True)
+    scaled = least.with_(scaled=problem.scaled)
+    begins = least.with_(scaled=True, lse_grad=True) if problem.lse_grad else scaled
     options = sms_option(sms)
     return {
         "begin": (FILE, begins, {"piece": "begin"}),
@@ -154,7 +153,8 @@ class Sums:
         batch, heads = q.shape[:2]
         self.tile = column_blocks(problem.head_dim), BLOCK * BLOCK
         empty = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)
-        self.stats = empty(batch * heads, 2 * self.blocks, 2, BLOCK)
+        of_block = stats_shape(folds(problem.head_dim, capped=False))
+        self.stats = empty(batch * heads, 2 * self.blocks, *of_block)
         self.dq_sum = empty(batch * heads, 2 * self.blocks, *self.tile)
         self.own = empty(*self.shapes(Rows.BOTH)[0])
         self.others: dict[Rows, torch.Tensor | None] = dict.fromkeys(Rows.BOTH.halves)
@@ -164,7 +164,8 @@ class Sums:
         for rows in self.spans:
             given = [rows.of(x) for x in (o, do)] + [rows.of(lse)]
             given += [rows.of(x, 1) for x in (self.stats, self.dq_sum)]
-            self.launches.begin(*given, *([] if dlse is None else [rows.of(dlse.contiguous())]))
+            of_lse = [] if dlse is None else [rows.of(dlse.contiguous())]
+            self.launches.begin(*given, *of_lse, *self.scale)
 
     @property
     def spans(self) -> tuple[Rows, ...]:

@@ -1,7 +1,8 @@
 """The kernels before and after a backward stage on WGMMA, and the scratch between them. Introduced by bwd3.
 
     stats    (heads, block, 2, 64) fp32: LSE·log₂e, then D, of 64 query rows. A row that is past the end or
-             sees no key has an LSE of ∞, so that its P = exp2(S − ∞) is 0 whatever the scores.
+             sees no key has an LSE of ∞, so that its P = exp2(S − ∞) is 0 whatever the scores. Where the
+             tensor cores subtract them, as `folded` has it.
     dQ_sum   (heads·sums, block, column block, 8·128·4) fp32: dQ of 64 query rows × 64 columns as the
              accumulator of an m64n64 WGMMA holds it: element (g, t, j) is register 4g + j of thread t, row
              16⌊t/32⌋ + ⌊(t mod 32)/4⌋ + 8⌊j/2⌋ and column 8g + 2(t mod 4) + j mod 2. What a warp accesses
@@ -22,7 +23,8 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .constants import LOG2_E, VECTOR, WARP, WARPGROUP
-from .limits import BLOCK, column_blocks
+from .folded import exponent_scale, write_parts
+from .limits import BLOCK, column_blocks, stats_shape
 from .packed import DENSE, Packed
 from .policies import listed
 from .short_sequences import ShortSequences
@@ -33,12 +35,12 @@ ROWS_IN_FLIGHT = 4  # of O and of dO, a thread of the preprocess
 IN_FLIGHT = 3  # sums of a block, on their way to a thread of the postprocess
 
 
-def fake_scratch(head_dim: int, sums: int = 1) -> tuple[object, object]:
+def fake_scratch(head_dim: int, sums: int = 1, folded: bool = False) -> tuple[object, object]:
     """Stand-ins for stats and dQ_sum, both contiguous."""
     heads, blocks = cute.sym_int(), cute.sym_int()
     of_sums = heads if sums == 1 else cute.sym_int()
     stand_ins = []
-    for rows, inner in ((heads, (2, BLOCK)), (of_sums, (column_blocks(head_dim), BLOCK * BLOCK))):
+    for rows, inner in ((heads, stats_shape(folded)), (of_sums, (column_blocks(head_dim), BLOCK * BLOCK))):
         size = math.prod(inner)
         strides = (cute.sym_int64(divisibility=size), size, inner[1], 1)
         stand_ins.append(make_fake_tensor(Float32, (rows, blocks, *inner), strides, assumed_align=128))
@@ -62,8 +64,12 @@ class Preprocess:
     does the O of k6.
     """
 
-    def __init__(self, head_dim: int, packed: int | None = None, most_keys: int | None = None):
-        """Of packed sequences, tiles of so many queries; without a list if none has more than `most_keys`."""
+    def __init__(
+        self, head_dim: int, packed: int | None = None, most_keys: int | None = None, folds: bool = False
+    ):
+        """Of packed sequences, tiles of so many queries; without a list if none has more than `most_keys`.
+        Stats as `folded` has them if it `folds`."""
+        self.folds, self.scale = folds, 1.0 / math.sqrt(head_dim)
         self.packed = packed // BLOCK if packed else None  # blocks of a tile
         self.most_keys = most_keys
         self.sequences = ShortSequences(packed) if most_keys else None
@@ -73,32 +79,34 @@ class Preprocess:
 
     @cute.jit
     def __call__(
-        self, mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs=None, mDLSE=None, mList=None, mListKV=None
-    ):
+        self, mO, mDO, mLSE, mStats, mDQ_sum, stream, theirs=None, mDLSE=None, mList=None, mListKV=None,
+        scale=None,
+    ):  # fmt: skip
         """Of packed sequences mList lists tiles of `packed` queries, mListKV those of keys; `theirs` is the
         main kernel (`dq_sums.SummedTiles`), with Q and K, which zeroes all sums but its first section's. Of
-        short ones mList is their lengths."""
+        short ones mList is their lengths. `scale`: of a scaled problem, folded stats are divided by it."""
+        scale = scale if self.folds else None
         heads, blocks, _, _ = mStats.shape
         arguments = mO, mDO, mLSE, mStats, mDQ_sum
         shape = {"grid": (heads * blocks, 1, 1), "block": (self.threads, 1, 1)}
         if const_expr(self.packed is None):
-            self.preprocess(*arguments, theirs, mDLSE).launch(**shape, stream=stream)
+            self.preprocess(*arguments, theirs, mDLSE, scale).launch(**shape, stream=stream)
         elif const_expr(self.sequences is not None):
             sequences, total = mList[0].shape[0] - 1, mO.shape[2]
             each = cute.ceil_div(total, cutlass.max(1, sequences) * self.packed * BLOCK)  # tiles
             shape["grid"] = sequences * each * heads * self.packed, 1, 1
             inputs = mO, mDO, mLSE, mStats, mDLSE
-            self.preprocess_sequences(*inputs, each, mList).launch(**shape, stream=stream)
+            self.preprocess_sequences(*inputs, each, mList, scale).launch(**shape, stream=stream)
         else:
             mQ = mK = None
             if const_expr(mDQ_sum is not None):
                 self.main, mQ, mK = theirs[0], *as_tiles(*theirs[1:])
-            self.preprocess_packed(*arguments, mDLSE, mList, mListKV, mQ, mK).launch(
+            self.preprocess_packed(*arguments, mDLSE, mList, mListKV, mQ, mK, scale).launch(
                 **shape, use_pdl=True, stream=stream
             )
 
     @cute.kernel
-    def preprocess_packed(self, mO, mDO, mLSE, mStats, mDQ_sum, mDLSE, mList, mListKV, mQ, mK):
+    def preprocess_packed(self, mO, mDO, mLSE, mStats, mDQ_sum, mDLSE, mList, mListKV, mQ, mK, scale):
         """As `preprocess`, of a tile of the list, whichever the last ones are: there is room for more."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -121,10 +129,10 @@ class Preprocess:
                     zeroes = head // (mQ.shape[2] // mK.shape[2]) < together
                 if zeroes:
                     self.write_zeros(mDQ_sum, head, place * self.packed + block)
-            self.reduce(*inputs, None, None, 0, head, head, block, seqlen)
+            self.reduce(*inputs, None, None, 0, head, head, block, seqlen, scale=scale)
 
     @cute.kernel
-    def preprocess_sequences(self, mO, mDO, mLSE, mStats, mDLSE, each, lengths):
+    def preprocess_sequences(self, mO, mDO, mLSE, mStats, mDLSE, each, lengths, scale):
         """As `preprocess`, of a sequence: every `each`-th of its tiles. Of one with more keys than one tile
         of keys has, whose dQ would be that of some of them, all gradients are NaN."""
         cta, _, _ = cute.arch.block_idx()
@@ -138,7 +146,7 @@ class Preprocess:
         exceeds = seqlen_kv > self.most_keys
         for i in range(tile % each, cute.ceil_div(seqlen, self.packed * BLOCK), each, unroll=1):
             block = i * self.packed + own
-            self.reduce(*inputs, None, None, 0, head, head, block, seqlen, exceeds)
+            self.reduce(*inputs, None, None, 0, head, head, block, seqlen, exceeds, scale)
 
     def rows_of(self, start, place, mO, mDO, mLSE, mStats, mDLSE):
         """Inputs and scratch of a packed sequence alone: from row `start`, and from the place-th tile on."""
@@ -149,7 +157,7 @@ class Preprocess:
         return mO, mDO, mLSE, cute.domain_offset((0, place * self.packed, 0, 0), mStats), mDLSE
 
     @cute.kernel
-    def preprocess(self, mO, mDO, mLSE, mStats, mDQ_sum, theirs, mDLSE):
+    def preprocess(self, mO, mDO, mLSE, mStats, mDQ_sum, theirs, mDLSE, scale):
         tile, _, _ = cute.arch.block_idx()
         tiles, _, _ = cute.arch.grid_dim()
         cute.arch.griddepcontrol_launch_dependents()
@@ -159,12 +167,12 @@ class Preprocess:
         head_index, block = tile // blocks, tile % blocks
         batch, head = head_index // heads, head_index % heads
         inputs = mO, mDO, mLSE, mStats, mDLSE
-        self.reduce(*inputs, mDQ_sum, theirs, batch, head, head_index, block, seqlen)
+        self.reduce(*inputs, mDQ_sum, theirs, batch, head, head_index, block, seqlen, scale=scale)
 
     @cute.jit
     def reduce(
         self, mO, mDO, mLSE, mStats, mDLSE, mDQ_sum, theirs, batch, head, head_index, block, seqlen,
-        exceeds=None,
+        exceeds=None, scale=None,
     ):  # fmt: skip
         """A CTA, a block of 64 queries; `head_index` is the row of scratch. What `exceeds` makes NaN."""
         tidx, _, _ = cute.arch.thread_idx()
@@ -206,14 +214,23 @@ class Preprocess:
                 past = block * BLOCK + row >= seqlen
                 if const_expr(mDLSE is not None):
                     row_dot -= mDLSE[batch, head, cutlass.min(block * BLOCK + row, seqlen - 1)]
-                mStats[head_index, block, 1, row] = Float32(0.0) if past else row_dot
+                row_dot = Float32(0.0) if past else row_dot
+                if const_expr(self.folds):
+                    write_parts(-row_dot, mStats[head_index, block, row, None], 1)
+                else:
+                    mStats[head_index, block, 1, row] = row_dot
         if tidx < BLOCK:
             row = block * BLOCK + tidx
             lse = mLSE[batch, head, cutlass.min(row, seqlen - 1)] * LOG2_E
             if const_expr(exceeds is not None):
                 lse = Float32(math.nan) if exceeds else lse
             unseen = row >= seqlen or lse == -Float32.inf
-            mStats[head_index, block, 0, tidx] = Float32.inf if unseen else lse
+            lse = Float32.inf if unseen else lse
+            if const_expr(self.folds):
+                log2_scale = exponent_scale(self.scale if const_expr(scale is None) else scale)
+                write_parts(-lse / log2_scale, mStats[head_index, block, tidx, None], 0)
+            else:
+                mStats[head_index, block, 0, tidx] = lse
 
     @cute.jit
     def write_zeros(self, mDQ_sum, head_index, block):
@@ -427,52 +444,3 @@ def send_for(gSum, sSum, thread):
     gQuads = cute.make_tensor(gSum.iterator, cute.make_layout((QUAD, WARPGROUP, BLOCK // 8)))
     for g in range_constexpr(BLOCK // 8):
         cute.copy(atom, gQuads[None, thread, g], sSum[None, g])
-
-
-class SinkGradient:
-    """dsink[h] = −Σ exp(sink[h] − LSE)·D over the queries of head h: the sink is a key whose value is zero,
-    so that its dP is 0 and its dS is P∘(0 − D). A CTA takes a head, in an order that never changes."""
-
-    threads = 1024
-
-    def __init__(self, blocks: int):
-        self.blocks = blocks  # of 64 queries, of a tile of packed sequences' queries
-
-    @cute.jit
-    def __call__(self, mStats, mSink, mDsink, stream, mList=None):
-        """mStats as `Preprocess` leaves it: a row past the end has an LSE of ∞ and adds nothing."""
-        self.sum_sinks(mStats, mSink, mDsink, mList).launch(
-            grid=(mSink.shape[0], 1, 1), block=(self.threads, 1, 1), use_pdl=True, stream=stream
-        )
-
-    @cute.kernel
-    def sum_sinks(self, mStats, mSink, mDsink, mList):
-        tidx, _, _ = cute.arch.thread_idx()
-        head, _, _ = cute.arch.block_idx()
-        smem = SmemAllocator()
-        sSums = smem.allocate_tensor(Float32, cute.make_layout(self.threads // WARP), 16)
-        cute.arch.griddepcontrol_wait()
-        heads, blocks = mSink.shape[0], mStats.shape[1]
-        if const_expr(mList is not None):
-            blocks = mList[0, 0] * self.blocks  # those that sequences have; who knows what the others hold
-        sink = mSink[head] * LOG2_E
-        row, first = tidx % BLOCK, tidx // BLOCK
-        total = Float32(0.0)
-        for batch in range(mStats.shape[0] // heads, unroll=1):
-            for i in range(first, blocks, self.threads // BLOCK, unroll=4):
-                block = i
-                if const_expr(mList is not None):
-                    tile = i // self.blocks
-                    first_tile, *_, place = listed(mList, tile)
-                    block = (place + tile - first_tile) * self.blocks + i % self.blocks
-                gStats = mStats[batch * heads + head, block, None, None]
-                # Where LSE is ∞, so is −LSE the whole exponent, even of a sink of −∞: 0 and no NaN.
-                total += cute.math.exp2(sink - gStats[0, row], fastmath=True) * gStats[1, row]
-        total = cute.arch.warp_reduction_sum(total)
-        if tidx % WARP == 0:
-            sSums[tidx // WARP] = total
-        cute.arch.sync_threads()
-        if tidx < WARP:
-            total = cute.arch.warp_reduction_sum(sSums[tidx])
-            if tidx == 0:
-                mDsink[head] = -total

@@ -12,6 +12,7 @@ therefore be a variable of its own and never a field.
 from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
 
 from .rows import coordinates as places
 from .wgmma import multiply
@@ -38,6 +39,21 @@ class Product:
     def issue(self, accumulate: bool) -> None:
         """Issue the product as one commit group; it has operands without a last mode."""
         multiply(self.mma, self.acc, self.A, self.B, accumulate)
+
+    def begin_with(self, first: "Product | None", b: object) -> None:
+        """Issue the product, as one commit group; with a `first`, one of the same accumulator and a single A,
+        it adds to that of the `b`-th B."""
+        if first is None:
+            self.issue(False)
+            return
+        warpgroup.fence()
+        for product in (first.of(None, b), self):
+            atom = cute.make_mma_atom(product.mma.op)  # its own, as in `multiply`
+            for k in range(cute.size(product.B, mode=[2])):
+                atom.set(warpgroup.Field.ACCUMULATE, product is self or k > 0)
+                tA, tB = product.A[None, None, k], product.B[None, None, k]
+                cute.gemm(atom, self.acc, tA, tB, self.acc)
+        warpgroup.commit_group()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
 
+from .folded import exponent_scale
 from .policies import Scores
 from .wgmma import round_fragment
 
@@ -17,6 +18,12 @@ class KeyScores(Scores):
     tile_q: int
     dtype: type
     caps: bool  # scores, softly
+    folds: bool  # LSE and D are subtracted already: `folded`
+
+    def take(self, numbers: tuple[object, ...]) -> None:
+        super().take(numbers)
+        if self.folds:
+            self.scale_log2 = exponent_scale(self.scale)
 
     @cute.jit
     def exponentials(
@@ -25,15 +32,17 @@ class KeyScores(Scores):
         """S (key, query) becomes P = exp(S·scale − LSE), 0 where the mask hides; sLSE (query, block) is
         LSE·log2 e, +∞ past the end. `places` are the `Coordinates` of S, whose tile begins at first_key and
         first_query. With a soft cap S becomes P·(1 − tanh²), which dS is made of, and P is here rounded to
-        `words`; without one `round_P` does that."""
+        `words`; without one `round_P` does that. Where S `folds`, sLSE is None."""
         _, query = places.own[0, 0]  # of the thread's first column; the rest are at static distances
-        rLSE = self.by_query(sLSE, query)
+        rLSE = self.by_query(sLSE, query) if const_expr(not self.folds) else None
         tile = first_key, first_query, seqlen_q, seqlen_kv
         if const_expr(self.caps):
             self.capped_exponentials(S, words, rLSE, places, tile, masked)
         else:
             for r in range_constexpr(2):
-                p = S[r, None].load() * self.scale_log2 - rLSE.load()
+                p = S[r, None].load() * self.scale_log2
+                if const_expr(not self.folds):
+                    p = p - rLSE.load()
                 S[r, None].store(cute.math.exp2(p, fastmath=True))
             # Only now, when the LSE's registers are free: notes/bwd4.md, "What the assembler takes".
             if const_expr(masked):
@@ -92,10 +101,14 @@ class KeyScores(Scores):
 
     @cute.jit
     def gradients(self, P, dP, sD, places):
-        """dP becomes dS = P∘(dP − D), without the scale; sD (query, block)."""
-        rD = self.by_query(sD, places.own[0, 0][1])
-        for r in range_constexpr(2):
-            dP[r, None].store(P[r, None].load() * (dP[r, None].load() - rD.load()))
+        """dP becomes dS = P∘(dP − D), without the scale; sD (query, block), None where dP `folds`."""
+        if const_expr(self.folds):
+            for r in range_constexpr(2):
+                dP[r, None].store(P[r, None].load() * dP[r, None].load())
+        else:
+            rD = self.by_query(sD, places.own[0, 0][1])
+            for r in range_constexpr(2):
+                dP[r, None].store(P[r, None].load() * (dP[r, None].load() - rD.load()))
 
     @cute.jit
     def by_query(self, sX, query):

@@ -16,7 +16,7 @@ from ..contract import Problem, Work
 from .constants import LOG2_E, SMS, WARP, WARPGROUP
 from .key_counts import ONE_WAY, CountedTiles
 from .key_scores import KeyScores
-from .limits import COLUMN_BYTES, L2_BYTES, SECTION_BYTES, TILE_Q, sums_of_dq
+from .limits import COLUMN_BYTES, L2_BYTES, SECTION_BYTES, TILE_Q, folds, stats_shape, sums_of_dq
 from .masks import Causal, Mask
 from .policies import DenseScratch, PackedScratch, listed
 from .short_sequences import ShortSequences
@@ -65,6 +65,7 @@ class Tiles(KeyScores, CountedTiles):
         self.divides = divides  # what sees a tile of keys among several CTAs: `key_parts`
         self.one_tile = one_tile  # no head has more than one tile of keys: a step's dQ is final
         self.caps, self.packed = capped, packed  # scores, softly; sequences
+        self.folds = folds(head_dim, capped)
         self.batch = PackedScratch() if packed else DenseScratch()  # where rows lie
         # Whether it has the sequences of one tile, which the kernel before it in a call leaves out: it begins
         # as SMs become free, and needs nothing that that one writes (notes/bwd4_policies.md).
@@ -372,7 +373,7 @@ class Tiles(KeyScores, CountedTiles):
         """One warp, after Q's `put`: LSE and D of its queries into the same stage, under the same barrier."""
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         with cute.arch.elect_one():
-            flat = cute.make_layout(2 * self.tile_q)
+            flat = cute.make_layout(self.blocks * math.prod(stats_shape(self.folds)))
             gStats = mStats[head_index, q_tile * self.blocks, None, None]
             sX = sStats[None, None, None, state.index]
             both = [cute.make_tensor(x.iterator, flat) for x in (gStats, sX)]
