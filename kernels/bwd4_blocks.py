@@ -53,8 +53,8 @@ class Begin:
     @cute.jit
     def __call__(self, mO, mDO, mLSE, mStats, mDQ_sum, *rest):
         *given, stream = rest
-        mDLSE, scale = given.pop(0) if self.lse_grad else None, given[0] if given else None
-        self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, None, mDLSE, scale=scale)
+        mDLSE, scale = given[: self.lse_grad], Numbers(*given[self.lse_grad :]).scale
+        self.preprocess(mO, mDO, mLSE, mStats, mDQ_sum, stream, None, *mDLSE, scale=scale)
 
     @staticmethod
     def stand_ins(problem: Problem) -> list[object]:
