@@ -67,7 +67,7 @@ LACKING: dict[str, dict[str, Lacking]] = {
         "exponentials when dPᵀ is done": Lacking(
             _edits(
                 "bwd4.py",
-                ("stage)).issue(False)\n", f"stage)).issue(False)\n{' ' * 12}warpgroup.wait_group(0)\n"),
+                ("(f.D, stage)\n", f"(f.D, stage)\n{' ' * 12}warpgroup.wait_group(0)\n"),
             )
         ),
         "next Sᵀ when dQ has left": Lacking(

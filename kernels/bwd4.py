@@ -341,7 +341,7 @@ class Backward(StoringTiles):
 
     def scores(self, x: Consumer, f: Fragments, k_get, q_get):
         """Issue Sᵀ = K·Qᵀ of a tile of queries."""
-        f.S.of(k_get.index * CONSUMERS + x.index, q_get.index).begin_with(f.LSE, q_get.index)
+        f.S.of(k_get.index * CONSUMERS + x.index, q_get.index).end_with(f.LSE, q_get.index)
 
     def step(
         self, x: Consumer, f: Fragments, k_get, q_get, q_next, parity, kv_block, q_tile, seqlens,

@@ -12,7 +12,7 @@ are rows, so that P and dS come out as operand A of dV and dK, in registers:
 dQ sums over the keys of both, so a consumer computes not what its own keys add but half of the result: 64 of
 the columns of 64 queries (d = 128; of 96, 48), or all 64 columns of 64 of the 128 queries (d = 64).
 
-At 128 columns Sᵀ and dPᵀ fold LSE and D in: each begins with a product more (`device.folded`).
+At 128 columns Sᵀ and dPᵀ fold LSE and D in: each has one more product (`device.folded`).
 """
 
 import math
@@ -192,8 +192,8 @@ class Consumer:
 
 
 def tiled_mmas(config: Config, head_dim: int, dtype: type, folds: bool) -> list[cute.TiledMma]:
-    """Of Sᵀ, of dPᵀ, of dV and dK, of dQ: a warpgroup's products of 64 rows; and of what scores that fold
-    begin with."""
+    """Of Sᵀ, of dPᵀ, of dV and dK, of dQ: a warpgroup's products of 64 rows; of scores that fold, of what is
+    folded in."""
     source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
     mmas = [
         make_trivial_tiled_mma(dtype, dtype, a, b, Float32, (1, 1, 1), (ROWS, n), place)
@@ -247,8 +247,8 @@ class Fragments:
 
     S: Product  # last mode of K: consumer + 2 · stage; of Q: stage
     dP: Product  # V has none; of dO: stage
-    LSE: Product | None  # what S begins with, if the scores fold; last mode of the statistics: stage
-    D: Product | None  # the same of dP
+    LSE: Product | None  # what S ends with, if the scores fold; last mode of the statistics: stage
+    D: Product | None  # what dP begins with
     dV: Product  # P: registers; of dO: stage
     dK: Product  # dS: registers; of Q: stage
     dQ: Product  # of dS: block of 64 queries, fastest, in `Shared.dS`'s; of K: of 64 columns in `Shared.K`'s
@@ -323,10 +323,10 @@ def fragments(
     stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
     copy_dS, copy_dKV = [cute.make_tiled_copy_C(stmatrix, mma).get_slice(thread) for mma in (mma_s, mma_kv)]
     dP = Product(mma_p, rdP, tPV, tPdO)
-    begin_S = begin_dP = None
+    of_LSE = of_D = None
     if mma_fold:
         shape = ROWS, tile_q, config.stages
-        begin_S, begin_dP = folding_products(*mma_fold, shape, rS, rdP, shared.ones, shared.stats)
+        of_LSE, of_D = folding_products(*mma_fold, shape, rS, rdP, shared.ones, shared.stats)
     parts = [PartOfQueries(rS, dP, scores, dscores, words_P, words_dS, tile_q)]
     if config.parts > 1:
         count = config.parts
@@ -340,8 +340,8 @@ def fragments(
     return Fragments(
         S=Product(mma_s, rS, tSK, tSQ),
         dP=dP,
-        LSE=begin_S,
-        D=begin_dP,
+        LSE=of_LSE,
+        D=of_D,
         dV=Product(mma_kv, rdV, tP, tVdO),
         dK=Product(mma_kv, rdK, tdS, tKQ),
         dQ=Product(mma_q, rdQ, tQdS, tQK),

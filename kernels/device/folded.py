@@ -2,10 +2,13 @@
 
 P = exp(S·τ − LSE) and dS = P∘(dP − D) take of each query two numbers that every thread of a consumer reads
 from shared memory, 32 bits of LSE and of D for each of its columns, and two instructions an element. Instead
-Sᵀ and dPᵀ begin with one more WGMMA, over 16 columns that K and V do not have:
+Sᵀ ends and dPᵀ begins with one more WGMMA, over 16 columns that K and V do not have:
 
-    Sᵀ  = 1·(−LSE/τ)ᵀ + K·Qᵀ        P  = exp(Sᵀ·τ)
+    Sᵀ  = K·Qᵀ + 1·(−LSE/τ)ᵀ        P  = exp(Sᵀ·τ)
     dPᵀ = 1·(−D)ᵀ + V·dOᵀ           dS = P∘dPᵀ
+
+The tensor cores cut off what a sum cannot hold. With −LSE/τ at the end K·Qᵀ has lost what it lost in the
+forward pass, and the LSE with it; where scores are in the thousands P would be off otherwise.
 
 Of a query −LSE/τ and −D are three bf16 each, which together hold the 24 bits of an fp32; the preprocess
 leaves them, four words (`limits.FOLDED_WORDS`):
@@ -31,7 +34,7 @@ from .fragments import Product
 from .limits import FOLDED_WORDS
 
 COLUMNS = 16  # of one WGMMA
-FOLDED_PRODUCTS = 2  # Sᵀ and dPᵀ begin with one
+FOLDED_PRODUCTS = 2  # Sᵀ ends with one, dPᵀ begins with one
 PARTS = 3  # bf16 that hold an fp32
 GREATEST = 2.0**127  # finite, and a bf16
 # exp(S·τ) of a smaller scale is that of this one, 1, of any scores below 2⁸⁰; −LSE/τ of it might be infinite.
@@ -120,7 +123,7 @@ def folding_products(
     mma: cute.TiledMma, shape: tuple[int, int, int], rS: cute.Tensor, rdP: cute.Tensor, sOnes: cute.Tensor,
     sStats: cute.Tensor,
 ) -> tuple[Product, Product]:  # fmt: skip
-    """What Sᵀ and dPᵀ begin with; the last mode of B is the stage. `shape`: keys, queries, stages."""
+    """What Sᵀ ends and dPᵀ begins with; the last mode of B is the stage. `shape`: keys, queries, stages."""
     keys, queries, stages = shape
     thread = mma.get_slice(0)
     layouts = [cute.make_layout(x, stride=y) for x, y in (ones_layout(keys), stats_layout(queries, stages))]

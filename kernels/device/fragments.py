@@ -42,18 +42,24 @@ class Product:
 
     def begin_with(self, first: "Product | None", b: object) -> None:
         """Issue the product, as one commit group; with a `first`, one of the same accumulator and a single A,
-        it adds to that of the `b`-th B."""
-        if first is None:
-            self.issue(False)
-            return
-        warpgroup.fence()
-        for product in (first.of(None, b), self):
-            atom = cute.make_mma_atom(product.mma.op)  # its own, as in `multiply`
-            for k in range(cute.size(product.B, mode=[2])):
-                atom.set(warpgroup.Field.ACCUMULATE, product is self or k > 0)
-                tA, tB = product.A[None, None, k], product.B[None, None, k]
-                cute.gemm(atom, self.acc, tA, tB, self.acc)
-        warpgroup.commit_group()
+        it is added to that of the `b`-th B."""
+        self.issue(False) if first is None else _issue_sum(first.of(None, b), self)
+
+    def end_with(self, last: "Product | None", b: object) -> None:
+        """`begin_with`, but what may be added comes behind."""
+        self.issue(False) if last is None else _issue_sum(self, last.of(None, b))
+
+
+def _issue_sum(*products: Product) -> None:
+    """Issue products of one accumulator, which becomes their sum, as one commit group."""
+    warpgroup.fence()
+    for i, product in enumerate(products):
+        atom = cute.make_mma_atom(product.mma.op)  # its own, as in `multiply`
+        for k in range(cute.size(product.B, mode=[2])):
+            atom.set(warpgroup.Field.ACCUMULATE, i > 0 or k > 0)
+            tA, tB = product.A[None, None, k], product.B[None, None, k]
+            cute.gemm(atom, product.acc, tA, tB, product.acc)
+    warpgroup.commit_group()
 
 
 @dataclass(frozen=True)
