@@ -11,7 +11,7 @@ What changes      against bwd3: persistent CTAs and a tile counter; a warp that 
                   fp16, GQA without an fp32 round trip, unequal lengths; two kernels for head_dim 256, and for
                   packed sequences; the tiles of the last round in parts; `bwd4_det`, with one order of
                   additions.
-What does not     preprocess and postprocess, who owns what, which products take registers.
+What does not     what preprocess and postprocess do, who owns what, which products take registers.
 Supports          bf16 and fp16; head_dims as k6, in tiles of 64, 96, 128, 192, also with values of 128, and
                   256; seqlens ≥ 1; GQA and MQA; causal masks as k6's; windows, caps, sinks, packed sequences
                   (notes/bwd4_policies.md). Who sees no key, or is seen by no query, has no gradient.
@@ -124,9 +124,10 @@ class Backward(StoringTiles):
     and then the next tile's dQ. Between the writes of each pair all 128 threads wait at DQ_EMPTY + c, as do
     the 32 that arrive there, after `cp.async.bulk.wait_group.read`: the bulk copy has read the first.
     Everything else is the async proxy's: what TMA writes and WGMMA reads is ordered by the rings' phases and
-    `wgmma.wait_group`; what threads write for it to read (dS, dQ, dK, dV), by a proxy fence before they
-    arrive. dS's buffers need no barrier that says they are free: the other's dQ of a step is done before it
-    arrives at DS_READY in the next step, where this consumer waits before it comes to that buffer again.
+    `wgmma.wait_group`; what threads write for it to read (dS, dQ, dK, dV, and once the ones of `folded`), by
+    a proxy fence before they arrive. dS's buffers need no barrier that says they are free: the other's dQ of
+    a step is done before it arrives at DS_READY in the next step, where this consumer waits before it comes
+    to that buffer again.
     A warp's place among parts (bwd4_parts, `split_tiles`) is its own lanes' alone, each of which writes the
     same; how many parts of a split tile are there takes the first warp's, between its two waits at SPLIT.
     initcheck's reads of O: see `device.backward_ends.Preprocess`.
@@ -359,7 +360,7 @@ class Backward(StoringTiles):
             pass the turn ──────────────────────────────────────────
             wait for dQ; leave Q and dO; dQ to shared memory, for an adding warp; wait for Sᵀ
 
-        Where the scores fold, Sᵀ and dPᵀ come without LSE and D, which the tensor cores have subtracted.
+        Where LSE and D are folded in: P = exp2(Sᵀ·c), dS = P∘dPᵀ.
 
         Nothing is in flight at either end: across a loop's back edge ptxas would serialise every WGMMA of the
         kernel (notes/bwd4.md, "What the assembler takes").

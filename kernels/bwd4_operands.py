@@ -104,8 +104,9 @@ def allocate(
     listeners: int, folds: bool,
 ) -> "tuple[Shared, RingsAndOwn]":  # fmt: skip
     """Shared memory, and the barriers in it; a tile's place has so many words, which `listeners` threads hear
-    of. The tiles come first; where the scores fold they come last, since compute-sanitizer's memcheck stops
-    a kernel whose operands of `folded` lie at the end (notes/bwd4_log.md)."""
+    of. The tiles come first; where LSE and D are folded in they come last, since compute-sanitizer's memcheck
+    stops a kernel whose operands of `folded` lie at the end (notes/bwd4_log.md). That is all that a CTA may
+    have: before the tiles, which begin at a multiple of 1 KiB, 432 bytes are left."""
     rings = lambda: make_rings(smem, config, head_dim, listeners, folds)
     tiles = lambda: _allocate_tiles(smem, config, head_dim, dtype)
     small = lambda: _allocate_small(smem, config, has_parts, words, folds)
@@ -192,8 +193,8 @@ class Consumer:
 
 
 def tiled_mmas(config: Config, head_dim: int, dtype: type, folds: bool) -> list[cute.TiledMma]:
-    """Of Sᵀ, of dPᵀ, of dV and dK, of dQ: a warpgroup's products of 64 rows; of scores that fold, of what is
-    folded in."""
+    """Of Sᵀ, of dPᵀ, of dV and dK, of dQ: a warpgroup's products of 64 rows; and, if LSE and D are
+    folded in, of that."""
     source, K, MN = warpgroup.OperandSource, OperandMajorMode.K, OperandMajorMode.MN
     mmas = [
         make_trivial_tiled_mma(dtype, dtype, a, b, Float32, (1, 1, 1), (ROWS, n), place)
@@ -247,7 +248,7 @@ class Fragments:
 
     S: Product  # last mode of K: consumer + 2 · stage; of Q: stage
     dP: Product  # V has none; of dO: stage
-    LSE: Product | None  # what S ends with, if the scores fold; last mode of the statistics: stage
+    LSE: Product | None  # what S ends with, if LSE and D are folded in; last mode of the statistics: stage
     D: Product | None  # what dP begins with
     dV: Product  # P: registers; of dO: stage
     dK: Product  # dS: registers; of Q: stage
@@ -325,6 +326,7 @@ def fragments(
     dP = Product(mma_p, rdP, tPV, tPdO)
     of_LSE = of_D = None
     if mma_fold:
+        assert config.parts == 1, "what is folded in is of all of a step's queries"
         shape = ROWS, tile_q, config.stages
         of_LSE, of_D = folding_products(*mma_fold, shape, rS, rdP, shared.ones, shared.stats)
     parts = [PartOfQueries(rS, dP, scores, dscores, words_P, words_dS, tile_q)]

@@ -18,7 +18,7 @@ from .contract import Problem, Work
 from .device.backward_ends import Postprocess, Preprocess, as_tiles, fake_scratch
 from .device.compiling import compile_for_torch, fake_fp32, fake_gqa_backward
 from .device.dq_sums import SummedTiles
-from .device.folded import COLUMNS, FOLDED_PRODUCTS
+from .device.folded import FOLDED_COLUMNS, FOLDED_PRODUCTS
 from .device.given import Given, fake_given, fake_heads, fake_list, take_given
 from .device.key_parts import PartSums, fake_parts, tiled_in_parts
 from .device.key_tiles import CONSUMERS, ROWS, Tiles, work_of
@@ -143,7 +143,7 @@ class FlashAttentionBackward(Pass):
         elif not self.main.one_tile:
             self.postprocess(mDQ_sum, mDQ, stream, counted, keys, numbers, mList=mListQ)
         if mDsink is not None:
-            sinks = SinkGradient(self.main.head_dim, self.main.blocks, self.main.folds)
+            sinks = SinkGradient(self.main.blocks, self.main.folds)
             sinks(mStats, given.sink, mDsink, stream, mListQ, **scaled)
 
     def fake_workspace(self) -> tuple[object, ...]:
@@ -165,7 +165,7 @@ class FlashAttentionBackward(Pass):
     def work(self, problem: Problem) -> list[Work]:
         work = work_of(self.main, problem, 5, f"{self.main.tile_kv} keys of a query head")
         if self.main.folds:
-            more = 1 + FOLDED_PRODUCTS * COLUMNS / (5 * problem.head_dim)
+            more = 1 + FOLDED_PRODUCTS * FOLDED_COLUMNS / (5 * problem.head_dim)
             work = replace(work, tensor_flops=work.tensor_flops * more)
         return [work]
 
@@ -206,8 +206,7 @@ class WideFlashAttentionBackward(Pass):
         self.main.launch(*inputs, mDK, mDV, mStats, counters[0], stream, numbers, *more)
         self.queries.launch(*inputs, mDQ, mStats, counters[1], stream, numbers, mListQ)
         if mDsink is not None:
-            sinks = SinkGradient(self.main.head_dim, self.queries.tile_q // ROWS, self.main.folds)
-            sinks(mStats, given.sink, mDsink, stream, mListQ)
+            SinkGradient(self.queries.tile_q // ROWS)(mStats, given.sink, mDsink, stream, mListQ)
 
     def fake_workspace(self) -> tuple[object, ...]:
         counters = make_fake_tensor(Int32, (2,), (1,), assumed_align=4)

@@ -45,13 +45,12 @@ def statistics(x: torch.Tensor) -> torch.Tensor:
 
 def ones() -> torch.Tensor:
     """As `write_ones` leaves them, flat."""
-    words = folded.HALVES
-    lines = [words[i - len(words) // 2 * product] for product in range(2) for i in range(len(words))]
-    lines = torch.tensor(lines, dtype=torch.int32).reshape(2, 1, -1).expand(-1, folded.LINE, -1)
+    lines = torch.tensor([folded.words_of(product) for product in range(2)], dtype=torch.int32)
+    lines = lines[:, None].expand(-1, folded.LINE, -1)
     return lines.contiguous().view(bf16).flatten()
 
 
-def test_both_products_begin_with_their_own_number_of_each_query() -> None:
+def test_each_product_gets_its_own_number_of_each_query() -> None:
     x = values()
     a, b = read(ones(), folded.ones_layout(KEYS)), read(statistics(x), folded.stats_layout(QUERIES, STAGES))
     assert a.shape == (KEYS, 16, 2)
@@ -64,7 +63,7 @@ def test_both_products_begin_with_their_own_number_of_each_query() -> None:
 def test_fewer_parts_would_not_do(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folded, "PARTS", parts)
     with pytest.raises(AssertionError, match="not close"):
-        test_both_products_begin_with_their_own_number_of_each_query()
+        test_each_product_gets_its_own_number_of_each_query()
 
 
 def test_what_stands_for_infinity_hides_a_row_at_any_scale_and_is_no_nan_beside_zeros() -> None:

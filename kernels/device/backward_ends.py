@@ -1,8 +1,8 @@
 """The kernels before and after a backward stage on WGMMA, and the scratch between them. Introduced by bwd3.
 
     stats    (heads, block, 2, 64) fp32: LSE·log₂e, then D, of 64 query rows. A row that is past the end or
-             sees no key has an LSE of ∞, so that its P = exp2(S − ∞) is 0 whatever the scores. Where the
-             tensor cores subtract them, as `folded` has it.
+             sees no key has an LSE of ∞, so that its P = exp2(S − ∞) is 0 whatever the scores. At 128
+             columns without a soft cap bwd4's are laid out as `folded` says.
     dQ_sum   (heads·sums, block, column block, 8·128·4) fp32: dQ of 64 query rows × 64 columns as the
              accumulator of an m64n64 WGMMA holds it: element (g, t, j) is register 4g + j of thread t, row
              16⌊t/32⌋ + ⌊(t mod 32)/4⌋ + 8⌊j/2⌋ and column 8g + 2(t mod 4) + j mod 2. What a warp accesses
@@ -23,7 +23,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from .constants import LOG2_E, VECTOR, WARP, WARPGROUP
-from .folded import exponent_scale, write_parts
+from .folded import cut_off, exponent_scale, write_parts
 from .limits import BLOCK, column_blocks, stats_shape
 from .packed import DENSE, Packed
 from .policies import listed
@@ -228,7 +228,7 @@ class Preprocess:
             lse = Float32.inf if unseen else lse
             if const_expr(self.folds):
                 log2_scale = exponent_scale(self.scale if const_expr(scale is None) else scale)
-                write_parts(-lse / log2_scale, mStats[head_index, block, tidx, None], 0)
+                write_parts(cut_off(-lse / log2_scale), mStats[head_index, block, tidx, None], 0)
             else:
                 mStats[head_index, block, 0, tidx] = lse
 

@@ -1,26 +1,29 @@
-"""LSE and D subtracted by the tensor cores: bwd4 in tiles of 128 columns, without a soft cap.
+"""LSE and D folded into Sᵀ and dPᵀ: bwd4 in tiles of 128 columns, without a soft cap.
 
 P = exp(S·τ − LSE) and dS = P∘(dP − D) take of each query two numbers that every thread of a consumer reads
-from shared memory, 32 bits of LSE and of D for each of its columns, and two instructions an element. Instead
-Sᵀ ends and dPᵀ begins with one more WGMMA, over 16 columns that K and V do not have:
+from shared memory, an fp32 of each for each of its columns, and an instruction an element. Folded in, the
+tensor cores subtract them: Sᵀ ends and dPᵀ begins with one more WGMMA, over 16 columns that K and V do not
+have:
 
     Sᵀ  = K·Qᵀ + 1·(−LSE/τ)ᵀ        P  = exp(Sᵀ·τ)
     dPᵀ = 1·(−D)ᵀ + V·dOᵀ           dS = P∘dPᵀ
 
-The tensor cores cut off what a sum cannot hold. With −LSE/τ at the end K·Qᵀ has lost what it lost in the
-forward pass, and the LSE with it; where scores are in the thousands P would be off otherwise.
+The tensor cores cut off what a sum cannot hold. With −LSE/τ at the end K·Qᵀ has been cut off as it was in the
+forward pass, of whose scores the LSE is made; the other way round P would be off where scores are in the
+thousands. D comes first since that order is faster (notes/bwd4_log.md).
 
 Of a query −LSE/τ and −D are three bf16 each, which together hold the 24 bits of an fp32; the preprocess
 leaves them, four words (`limits.FOLDED_WORDS`):
 
     stats    (heads, block, 64, 4) fp32, in truth bf16: x₀ x₁ x₂ 0 of −LSE/τ, then of −D, of 64 queries. They
-             are bf16 in fp16's kernels, too. A row that is past the end or sees no key has −GREATEST, so that
-             its P is 0 whatever the scores.
+             are bf16 in fp16's kernels, too.
 
-Both products read the same eight columns of a query, twice over, since 16 are the least that a WGMMA takes:
-so what stands on the keys' side are halves, for each product where its numbers are, and zeros where the
-other's are. Of all keys they are the same, 128 bytes for eight of them and a stride of 0. Nothing here may be
-infinite: zeros would make NaN of it.
+That is a line of eight columns, and both products read it twice, since 16 are the least that a WGMMA takes.
+So "ones", what stands on the keys' side, are halves, x/2 + x/2 being x: a line for each product, with zeros
+where the other's number is, which is also read twice and with a stride of 0 for all keys.
+
+Hazard: 0·∞ is NaN, so that what is not finite in either number makes NaN of both products of its query. A row
+that is past the end or sees no key has −GREATEST for −LSE/τ, and not −∞: its P is 0 whatever the scores.
 """
 
 import cutlass
@@ -33,15 +36,15 @@ from .constants import LOG2_E
 from .fragments import Product
 from .limits import FOLDED_WORDS
 
-COLUMNS = 16  # of one WGMMA
-FOLDED_PRODUCTS = 2  # Sᵀ ends with one, dPᵀ begins with one
+FOLDED_COLUMNS = 16  # of one WGMMA
+FOLDED_PRODUCTS = 2  # of a step: Sᵀ ends with one, dPᵀ begins with one
 PARTS = 3  # bf16 that hold an fp32
 GREATEST = 2.0**127  # finite, and a bf16
-# exp(S·τ) of a smaller scale is that of this one, 1, of any scores below 2⁸⁰; −LSE/τ of it might be infinite.
+# exp(S·τ) of a smaller scale is that of this one, 1, for any S below 2⁸⁰; the LSE over it is below GREATEST.
 LEAST_SCALE = 2.0**-100
 LINE = 8  # bf16 of a query, and queries (or keys) that lie together: a core matrix of WGMMA is 8 × 16 bytes
 ONES = FOLDED_PRODUCTS * LINE * LINE  # bf16: the keys' side of Sᵀ, then of dPᵀ
-HALVES = 0x3F003F00, 0x00003F00, 0, 0  # words of a line: ½ ½, ½ 0, the first in the lower half
+HALVES = 0x3F003F00, 0x00003F00, 0, 0  # words of Sᵀ's line: ½ ½, ½ 0, the first in the lower half
 
 
 def exponent_scale(scale: Float32 | float) -> Float32 | float:
@@ -59,16 +62,22 @@ def parts_of(x, bf16: object, fp32: object):
 
 
 @cute.jit
+def cut_off(x):
+    """`x` up to ±GREATEST; NaN stays."""
+    within = x
+    if x > GREATEST:
+        within = Float32(GREATEST)
+    if x < -GREATEST:
+        within = Float32(-GREATEST)
+    return within
+
+
+@cute.jit
 def write_parts(x, gStats, which: cutlass.Constexpr):
     """`x` as three bf16 into gStats (FOLDED_WORDS,): those of −LSE/τ, 0, or of −D, 1."""
-    finite = x  # or NaN
-    if x > GREATEST:
-        finite = Float32(GREATEST)
-    if x < -GREATEST:
-        finite = Float32(-GREATEST)
     rParts = cute.make_rmem_tensor(cute.make_layout(LINE // 2), BFloat16)
     rParts.fill(0.0)
-    for i, part in enumerate(parts_of(finite, BFloat16, Float32)):
+    for i, part in enumerate(parts_of(x, BFloat16, Float32)):
         rParts[i] = part
     words = FOLDED_WORDS // 2
     rWords = cute.make_tensor(cute.recast_ptr(rParts.iterator, None, Float32), cute.make_layout(words))
@@ -88,15 +97,20 @@ def read_parts(gStats):
     return both[0], both[1]
 
 
+def words_of(product: int) -> list[int]:
+    """The line on the keys' side, of Sᵀ, 0, or of dPᵀ, 1."""
+    return [HALVES[i - FOLDED_WORDS // 2 * product] for i in range(FOLDED_WORDS)]
+
+
 @cute.jit
 def write_ones(sOnes, tidx):
     """The keys' side, once for a kernel, a line a thread; WGMMA may read it behind a barrier of the CTA."""
     lines = cute.make_layout((FOLDED_WORDS, ONES // LINE))
     sLines = cute.make_tensor(cute.recast_ptr(sOnes.iterator, None, Int32), lines)
-    for product in range_constexpr(2):
+    for product in range_constexpr(FOLDED_PRODUCTS):
         if tidx // LINE == product:
-            for i in range_constexpr(FOLDED_WORDS):
-                sLines[i, tidx] = Int32(HALVES[i - FOLDED_WORDS // 2 * product])
+            for i, word in enumerate(words_of(product)):
+                sLines[i, tidx] = Int32(word)
             cute.arch.fence_view_async_shared()
 
 
@@ -109,13 +123,13 @@ def folding_mma(rows: int, queries: int) -> cute.TiledMma:
 
 def ones_layout(rows: int) -> tuple[object, object]:
     """(key, column, product) of what `write_ones` has written, shape and stride."""
-    lines = (LINE, rows // LINE), (LINE, COLUMNS // LINE)
+    lines = (LINE, rows // LINE), (LINE, FOLDED_COLUMNS // LINE)
     return (*lines, FOLDED_PRODUCTS), ((LINE, 0), (1, 0), LINE * LINE)
 
 
 def stats_layout(queries: int, stages: int) -> tuple[object, object]:
     """The same of (query, column, stage) of statistics in shared memory."""
-    lines = (LINE, queries // LINE), (LINE, COLUMNS // LINE)
+    lines = (LINE, queries // LINE), (LINE, FOLDED_COLUMNS // LINE)
     return (*lines, stages), ((LINE, LINE * LINE), (1, 0), LINE * queries)
 
 

@@ -18,7 +18,7 @@ class KeyScores(Scores):
     tile_q: int
     dtype: type
     caps: bool  # scores, softly
-    folds: bool  # LSE and D are subtracted already: `folded`
+    folds: bool  # LSE and D are in S and dP already: `folded`
 
     def take(self, numbers: tuple[object, ...]) -> None:
         super().take(numbers)
@@ -32,7 +32,7 @@ class KeyScores(Scores):
         """S (key, query) becomes P = exp(S·scale − LSE), 0 where the mask hides; sLSE (query, block) is
         LSE·log2 e, +∞ past the end. `places` are the `Coordinates` of S, whose tile begins at first_key and
         first_query. With a soft cap S becomes P·(1 − tanh²), which dS is made of, and P is here rounded to
-        `words`; without one `round_P` does that. Where S `folds`, sLSE is None."""
+        `words`; without one `round_P` does that. Where S has the LSE folded in, sLSE is None."""
         _, query = places.own[0, 0]  # of the thread's first column; the rest are at static distances
         rLSE = self.by_query(sLSE, query) if const_expr(not self.folds) else None
         tile = first_key, first_query, seqlen_q, seqlen_kv
@@ -101,7 +101,7 @@ class KeyScores(Scores):
 
     @cute.jit
     def gradients(self, P, dP, sD, places):
-        """dP becomes dS = P∘(dP − D), without the scale; sD (query, block), None where dP `folds`."""
+        """dP becomes dS = P∘(dP − D), without the scale; sD (query, block), None where dP has D folded in."""
         if const_expr(self.folds):
             for r in range_constexpr(2):
                 dP[r, None].store(P[r, None].load() * dP[r, None].load())

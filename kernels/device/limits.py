@@ -184,8 +184,8 @@ def list_shape(total: int, sequences: int, rows: int) -> tuple[int, int]:
 
 
 def folds(columns: int, capped: bool) -> bool:
-    """Whether bwd4's tensor cores subtract LSE and D (`folded`) in tiles of so many columns: where it has the
-    registers, and where no soft cap comes between scores and LSE."""
+    """Whether LSE and D are folded into bwd4's products (`folded`) in tiles of so many columns. Not where a
+    soft cap comes between scores and LSE; of 64 columns registers do not suffice, of 96 nobody has tried."""
     return columns == 128 and not capped
 
 

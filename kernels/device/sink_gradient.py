@@ -1,7 +1,5 @@
 """dsink, of what `backward_ends.Preprocess` leaves of LSE and D."""
 
-import math
-
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 from cutlass.memory import SmemAllocator
@@ -18,14 +16,14 @@ class SinkGradient:
 
     threads = 1024
 
-    def __init__(self, head_dim: int, blocks: int, folds: bool):
+    def __init__(self, blocks: int, folds: bool = False):
         self.blocks = blocks  # of 64 queries, of a tile of packed sequences' queries
-        self.folds, self.scale = folds, 1.0 / math.sqrt(head_dim)
+        self.folds = folds
 
     @cute.jit
     def __call__(self, mStats, mSink, mDsink, stream, mList=None, scale=None):
-        """mStats and `scale` as `Preprocess` has them: a row past the end has an LSE of ∞ and adds
-        nothing."""
+        """mStats and `scale` as `Preprocess` has them; with a sink there is a scale. A row past the end has
+        an LSE of ∞, folded one of GREATEST·τ, and adds nothing."""
         scale = scale if self.folds else None
         self.sum_sinks(mStats, mSink, mDsink, mList, scale).launch(
             grid=(mSink.shape[0], 1, 1), block=(self.threads, 1, 1), use_pdl=True, stream=stream
@@ -53,9 +51,9 @@ class SinkGradient:
                     block = (place + tile - first_tile) * self.blocks + i % self.blocks
                 gStats = mStats[batch * heads + head, block, None, None]
                 if const_expr(self.folds):
-                    less, less_D = read_parts(gStats[row, None])
-                    less = less * exponent_scale(self.scale if const_expr(scale is None) else scale)
-                    total -= cute.math.exp2(sink + less, fastmath=True) * less_D
+                    minus_LSE, minus_D = read_parts(gStats[row, None])  # the first over the scale
+                    exponent = sink + minus_LSE * exponent_scale(scale)
+                    total -= cute.math.exp2(exponent, fastmath=True) * minus_D
                 else:
                     # Where LSE is ∞, so is −LSE the whole exponent, even of a sink of −∞: 0 and no NaN.
                     total += cute.math.exp2(sink - gStats[0, row], fastmath=True) * gStats[1, row]
