@@ -126,7 +126,8 @@ def own_stats(stats):
 
 
 def begin(o, do, lse, stats, dq_sum, *given):
-    dlse = next((x for x in given if isinstance(x, torch.Tensor)), None)
+    has_scale = bool(given) and isinstance(given[-1], float)  # which comes last, and changes nothing here
+    (dlse,) = given[: len(given) - has_scale] or (None,)
     d = (do.double() * o.double()).sum(-1) - (0 if dlse is None else dlse.double())
     both = torch.stack((lse.double(), d), -1).flatten(0, 1)  # (row, queries, 2)
     held = both.new_full((both.shape[0], 64 * stats.shape[1], 2), torch.nan)

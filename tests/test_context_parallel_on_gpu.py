@@ -40,6 +40,8 @@ CASES = {  # tokens of a GPU, heads, key heads, head_dim, and what differs
     "communicator": (1024, 4, 4, 128, {"communicator": True, "batch": 1}),
     "one chunk of one token": (2, 2, 1, 128, {}),
     "fp16": (322, 4, 2, 64, {"dtype": torch.float16, "softmax_scale": 0.2, "dlse": True}),
+    "fp16, 128": (322, 4, 2, 128, {"dtype": torch.float16, "softmax_scale": 0.2, "dlse": True}),
+    "scaled": (322, 4, 2, 128, {"softmax_scale": 0.2}),
     "deterministic": (322, 4, 2, 64, {"deterministic": True}),
     "256": (322, 2, 1, 256, {"causal": False}),
 }
