@@ -8,6 +8,7 @@ import torch
 from hopper_attention.kernels import calls
 from hopper_attention.kernels.contract import Problem
 from hopper_attention.kernels.device import limits
+from hopper_attention.kernels.device.constants import SMEM_MAX
 from tests.untraced import kernels
 
 folded, fp32, bf16 = kernels("device.folded"), torch.float32, torch.bfloat16
@@ -85,3 +86,16 @@ def test_who_folds_has_scratch_for_it() -> None:
         assert words == 64 * (folded.FOLDED_WORDS if folds else 2)
     capped = Problem.square(2, 3, 300, 128, True, direction="bwd", softcap=20.0)
     assert calls.backward_scratch(capped, False)["stats"][0][2:] == (2, 64)
+
+
+def test_shared_memory_suffices_whatever_a_tile_is_told_of() -> None:
+    bwd4, parts, one = map(kernels, ("bwd4", "bwd4_parts", "bwd4_one"))
+    for causal in (False, True):
+        problem = Problem.square(1, 2, 1024, 128, causal, direction="bwd")
+        packed = problem.with_(sequences=((1000, 1000),))
+        found = [bwd4.kernel_for(x, deterministic=y) for x in (problem, packed) for y in (False, True)]
+        found += [parts.kernel_for(problem, deterministic=y) for y in (False, True)]
+        found += [one.kernel_for(problem.with_(seqlen_kv=100), divides=y) for y in (False, True)]
+        for kernel in found:
+            assert kernel.main.folds
+            assert kernel.main.smem_bytes == SMEM_MAX, "tiles begin at multiples of 1 KiB"
