@@ -22,7 +22,7 @@ from harness.case_runs import (
     run_poisoned,
     small,
 )
-from harness.inputs import as_read, poison, random_inputs
+from harness.inputs import as_read, random_inputs
 from harness.registry import case, same
 from harness.stages import forward
 from harness.sweep import HEAD_DIMS
@@ -448,26 +448,7 @@ def gradients_at_extreme_logits(stage_id, args):
     for problem in small(stage_id):
         q, k, v, do = random_inputs(problem)
         yield from judged(stage_id, torch.zeros_like(q), k, v, do, problem.causal, f"{problem}, q = 0")
-        yield from at_small_scales(stage_id, problem.with_(scaled=True), q, k, v, do)
-
-
-def at_small_scales(stage_id: str, problem: Problem, *inputs: torch.Tensor) -> Iterator[str]:
-    """With scales from the least normal fp32 on all P of a row are the same, and dV is a mean, however large
-    LSE/scale is."""
-    stage, module = ladder.load(stage_id)
-    if module.supports(problem):
-        return
-    *qkv, do = inputs
-    for scale in (2.0**-126, 2.0**-101, 2.0**-64):
-        expected = judging.Expected(*qkv, problem.causal, do, softmax_scale=scale)
-        tensors = expected.allocate(module, problem, **stage.options)
-        module.run_kernel(compile_stage(stage_id, problem), poison(tensors))
-        if not all(x.isfinite().all() for x in tensors.outputs.values()):
-            yield f"{problem}: a scale of {scale:.0e} gives non-finite gradients"
-        dv = expected.gradients[2]
-        slack = {"rtol": 2**-6, "atol": 2**-8 * dv.abs().max().item()}
-        if not torch.allclose(tensors.outputs["dv"].double(), dv, **slack):
-            yield f"{problem}: a scale of {scale:.0e} gives another dv"
+        yield from score_cases.at_small_scales(stage_id, problem.with_(scaled=True), q, k, v, do)
 
 
 from harness import call_cases  # noqa: E402, F401  registers its own behind these: values first, sanitizers last

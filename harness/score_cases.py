@@ -1,5 +1,5 @@
 """The cases of `harness.policy_cases` that are about what the scores are: far from zero, about a soft cap,
-NaN."""
+NaN; and what `harness.cases` asks of small scales."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from harness import reference
+from harness import judging, reference
+from harness.inputs import poison
 from harness.policies import Given, random_given
 from harness.policy_cases import HEAD_DIMS, checked, plain_of
 from harness.reference import Rounding
 from harness.registry import case
 from hopper_attention.kernels import ladder
 from hopper_attention.kernels.contract import Problem
+from hopper_attention.launch import compile_stage
 
 FAR = -1e3  # scores of keys that are seen, so far below zero that nothing of e^score is left
 SPOILT = slice(200, 208)  # queries, or keys: of S's rows 8 to 15 of a warp's 16, or columns of every lane
@@ -35,6 +37,25 @@ def shift_scores(given: Given, by: float) -> None:
 def of_keys(by: float, head_dim: int) -> float:
     """What `shift_scores` adds to each column of a key, so that q·k becomes `by`."""
     return by / head_dim / OF_QUERIES
+
+
+def at_small_scales(stage_id: str, problem: Problem, *inputs: torch.Tensor) -> Iterator[str]:
+    """With scales from the least normal fp32 on all P of a row are the same, and dV is a mean, however large
+    LSE/scale is."""
+    stage, module = ladder.load(stage_id)
+    if module.supports(problem):
+        return
+    *qkv, do = inputs
+    for scale in (2.0**-126, 2.0**-101, 2.0**-64):
+        expected = judging.Expected(*qkv, problem.causal, do, softmax_scale=scale)
+        tensors = expected.allocate(module, problem, **stage.options)
+        module.run_kernel(compile_stage(stage_id, problem), poison(tensors))
+        if not all(x.isfinite().all() for x in tensors.outputs.values()):
+            yield f"{problem}: a scale of {scale:.0e} gives non-finite gradients"
+        dv = expected.gradients[2]
+        slack = {"rtol": 2**-6, "atol": 2**-8 * dv.abs().max().item()}
+        if not torch.allclose(tensors.outputs["dv"].double(), dv, **slack):
+            yield f"{problem}: a scale of {scale:.0e} gives another dv"
 
 
 @case(policy="window")

@@ -25,6 +25,7 @@ from harness import (
     quantized,
     reference,
     registry,
+    score_cases,
     stages,
 )
 from harness.inputs import random_inputs
@@ -158,7 +159,7 @@ def kernels_of(stage_id: str) -> list[Problem]:
 
 
 def compile_to(monkeypatch: pytest.MonkeyPatch, compile_stage: Callable[[str, Problem], object]) -> None:
-    for module in (cases, stages):
+    for module in (cases, score_cases, stages):
         monkeypatch.setattr(module, "compile_stage", compile_stage)
 
 
@@ -308,6 +309,11 @@ def takes_no_options(t: Tensors) -> None:
     t.softmax_scale = t.dlse = None
 
 
+def is_off_at_the_least_scale(t: Tensors) -> None:
+    if t.softmax_scale and t.softmax_scale < 2.0**-125:
+        t.dv.mul_(1.1)
+
+
 def takes_no_gradient_of_the_lse(t: Tensors) -> None:
     t.dlse = None
 
@@ -337,7 +343,8 @@ FAULTS = {
     "reads back": ({"writing": reads_back}, ("causality of gradients",)),
     "is not quite zero": ({"writing": is_not_quite_zero}, ("other shapes", "gradients that vanish")),
     "is not quite zero at the end": ({"writing": is_not_quite_zero_at_the_end}, ("top left mask",)),
-    "takes no options": ({"reading": takes_no_options}, ("every kernel",)),
+    "takes no options": ({"reading": takes_no_options}, ("every kernel", "gradients at extreme logits")),
+    "is off at the least scale": ({"writing": is_off_at_the_least_scale}, ("gradients at extreme logits",)),
     "takes no gradient of the lse": ({"reading": takes_no_gradient_of_the_lse}, ("every kernel",)),
     "overflows": ({"writing": overflows}, ("extreme logits", "gradients at extreme logits")),
 }

@@ -239,6 +239,7 @@ def test_numbers(ranks: int, tmp_path: Path) -> None:
         for call, causal, kv_heads, scale, lengths, batch in (
             ("numbers", True, 4, None, whole, 1),
             ("numbers", True, 2, None, whole, 2),
+            ("numbers", False, 4, 0.2, whole, 1),
             ("numbers", False, 4, 0.1, f"{whole}, head_dim=128", 1),
             ("numbers", True, 2, 0.1, f"{other}, head_dim=128", 1),
             ("numbers", True, 2, None, other, 1),

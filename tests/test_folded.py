@@ -18,10 +18,8 @@ KEYS, QUERIES, STAGES = 64, 64, 2
 def values() -> torch.Tensor:
     """(STAGES, QUERIES, 2): −LSE/τ and −D of all sizes that an fp32 has."""
     generator = torch.Generator().manual_seed(0)
-    exponents = torch.linspace(-100, 100, STAGES * QUERIES * 2).exp2()[
-        torch.randperm(256, generator=generator)
-    ]
-    found = (torch.randn(256, generator=generator) * exponents).reshape(STAGES, QUERIES, 2)
+    random = lambda draw: draw(STAGES, QUERIES, 2, generator=generator)
+    found = random(torch.randn) * (200 * random(torch.rand) - 100).exp2()
     found[0, :4] = torch.tensor([[0.0, 1.0], [-folded.GREATEST, 0.0], [1.0, -0.0], [math.pi, -1 / 3]])
     return found
 
@@ -46,7 +44,9 @@ def statistics(x: torch.Tensor) -> torch.Tensor:
 
 def ones() -> torch.Tensor:
     """As `write_ones` leaves them, flat."""
-    lines = torch.tensor([folded.words_of(product) for product in range(2)], dtype=torch.int32)
+    lines = torch.tensor(
+        [folded.words_of(product) for product in range(folded.FOLDED_PRODUCTS)], dtype=torch.int32
+    )
     lines = lines[:, None].expand(-1, folded.LINE, -1)
     return lines.contiguous().view(bf16).flatten()
 
